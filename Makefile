@@ -1,0 +1,40 @@
+# Each target does all the set-up it needs on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL ?= demo/model
+K ?= 3
+PORT ?= 8000
+
+.PHONY: demo serve test check bench audit gpu-test gpu-bench clean
+
+$(VENV)/.installed: pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## start the server on the demo model, ask it something, show acceptance
+	$(BIN)/python demo/try_it.py
+
+serve: $(VENV)/.installed
+	$(BIN)/pilotfish serve $(MODEL) --num-speculative-tokens $(K) --port $(PORT)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python tests/bench/bench_decode.py $(MODEL)
+
+audit: $(VENV)/.installed
+	$(BIN)/pilotfish audit $(MODEL)
+
+gpu-test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""Tools to run pilotfish in production."""

@@ -1,0 +1,1 @@
+"""Draft heads: what proposes tokens for the trunk to verify."""

@@ -1,0 +1,1 @@
+"""The MTP head that ships inside the checkpoint."""

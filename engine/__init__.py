@@ -1,0 +1,1 @@
+"""The engine: configuration, checkpoint, model, caches, scheduler, rounds and the engine process."""

@@ -1,0 +1,1 @@
+"""Block tables, recurrent-state slots: who owns which part of the caches (no torch here)."""

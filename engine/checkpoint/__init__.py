@@ -1,0 +1,1 @@
+"""Checkpoints: recognised from metadata, checked, loaded."""

@@ -1,0 +1,173 @@
+"""What the HTTP process and the engine process say to each other.
+
+Frozen msgspec structs, tagged by type, msgpack on the wire, each message behind a
+4-byte big-endian length. This file imports no torch: both sides read it.
+
+HTTP -> engine: `Submit`, `Abort`, `Shutdown`.  Engine -> HTTP: `Ready`, `StepReport`, `Fatal`.
+Every submitted request ends in exactly one `RequestOutput` whose `finish_reason` is not None.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_MESSAGE_BYTES = 256 << 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen; names and defaults are vLLM's.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0 switch the filters off.
+    `stop_token_ids` end a request and are not part of its text; `eos_token_ids` (the model's own
+    end ids, filled in by the server) do too unless `ignore_eos`. `max_tokens` counts generated tokens.
+    `logprobs` = n returns the n most likely tokens beside the chosen one; None returns nothing.
+    `seed` is a 64-bit integer (the server draws one where the client gave none).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    choice: int = 0
+    logprobs: int | None = None
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """One sequence to decode. `speculative_k` lowers the served draft depth for it (None: the served k)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    speculative_k: int | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Free the sequence within one round; its last output says finish_reason "abort"."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End the engine process; what still runs is aborted."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of the chosen token under the trunk's raw logits, and the n most likely ones."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step added to one request.
+
+    `token_ids` are committed tokens in order, a stop id included as the last one (`stop_token_id` names it).
+    num_drafted / num_accepted count this step's drafts really offered and accepted.
+    `round` is False for the token that prefill chose.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    round: bool = True
+    synthetic: bool = False
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Gauges after the step and the step's own times, in seconds.
+
+    `phases` maps a phase of a round (verify, choose, accept, repair, draft, report) or "prefill" to seconds;
+    it is empty when the step ran nothing. `num_prefill_tokens` are prompt tokens processed in this step.
+    """
+
+    phases: dict[str, float] = {}
+    step_seconds: float = 0.0
+    num_prefill_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    state_slots_used: int = 0
+    state_slots_total: int = 0
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """One engine step: outputs of the requests it touched, and the gauges."""
+
+    outputs: list[RequestOutput]
+    stats: StepStats
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Sent once, when the engine can take requests.
+
+    `num_speculative_tokens` is the k really served: 0 when the head is missing, and then
+    `speculation_disabled_reason` says why. `binding_limit` names what set `max_num_seqs`.
+    """
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    binding_limit: str
+    num_speculative_tokens: int
+    speculation_disabled_reason: str | None
+    max_waiting: int
+    kv_pages_total: int
+    page_size: int
+    device: str
+    dtype: str
+    load_seconds: float
+    ledger: dict[str, int]
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine cannot go on; the process exits after it. `part` is load, prefill, round or protocol."""
+
+    part: str
+    message: str
+
+
+ToEngine = Submit | Abort | Shutdown
+FromEngine = Ready | StepReport | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """Length-prefixed bytes of a message. Raises ValueError above MAX_MESSAGE_BYTES."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"message of {len(body)} bytes, want at most {MAX_MESSAGE_BYTES}")
+    return len(body).to_bytes(4, "big") + body
+
+
+def decode_to_engine(body: bytes) -> ToEngine:
+    """Raises msgspec.DecodeError on anything but one of the messages above."""
+    return _to_engine.decode(body)
+
+
+def decode_from_engine(body: bytes) -> FromEngine:
+    """Raises msgspec.DecodeError on anything but one of the messages above."""
+    return _from_engine.decode(body)

@@ -1,0 +1,1 @@
+"""Trunk modules of the Qwen3.5 hybrid family."""

@@ -1,0 +1,1 @@
+"""The speculative algorithm, free of models and devices."""

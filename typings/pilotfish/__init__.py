@@ -1,0 +1,1 @@
+../../pilotfish/__init__.py
