@@ -1,0 +1,30 @@
+"""What the engine raises for input it cannot serve; faults of our own code are assertions.
+
+    PilotfishError
+    ├── ConfigError            config.json is malformed, or asks for something that is not honoured
+    └── CheckpointError        the files of a checkpoint folder are damaged, incomplete or contradict one another
+        ├── HeaderError        a safetensors header that cannot be trusted
+        └── LayoutError        weights in a recognised layout that this version does not read
+
+Each message says what was wanted and what came, and names the file, field or module.
+"""
+
+
+class PilotfishError(Exception):
+    """Base of every error that input can cause."""
+
+
+class ConfigError(PilotfishError):
+    """A config.json that is malformed or describes a model that is not served."""
+
+
+class CheckpointError(PilotfishError):
+    """A checkpoint folder whose files are damaged, incomplete or contradict one another."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors header that is malformed or does not fit its file."""
+
+
+class LayoutError(CheckpointError):
+    """Weights stored in a layout that is recognised but not read."""
