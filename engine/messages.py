@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorCode = Literal["queue_full", "invalid"]
 MAX_MESSAGE_BYTES = 256 << 20
 
 
@@ -78,6 +79,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `token_ids` are committed tokens in order, a stop id included as the last one (`stop_token_id` names it).
     num_drafted / num_accepted count this step's drafts really offered and accepted.
     `round` is False for the token that prefill chose.
+    `error_code` says whose fault an error is: "queue_full" (503, try again), "invalid" (400), None (500).
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_code: ErrorCode | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     round: bool = True
