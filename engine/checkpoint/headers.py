@@ -1,0 +1,155 @@
+"""Reads safetensors headers and trusts nothing in them.
+
+A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes. The JSON maps a
+name to {dtype, shape, data_offsets [begin, end)}, offsets counted from the end of the JSON; "__metadata__"
+maps strings to strings. A header is accepted only if its tensors tile the rest of the file exactly: none
+overlap, none lies outside, no byte is left over (so a truncated file is found before it is used).
+Reads the header bytes only and never follows anything a file says to another file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pilotfish.engine.errors import HeaderError
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_NAME_LENGTH = 512
+MAX_DIMS = 8
+
+DTYPE_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as its header describes it. `start` and `end` are byte offsets in `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of one file by name, and its `__metadata__`."""
+
+    file: Path
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """The header of one safetensors file (a symbolic link is followed).
+
+    Raises HeaderError, naming the file and the fault, unless every check of the module's docstring holds.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise HeaderError(f"{path}: want a regular file")
+            entries, data_start = _read_json(path, file, status.st_size)
+    except OSError as error:
+        raise HeaderError(f"{path}: cannot be read: {error.strerror}") from error
+    metadata = _metadata(path, entries.pop("__metadata__", None))
+    tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
+    _check_tiling(path, tensors.values(), data_start, status.st_size)
+    return Header(path, tensors, metadata)
+
+
+def _read_json(path: Path, file: Any, file_size: int) -> tuple[dict[str, Any], int]:
+    """The parsed JSON object and the offset of the byte after it."""
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise HeaderError(f"{path}: want at least 8 bytes, got {len(prefix)}")
+    length = int.from_bytes(prefix, "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, file_size - 8):
+        room = f"in [2, {MAX_HEADER_BYTES}] and inside the file of {file_size} bytes"
+        raise HeaderError(f"{path}: want a header length {room}, got {length}")
+    body = file.read(length)
+    if len(body) != length or body[:1] != b"{":
+        raise HeaderError(f"{path}: want a header of {length} bytes that begins with '{{', got {body[:16]!r}")
+    try:
+        entries = json.loads(body, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"{path}: header is not acceptable JSON: {str(error)[:200]}") from error
+    return entries, 8 + length
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise ValueError(f"key {key[:80]!r} occurs twice")
+        entries[key] = value
+    return entries
+
+
+def _metadata(path: Path, raw: Any) -> dict[str, str]:
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
+        raise HeaderError(f"{path}: want __metadata__ to map strings to strings")
+    return raw
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+        raise HeaderError(f"{path}: want printable names of 1 to {MAX_NAME_LENGTH} characters, got {name[:80]!r}")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise HeaderError(f"{path}: {name}: want exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise HeaderError(f"{path}: {name}: unknown dtype {str(dtype)[:40]!r}")
+    if not _is_size_list(shape) or len(shape) > MAX_DIMS:
+        raise HeaderError(f"{path}: {name}: want a shape of at most {MAX_DIMS} sizes, got {str(shape)[:80]}")
+    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise HeaderError(f"{path}: {name}: want data_offsets [begin, end], got {str(offsets)[:80]}")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    begin, end = offsets
+    if bits % 8 or end - begin != bits // 8:
+        raise HeaderError(f"{path}: {name}: {dtype} {shape} takes {bits / 8:g} bytes, its offsets span {end - begin}")
+    return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
+
+
+def _is_size_list(value: Any) -> bool:
+    """Whether it is a list of integers in [0, 2^48): larger ones describe no file there is."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+
+
+def _check_tiling(path: Path, tensors: Any, data_start: int, file_size: int) -> None:
+    """Raises HeaderError unless the tensors cover [data_start, file_size) without gap or overlap."""
+    reached, before = data_start, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
+        if tensor.end > file_size:
+            raise HeaderError(f"{path}: {tensor.name} ends at byte {tensor.end} of a file of {file_size}")
+        if tensor.start != reached:
+            what = "overlaps" if tensor.start < reached else "leaves a gap after"
+            raise HeaderError(f"{path}: {tensor.name} {what} {before} (begins at {tensor.start}, want {reached})")
+        reached, before = tensor.end, tensor.name
+    if reached != file_size:
+        raise HeaderError(f"{path}: {file_size - reached} bytes after the last tensor belong to none")

@@ -1,0 +1,110 @@
+"""NVFP4 as compressed-tensors stores it, in plain torch: what tests and kernels call true.
+
+A matrix [N, K], K a multiple of 16, is kept as 4-bit codes, one e4m3 scale for each 16 columns of a row, and
+one number for the whole:  w = e2m1(code) * scale / global_scale.  In `packed` byte j of a row holds column 2j
+in its low nibble and 2j+1 in its high one. A code is a sign (bit 3) and an index into 0, 0.5, 1, 1.5, 2, 3, 4,
+6. Every product e2m1 * scale is exact in bf16, fp16 and fp32. 4.5 bits a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUP = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_EPS = 0.125  # torch.finfo(torch.float8_e4m3fn).eps: stands for a scale that rounds to 0
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_SIGNED = E2M1 + tuple(-value for value in E2M1)
+
+# A magnitude becomes the index of the number of boundaries below it. The boundaries lie half way between
+# neighbours; one that is itself met goes to the even index (round to nearest, ties to even), hence the flags.
+_BOUNDARIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+@dataclass(frozen=True, eq=False)
+class NvFp4Weight:
+    """A packed [N, K] matrix on one device.
+
+    packed: uint8 [N, K/2]; scale: float8_e4m3fn [N, K/16], none negative or NaN; global_scale: the divisor,
+    finite and above 0. Raises ValueError if the parts do not fit each other.
+    """
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    global_scale: float
+
+    def __post_init__(self) -> None:
+        if self.packed.dtype != torch.uint8 or self.packed.dim() != 2:
+            raise ValueError(f"packed: want uint8 [N, K/2], got {self.packed.dtype} {list(self.packed.shape)}")
+        wanted = (self.packed.shape[0], self.packed.shape[1] * 2 // GROUP)
+        if self.packed.shape[1] * 2 % GROUP or self.scale.dtype != torch.float8_e4m3fn or self.scale.shape != wanted:
+            got = f"{self.scale.dtype} {list(self.scale.shape)}"
+            raise ValueError(f"scale: want float8_e4m3fn {list(wanted)} (K a multiple of {GROUP}), got {got}")
+        if not 0 < self.global_scale < float("inf"):
+            raise ValueError(f"global_scale: want a finite number above 0, got {self.global_scale}")
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K) of the matrix it stands for."""
+        return torch.Size((self.packed.shape[0], self.packed.shape[1] * 2))
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes + 4
+
+    def to(self, device: str | torch.device) -> NvFp4Weight:
+        return NvFp4Weight(self.packed.to(device), self.scale.to(device), self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[N, K] in `dtype`: the exact fp32 product of code and scale, divided in fp32, then rounded once."""
+        codes = unpack(self.packed)
+        table = torch.tensor(E2M1_SIGNED, dtype=torch.float32, device=codes.device)
+        groups = table[codes.long()].view(codes.shape[0], -1, GROUP)
+        product = groups * self.scale.float()[:, :, None]
+        return (product / self.global_scale).view(codes.shape).to(dtype)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [..., K] in 0..15, of packed uint8 [..., K/2]."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Packed uint8 [..., K/2], of codes uint8 [..., K] in 0..15; K even."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def encode(values: torch.Tensor) -> torch.Tensor:
+    """The nearest e2m1 codes, uint8, of fp32 values: ties to the even code, beyond +-6 clamped, -0 keeps its sign."""
+    magnitude = values.abs()
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    for boundary, tie_goes_up in _BOUNDARIES:
+        codes += magnitude >= boundary if tie_goes_up else magnitude > boundary
+    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def quantize(weight: torch.Tensor) -> NvFp4Weight:
+    """Round-to-nearest NVFP4 of a finite [N, K] matrix, K a multiple of 16, computed in fp32.
+
+    global_scale = 448 * 6 / amax(W), a group's scale = e4m3(amax(group) / 6 * global_scale), as llm-compressor
+    does without calibration. Raises ValueError on another shape, or values that are not finite.
+    """
+    if weight.dim() != 2 or weight.shape[1] % GROUP:
+        raise ValueError(f"want [N, K] with K a multiple of {GROUP}, got {list(weight.shape)}")
+    values = weight.float()
+    if not values.isfinite().all():
+        raise ValueError("want finite values")
+    amax = values.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    global_scale = torch.nan_to_num(E4M3_MAX * E2M1_MAX / amax, posinf=1.0)
+    groups = values.view(values.shape[0], -1, GROUP)
+    scale = (groups.abs().amax(-1) / E2M1_MAX * global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = torch.where(scale.float() == 0, E4M3_EPS, scale.float())
+    codes = encode(groups / (scale / global_scale)[:, :, None])
+    return NvFp4Weight(pack(codes.view(values.shape)), scale.to(torch.float8_e4m3fn), float(global_scale))

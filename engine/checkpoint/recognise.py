@@ -1,0 +1,278 @@
+"""Recognises a checkpoint folder from config.json and the headers of all its files, before any tensor is read.
+
+Every `*.safetensors` of the folder and of its `mtp/` sub-folder counts, listed in the index or not: heads often
+lie in side files that no index knows. What is not understood in full is refused with the module's name. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pilotfish.engine.checkpoint import inventory, names, quantization
+from pilotfish.engine.checkpoint.headers import Header, TensorInfo, read_header
+from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Expected, Inventory
+from pilotfish.engine.checkpoint.layouts import PACKED, Layout, Module, describe
+from pilotfish.engine.config import ModelConfig, read_json_object
+from pilotfish.engine.errors import CheckpointError, ConfigError, LayoutError
+
+INDEX_FILE = "model.safetensors.index.json"
+MTP_FOLDER = "mtp"
+IGNORED_SUFFIX = ".input_global_scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A folder that was opened and recognised; no tensor of it has been read.
+
+    `modules` maps normalised names to what load_weights will read, trunk first, then the head. `has_mtp` says
+    that the whole head is there, `declares_mtp` that the config wants one; `mtp_problem` is one sentence on a
+    head that is declared and absent, or incomplete, and None otherwise. `dropped` counts what is in the files
+    and not loaded: "vision", "incomplete head", "kv scales and rope caches", "activation scales" to
+    (tensors, bytes).
+    """
+
+    path: Path
+    config: ModelConfig
+    modules: Mapping[str, Module]
+    has_mtp: bool
+    declares_mtp: bool
+    mtp_problem: str | None
+    dropped: Mapping[str, tuple[int, int]]
+    num_files: int
+
+    @property
+    def quantized(self) -> bool:
+        return any(module.layout in PACKED for module in self.modules.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that load_weights reads."""
+        return sum(part.num_bytes for module in self.modules.values() for part in loaded_parts(module).values())
+
+    def summary(self) -> str:
+        """One line for the log."""
+        config = self.config
+        kind = f"MoE of {config.num_experts} experts" if config.is_moe else "dense"
+        layouts = ", ".join(f"{row['modules']} {layout}" for layout, row in census(self).items())
+        head = "with MTP head" if self.has_mtp else f"without MTP head ({self.mtp_problem or 'none declared'})"
+        parts = [
+            f"{self.path}: {config.model_type} {kind}, {config.num_hidden_layers} layers"
+            f" ({len(config.full_layers)} full attention), hidden {config.hidden_size}, {head}",
+            f"{self.num_bytes / 1e6:.1f} MB in {self.num_files} file(s): {layouts}",
+        ]
+        for what, (count, size) in self.dropped.items():
+            parts.append(f"not loaded: {count} {what} tensors, {size / 1e6:.1f} MB")
+        return "; ".join(parts)
+
+
+def loaded_parts(module: Module) -> dict[str, TensorInfo]:
+    """The tensors of a module that are read: activation scales are not, for activations stay 16-bit."""
+    return {suffix: info for suffix, info in module.parts.items() if suffix != IGNORED_SUFFIX}
+
+
+def census(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """Modules, tensors and bytes to be loaded, by layout and stored dtype ("plain BF16", "... NVFP4 (W4A16)")."""
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for module in checkpoint.modules.values():
+        parts = loaded_parts(module)
+        plain = module.layout is Layout.PLAIN
+        row = rows[f"{module.layout.value} {module.dtype}" if plain else module.layout.value]
+        row.update(modules=1, tensors=len(parts), bytes=sum(part.num_bytes for part in parts.values()))
+    return {layout: dict(row) for layout, row in sorted(rows.items())}
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Recognises the folder and checks it in full: names, shapes, dtypes, layouts, index, config.
+
+    Raises ConfigError (config.json), HeaderError (a damaged file), LayoutError (a layout that is not read, or not
+    the one that config.json states) or CheckpointError (missing, unexpected or contradicting tensors).
+    """
+    folder = Path(folder)
+    config = ModelConfig.load(folder)
+    headers = _read_headers(folder)
+    _refuse_foreign_metadata(headers)
+    found = _Found.collect(_choose_copies(headers, _read_index(folder, headers), folder))
+    modules = _describe_all(found.tensors)
+    quantization.refuse_marker_files(folder)
+    trunk = inventory.trunk(config, _is_fused(modules))
+    head = inventory.mtp(config, _is_fused(modules))
+    _check_modules(modules, trunk | head)
+    _require_all(trunk, modules, folder)
+    problem = _mtp_problem(config, modules, head)
+    has_mtp = all(name in modules for name in head)
+    loaded = {name: modules[name] for name in (trunk | head if has_mtp else trunk)}
+    rules = _read_rules(folder)
+    quantization.check_agreement(rules, loaded, trunk | head)
+    return Checkpoint(
+        path=folder,
+        config=config,
+        modules=loaded,
+        has_mtp=has_mtp,
+        declares_mtp=config.num_mtp_layers > 0,
+        mtp_problem=problem,
+        dropped=_dropped(found, modules, loaded),
+        num_files=len(headers),
+    )
+
+
+def _read_headers(folder: Path) -> list[Header]:
+    files = sorted(folder.glob("*.safetensors")) + sorted((folder / MTP_FOLDER).glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: want at least one *.safetensors file, got none")
+    return [read_header(file) for file in files]
+
+
+def _refuse_foreign_metadata(headers: list[Header]) -> None:
+    """Raises LayoutError for a file whose writer says that its values follow other conventions."""
+    for header in headers:
+        if header.metadata.get("lynn_native_nvfp4") == "true":
+            raise LayoutError(f"{_first_name(header)}: stored as {Layout.LYNN.value} (metadata of {header.file})")
+        mlx = header.metadata.get("format") == "mlx"
+        name = next((name for name in header.tensors if mlx or names.is_mlx(name)), None)
+        if name is not None:
+            why = "its norms hold 1 + w and its convolutions are transposed"
+            raise LayoutError(f"{name}: stored in MLX's form ({header.file}), where {why}; want the original export")
+
+
+def _first_name(header: Header) -> str:
+    return next(iter(header.tensors), str(header.file))
+
+
+def _read_index(folder: Path, headers: list[Header]) -> dict[str, str]:
+    """The index's tensor -> file map, {} without an index. Raises CheckpointError if a file or tensor is not there."""
+    path = folder / INDEX_FILE
+    if not path.exists():
+        return {}
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{path}: want weight_map, an object of strings")
+    by_file = {header.file.relative_to(folder).as_posix(): header for header in headers}
+    for name, file in weight_map.items():
+        if file not in by_file:
+            raise CheckpointError(f"{path}: {name} should be in {file!r:.200}, and there is no such file")
+        if name not in by_file[file].tensors:
+            raise CheckpointError(f"{path}: {name} should be in {file}, and is not")
+    return weight_map
+
+
+def _choose_copies(headers: list[Header], index: Mapping[str, str], folder: Path) -> list[TensorInfo]:
+    """One entry for each tensor name: of equal copies the one that the index lists.
+
+    Raises CheckpointError if copies differ in shape or dtype, or the index does not say which one is meant.
+    """
+    chosen: dict[str, TensorInfo] = {}
+    for info in (info for header in headers for info in header.tensors.values()):
+        other = chosen.setdefault(info.name, info)
+        if other is info:
+            continue
+        if (info.shape, info.dtype) != (other.shape, other.dtype):
+            raise CheckpointError(f"{info.name}: {other} in {other.file}, but {info} in {info.file}")
+        if info.name not in index:
+            raise CheckpointError(f"{info.name}: in both {other.file} and {info.file}, and no index says which to take")
+        if info.file == folder / index[info.name]:
+            chosen[info.name] = info
+    return list(chosen.values())
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Tensors by normalised name, and those that are left aside."""
+
+    tensors: dict[str, TensorInfo]
+    vision: list[TensorInfo]
+    tolerated: list[TensorInfo]
+
+    @classmethod
+    def collect(cls, infos: list[TensorInfo]) -> _Found:
+        found = cls({}, [], [])
+        for info in infos:
+            name = names.normalise(info.name)
+            if name is None:
+                found.vision.append(info)
+            elif names.is_tolerated(name):
+                found.tolerated.append(info)
+            elif (other := found.tensors.setdefault(name, info)) is not info:
+                raise CheckpointError(
+                    f"{info.name} in {info.file} and {other.name} in {other.file} are the same weight"
+                )
+        return found
+
+
+def _describe_all(tensors: Mapping[str, TensorInfo]) -> dict[str, Module]:
+    parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for name, info in tensors.items():
+        module, suffix = names.split(name)
+        parts[module][suffix] = info
+    return {name: describe(name, _raw_module(some), some) for name, some in parts.items()}
+
+
+def _raw_module(parts: Mapping[str, TensorInfo]) -> str:
+    """The module's name as the checkpoint spells it."""
+    suffix, info = next(iter(parts.items()))
+    return info.name.removesuffix(suffix) if suffix else info.name
+
+
+def _is_fused(modules: Mapping[str, Module]) -> Callable[[str], bool]:
+    return lambda prefix: f"{prefix}experts.gate_up_proj" in modules or f"{prefix}experts.down_proj" in modules
+
+
+def _check_modules(modules: Mapping[str, Module], expected: Inventory) -> None:
+    """Raises CheckpointError or LayoutError unless each module found is expected, with its shape and layout."""
+    for name, module in modules.items():
+        if name not in expected:
+            spelled = next(iter(module.parts.values()))
+            raise CheckpointError(f"{spelled.name} ({spelled}, {spelled.file}): the config implies no such tensor")
+        _check_module(module, expected[name])
+
+
+def _check_module(module: Module, wanted: Expected) -> None:
+    if module.layout in PACKED and wanted.kind not in PACKABLE_KINDS:
+        raise LayoutError(f"{module.raw_name}: {module.layout.value} of a {wanted.kind.value}; want it plain")
+    if module.layout is Layout.PLAIN and set(module.parts) != {wanted.suffix}:
+        got = next(iter(module.parts.values())).name
+        raise CheckpointError(f"{got}: want it to be called {module.raw_name}{wanted.suffix}")
+    if module.shape != wanted.shape:
+        raise CheckpointError(f"{module.raw_name}: want shape {list(wanted.shape)}, got {list(module.shape)}")
+
+
+def _require_all(wanted: Inventory, modules: Mapping[str, Module], folder: Path) -> None:
+    missing = [name for name in wanted if name not in modules]
+    if missing:
+        raise CheckpointError(f"{folder}: {len(missing)} weight(s) of the trunk are missing, the first is {missing[0]}")
+
+
+def _mtp_problem(config: ModelConfig, modules: Mapping[str, Module], head: Inventory) -> str | None:
+    """One sentence on a head that cannot be used though it is declared, or there in part."""
+    missing = [name for name in head if name not in modules]
+    if not missing:
+        return None
+    if len(missing) < len(head):
+        return f"the MTP head is incomplete: {len(missing)} of its {len(head)} weights are missing, first {missing[0]}"
+    if config.num_mtp_layers:
+        return "config.json declares an MTP head (mtp_num_hidden_layers 1), but no file holds any mtp.* tensor"
+    return None
+
+
+def _read_rules(folder: Path) -> quantization.Rules | None:
+    path = folder / "config.json"
+    try:
+        return quantization.read_rules(read_json_object(path))
+    except (ConfigError, LayoutError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _dropped(found: _Found, modules: Mapping[str, Module], loaded: Mapping[str, Module]) -> dict[str, tuple[int, int]]:
+    head = [part for name, module in modules.items() if name not in loaded for part in module.parts.values()]
+    scales = [module.parts[IGNORED_SUFFIX] for module in loaded.values() if IGNORED_SUFFIX in module.parts]
+    rows: dict[str, list[Any]] = {
+        "vision": found.vision,
+        "incomplete head": head,
+        "kv scales and rope caches": found.tolerated,
+        "activation scales": scales,
+    }
+    return {what: (len(infos), sum(info.num_bytes for info in infos)) for what, infos in rows.items() if infos}
