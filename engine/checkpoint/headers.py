@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pilotfish.engine.errors import HeaderError
 
@@ -68,20 +67,21 @@ def read_header(path: Path) -> Header:
     Raises HeaderError, naming the file and the fault, unless every check of the module's docstring holds.
     """
     try:
+        # Looked at before it is opened: opening a pipe would wait for its writer.
+        if not path.is_file():
+            raise HeaderError(f"{path}: want a regular file")
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise HeaderError(f"{path}: want a regular file")
-            entries, data_start = _read_json(path, file, status.st_size)
+            file_size = os.fstat(file.fileno()).st_size
+            entries, data_start = _read_json(path, file, file_size)
     except OSError as error:
         raise HeaderError(f"{path}: cannot be read: {error.strerror}") from error
     metadata = _metadata(path, entries.pop("__metadata__", None))
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
-    _check_tiling(path, tensors.values(), data_start, status.st_size)
+    _check_tiling(path, tensors.values(), data_start, file_size)
     return Header(path, tensors, metadata)
 
 
-def _read_json(path: Path, file: Any, file_size: int) -> tuple[dict[str, Any], int]:
+def _read_json(path: Path, file: BinaryIO, file_size: int) -> tuple[dict[str, Any], int]:
     """The parsed JSON object and the offset of the byte after it."""
     prefix = file.read(8)
     if len(prefix) < 8:
@@ -141,7 +141,7 @@ def _is_size_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
 
 
-def _check_tiling(path: Path, tensors: Any, data_start: int, file_size: int) -> None:
+def _check_tiling(path: Path, tensors: Iterable[TensorInfo], data_start: int, file_size: int) -> None:
     """Raises HeaderError unless the tensors cover [data_start, file_size) without gap or overlap."""
     reached, before = data_start, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):

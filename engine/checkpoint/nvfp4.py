@@ -16,6 +16,7 @@ GROUP = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_EPS = 0.125  # torch.finfo(torch.float8_e4m3fn).eps: stands for a scale that rounds to 0
+DEQUANTIZE_BLOCK = 1 << 22  # weights expanded at a time: 16 MiB of fp32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_SIGNED = E2M1 + tuple(-value for value in E2M1)
 
@@ -62,13 +63,31 @@ class NvFp4Weight:
     def to(self, device: str | torch.device) -> NvFp4Weight:
         return NvFp4Weight(self.packed.to(device), self.scale.to(device), self.global_scale)
 
+    def take_rows(self, rows: torch.Tensor) -> NvFp4Weight:
+        """The matrix of the given rows, int64 [M], still packed, under the same global scale."""
+        scale = self.scale.view(torch.uint8)[rows].view(self.scale.dtype)
+        return NvFp4Weight(self.packed[rows], scale, self.global_scale)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[N, K] in `dtype`: the exact fp32 product of code and scale, divided in fp32, then rounded once."""
-        codes = unpack(self.packed)
-        table = torch.tensor(E2M1_SIGNED, dtype=torch.float32, device=codes.device)
-        groups = table[codes.long()].view(codes.shape[0], -1, GROUP)
-        product = groups * self.scale.float()[:, :, None]
-        return (product / self.global_scale).view(codes.shape).to(dtype)
+        rows, columns = self.shape
+        table = _byte_values(self.device)
+        # A tensor, not a number: some devices turn division by a number into a product with its reciprocal.
+        divisor = torch.tensor(self.global_scale, dtype=torch.float32, device=self.device)
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        step = max(1, DEQUANTIZE_BLOCK // max(1, columns))
+        for begin in range(0, rows, step):
+            part = slice(begin, begin + step)
+            values = table[self.packed[part].int()].view(-1, columns // GROUP, GROUP)
+            product = values * self.scale[part].float()[:, :, None]
+            out[part] = (product / divisor).view(-1, columns)
+        return out
+
+
+def _byte_values(device: torch.device) -> torch.Tensor:
+    """fp32 [256, 2]: the two values a packed byte stands for, low nibble first."""
+    codes = unpack(torch.arange(256, dtype=torch.uint8).view(256, 1))
+    return torch.tensor(E2M1_SIGNED, dtype=torch.float32)[codes.int()].to(device)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
@@ -104,7 +123,8 @@ def quantize(weight: torch.Tensor) -> NvFp4Weight:
     amax = values.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     global_scale = torch.nan_to_num(E4M3_MAX * E2M1_MAX / amax, posinf=1.0)
     groups = values.view(values.shape[0], -1, GROUP)
-    scale = (groups.abs().amax(-1) / E2M1_MAX * global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    e2m1_max = torch.tensor(E2M1_MAX, device=values.device)
+    scale = (global_scale * (groups.abs().amax(-1) / e2m1_max)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     scale = torch.where(scale.float() == 0, E4M3_EPS, scale.float())
     codes = encode(groups / (scale / global_scale)[:, :, None])
     return NvFp4Weight(pack(codes.view(values.shape)), scale.to(torch.float8_e4m3fn), float(global_scale))

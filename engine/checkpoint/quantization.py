@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pilotfish.engine.checkpoint.inventory import Inventory, Kind
+from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Inventory, Kind
 from pilotfish.engine.checkpoint.layouts import PACKED, SUPPORTED, Module
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.config import read_json_object
@@ -39,10 +39,8 @@ class Rules:
     ignore: tuple[str, ...]
 
     def packs(self, names: Iterable[str], kind: Kind) -> bool:
-        names = tuple(names)
-        is_linear = kind is Kind.LINEAR and "Linear" in self.targets
-        ignored = matches(self.ignore, names) or (kind is Kind.LINEAR and "Linear" in self.ignore)
-        return (is_linear or matches(self.targets, names)) and not ignored
+        names = tuple(names) + (("Linear",) if kind in PACKABLE_KINDS else ())
+        return matches(self.targets, names) and not matches(self.ignore, names)
 
 
 def matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
@@ -124,7 +122,8 @@ def check_agreement(rules: Rules | None, modules: Mapping[str, Module], inventor
         if packed and not declared:
             why = "has no quantization_config" if rules is None else "leaves it unquantised"
             raise LayoutError(f"{module.raw_name}: stored as {module.layout.value}, but config.json {why}")
-        if declared and not packed and not is_mtp(name) and kind is Kind.LINEAR:
+        # Whether a router counts as a Linear differs between versions of the model class.
+        if declared and not packed and not is_mtp(name) and kind is not Kind.ROUTER:
             raise LayoutError(f"{module.raw_name}: stored plain ({module.dtype}), but config.json has it quantised")
 
 

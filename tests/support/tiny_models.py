@@ -15,58 +15,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, quantize
 from safetensors.torch import load_file, save_file
+
+from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, quantize
 
 VOCAB_SIZE = 320
 KINDS = ("dense", "moe", "hv_gt_hk", "tied", "vl", "vl_moe")
 
-BASE: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    linear_conv_kernel_dim=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-6,
-    layer_types=["linear_attention"] * 3 + ["full_attention"],
-    tie_word_embeddings=False,
-    rope_parameters=dict(
-        rope_type="default",
-        rope_theta=1e7,
-        partial_rotary_factor=0.25,
-        mrope_section=[2, 1, 1],
-        mrope_interleaved=True,
-    ),
-)
-DENSE: dict[str, Any] = dict(intermediate_size=96)
-MOE: dict[str, Any] = dict(
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    shared_expert_intermediate_size=48,
-    linear_num_value_heads=4,
-)
-VISION: dict[str, Any] = dict(
-    depth=1,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=2,
-    patch_size=4,
-    spatial_merge_size=2,
-    temporal_patch_size=2,
-    out_hidden_size=64,
-    num_position_embeddings=16,
-)
-VISION_IDS: dict[str, int] = dict(
-    image_token_id=316, video_token_id=317, vision_start_token_id=318, vision_end_token_id=319
-)
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+DENSE: dict[str, Any] = {"intermediate_size": 96}
+MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "linear_num_value_heads": 4,
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+VISION_IDS: dict[str, int] = {
+    "image_token_id": 316,
+    "video_token_id": 317,
+    "vision_start_token_id": 318,
+    "vision_end_token_id": 319,
+}
 
 # What packed conversions leave plain: the names end so, or lie in the vision tower.
 NVFP4_PLAIN = (
