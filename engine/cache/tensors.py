@@ -1,0 +1,112 @@
+"""The memory that sequences live in: paged keys and values, and recurrent-state slots.
+
+L = linear layers, S = slots, P = pages, Hk / Hv = key / value heads, C = convolution channels, J = convolution width,
+W = window rows of the largest k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.engine.config import ModelConfig
+from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.delta_net import delta_replay
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """One attention layer's keys (normed, rotated) and values, [P, kv, PAGE, D] each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def empty(cls, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> KvCache:
+        shape = (num_pages, config.num_key_value_heads, PAGE, config.head_dim)
+        return cls(*(torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)))
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What a window leaves for the next round's replay: the inputs of its rows, kept until it is known how many count.
+
+    k [L, S, W, Hk, dk], v [L, S, W, Hv, dv], beta and decay [L, S, W, Hv], all fp32; u [L, S, W, C] pre-activation
+    convolution inputs in the model's dtype. Rows at or past a slot's count hold rejected drafts and are never read.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    decay: torch.Tensor
+    u: torch.Tensor
+
+    def store(self, slots: torch.Tensor, rows: list[tuple[torch.Tensor, ...]]) -> None:
+        """rows[l] = (k, v, beta, decay, u) of layer l, [B, w, ...] with w <= W."""
+        for buffer, layers in zip((self.k, self.v, self.beta, self.decay, self.u), zip(*rows, strict=True), strict=True):
+            buffer[:, slots, : layers[0].shape[1]] = torch.stack(layers)
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """Committed state of every linear layer and slot, and the pending rows that come after it.
+
+    s [L, S, Hv, dk, dv] in fp32: a narrower state would round at each store, and bits would depend on run lengths.
+    conv [L, S, J-1, C]: the last pre-activation convolution inputs.
+    """
+
+    s: torch.Tensor
+    conv: torch.Tensor
+    pending: Pending
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, num_slots: int, max_window: int, dtype: torch.dtype, device: torch.device
+    ) -> RecurrentState:
+        layers, heads, key_heads = len(config.linear_layers), config.linear_num_value_heads, config.linear_num_key_heads
+        dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+
+        def buffer(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((layers, num_slots, *shape), float("nan"), dtype=kind, device=device)
+
+        pending = Pending(
+            buffer(max_window, key_heads, dk),
+            buffer(max_window, heads, dv),
+            buffer(max_window, heads),
+            buffer(max_window, heads),
+            buffer(max_window, config.conv_dim, kind=dtype),
+        )
+        history = config.linear_conv_kernel_dim - 1
+        return cls(buffer(heads, dk, dv), buffer(history, config.conv_dim, kind=dtype), pending)
+
+    def reset(self, slot: int) -> None:
+        """The state before the first token: zero."""
+        self.s[:, slot] = 0
+        self.conv[:, slot] = 0
+
+    def replay(self, slots: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Brings s and conv of `slots` to the accepted prefix, stores them once, and returns them [L, B, ...].
+
+        All layers at once: the recurrence is the same few operations for each. The caller sets counts to 0.
+        """
+        s, conv = self.s[:, slots], self.conv[:, slots]
+        most = max(counts)
+        if most == 0:
+            return s, conv
+        pending = self.pending
+        heads_per_key = s.shape[2] // pending.k.shape[3]
+        k, v, beta, decay, u = (t[:, slots, :most] for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u))
+        s = delta_replay(s, k.repeat_interleave(heads_per_key, dim=3), v, beta, decay, counts)
+        conv = _advance_conv(conv, u, counts)
+        self.s[:, slots], self.conv[:, slots] = s, conv
+        return s, conv
+
+
+def _advance_conv(conv_LBJC: torch.Tensor, u_LBWC: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """The newest J-1 inputs once counts[b] rows of u have followed the history."""
+    inputs = torch.cat((conv_LBJC, u_LBWC), dim=2)
+    history = conv_LBJC.shape[2]
+    if len(set(counts)) == 1:
+        return inputs[:, :, counts[0] : counts[0] + history].contiguous()
+    return torch.stack([inputs[:, b, count : count + history] for b, count in enumerate(counts)], dim=1)

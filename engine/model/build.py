@@ -1,0 +1,164 @@
+"""From a checkpoint's weights to modules: fuses projections, applies the norm convention, checks nothing twice.
+
+Norm weights are stored as w; every norm but the gated one of GatedDeltaNet multiplies by 1 + w. Weights leave the
+dictionary as they are used, so that the two forms never stand in memory together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.draft_heads.mtp.head import MtpHead
+from pilotfish.engine.cache.tensors import KvCache, RecurrentState
+from pilotfish.engine.checkpoint.load import Weight
+from pilotfish.engine.config import FULL, ModelConfig
+from pilotfish.engine.model.attention import GatedAttention
+from pilotfish.engine.model.delta_net import GatedDeltaNet
+from pilotfish.engine.model.mlp import DenseMlp, MoeMlp
+from pilotfish.engine.model.trunk import Layer, Norm, Trunk
+from pilotfish.kernels.linear import AnyLinear, Linear, make_linear
+from pilotfish.kernels.moe import GatedMlp
+from pilotfish.kernels.rope import inverse_frequencies
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trunk, its MTP head if the checkpoint has a whole one, and the tables both use."""
+
+    config: ModelConfig
+    trunk: Trunk
+    head: MtpHead | None
+    inv_freq: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Pages and slots to allocate (one null page and slot included), and the rows of the largest window."""
+
+    num_pages: int
+    num_slots: int
+    max_window: int
+
+
+def build_model(
+    weights: dict[str, Weight], config: ModelConfig, sizes: CacheSizes, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Consumes `weights`. The head is built when its tensors are there."""
+    return _Builder(weights, config, sizes, dtype, device).model()
+
+
+class _Builder:
+    def __init__(
+        self, weights: dict[str, Weight], config: ModelConfig, sizes: CacheSizes, dtype: torch.dtype, device: torch.device
+    ):
+        self.weights, self.config, self.sizes, self.dtype, self.device = weights, config, sizes, dtype, device
+
+    def model(self) -> Model:
+        config = self.config
+        embedding = self.plain("model.embed_tokens.weight").to(self.device, self.dtype)
+        lm_head = Linear(embedding) if config.tie_word_embeddings else self.linear("lm_head")
+        layers = [self.layer(f"model.layers.{i}", kind == FULL) for i, kind in enumerate(config.layer_types)]
+        kv = [self.kv_cache() for _ in config.full_layers]
+        state = RecurrentState.empty(config, self.sizes.num_slots, self.sizes.max_window, self.dtype, self.device)
+        trunk = Trunk(embedding, layers, self.norm("model.norm"), lm_head, kv, state)
+        head = self.mtp_head(trunk) if "mtp.fc.weight" in self.weights else None
+        assert not self.weights, f"weights that no module took: {sorted(self.weights)[:3]}"
+        inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
+        return Model(config, trunk, head, inv_freq, self.dtype, self.device)
+
+    def mtp_head(self, trunk: Trunk) -> MtpHead:
+        return MtpHead(
+            self.linear("mtp.fc"),
+            self.norm("mtp.pre_fc_norm_embedding"),
+            self.norm("mtp.pre_fc_norm_hidden"),
+            self.layer("mtp.layers.0", True),
+            self.norm("mtp.norm"),
+            trunk.embed,
+            self.kv_cache(),
+        )
+
+    def layer(self, name: str, full: bool) -> Layer:
+        mixer = self.attention(f"{name}.self_attn") if full else self.delta_net(f"{name}.linear_attn")
+        mlp = self.moe(f"{name}.mlp") if self.config.is_moe else DenseMlp(self.gated_mlp(f"{name}.mlp"))
+        return Layer(self.norm(f"{name}.input_layernorm"), mixer, self.norm(f"{name}.post_attention_layernorm"), mlp)
+
+    def attention(self, name: str) -> GatedAttention:
+        config = self.config
+        heads, kv, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        # q_proj holds [q | gate] per head: split by rows, which a packed matrix can be too
+        q, gate = _split_heads(self.take(f"{name}.q_proj.weight"), heads, dim)
+        qkvg = [q, self.take(f"{name}.k_proj.weight"), self.take(f"{name}.v_proj.weight"), gate]
+        q_norm, k_norm = (self.scale(f"{name}.{part}_norm.weight") for part in "qk")
+        return GatedAttention(
+            make_linear(qkvg, self.dtype, self.device),
+            self.linear(f"{name}.o_proj"),
+            torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv, dim))),
+            heads,
+            kv,
+            dim,
+            config.rms_norm_eps,
+            self.dtype,
+        )
+
+    def delta_net(self, name: str) -> GatedDeltaNet:
+        config = self.config
+        return GatedDeltaNet(
+            self.linear(*(f"{name}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
+            self.linear(f"{name}.out_proj"),
+            self.float32(f"{name}.conv1d.weight").squeeze(1).T.contiguous(),
+            -self.float32(f"{name}.A_log").exp(),
+            self.float32(f"{name}.dt_bias"),
+            self.float32(f"{name}.norm.weight"),
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.rms_norm_eps,
+            self.dtype,
+        )
+
+    def moe(self, name: str) -> MoeMlp:
+        config = self.config
+        router = [self.plain(f"{name}.{part}.weight").to(self.device) for part in ("gate", "shared_expert_gate")]
+        experts = [self.gated_mlp(f"{name}.experts.{i}") for i in range(config.num_experts)]
+        shared = self.gated_mlp(f"{name}.shared_expert")
+        return MoeMlp(make_linear(list(router), self.dtype, self.device), experts, shared, config.num_experts_per_tok)
+
+    def gated_mlp(self, name: str) -> GatedMlp:
+        return GatedMlp(self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"))
+
+    def linear(self, *names: str) -> AnyLinear:
+        return make_linear([self.take(f"{name}.weight") for name in names], self.dtype, self.device)
+
+    def norm(self, name: str) -> Norm:
+        return Norm(self.scale(f"{name}.weight"), self.config.rms_norm_eps, self.dtype)
+
+    def scale(self, name: str) -> torch.Tensor:
+        return 1.0 + self.float32(name)
+
+    def float32(self, name: str) -> torch.Tensor:
+        return self.plain(name).to(self.device, torch.float32)
+
+    def plain(self, name: str) -> torch.Tensor:
+        weight = self.take(name)
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self.dtype)
+
+    def take(self, name: str) -> Weight:
+        return self.weights.pop(name)
+
+    def kv_cache(self) -> KvCache:
+        return KvCache.empty(self.config, self.sizes.num_pages, self.dtype, self.device)
+
+
+def _split_heads(weight: Weight, heads: int, dim: int) -> tuple[Weight, Weight]:
+    """q rows and gate rows of a q_proj [heads * 2 * dim, H], heads in order."""
+    if isinstance(weight, torch.Tensor):
+        pairs = weight.view(heads, 2, dim, -1)
+        return pairs[:, 0].reshape(heads * dim, -1), pairs[:, 1].reshape(heads * dim, -1)
+    rows = torch.arange(heads * 2 * dim, device=weight.packed.device).view(heads, 2, dim)
+    q, gate = (rows[:, part].reshape(-1) for part in range(2))
+    return weight.take_rows(q), weight.take_rows(gate)

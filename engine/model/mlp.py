@@ -1,0 +1,51 @@
+"""The feed-forward half of a layer: a dense gated MLP, or routed experts beside a shared one.
+
+R = rows, T = prompt rows, H = hidden, E = experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.kernels.linear import AnyLinear
+from pilotfish.kernels.moe import GatedMlp, expert_bulk, expert_rows, route
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    mlp: GatedMlp
+
+    def rows(self, x_RH: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[R, H], row-invariant; rows past num_rows are padding."""
+        return self.mlp.rows(x_RH)
+
+    def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H] for prefill."""
+        return self.mlp.bulk(x_TH)
+
+
+@dataclass(frozen=True)
+class MoeMlp:
+    """`router` [E + 1, H]: the experts' logits, then the shared expert's gate."""
+
+    router: AnyLinear
+    experts: list[GatedMlp]
+    shared: GatedMlp
+    top_k: int
+
+    def rows(self, x_RH: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """fp32 [R, H], row-invariant; rows past num_rows are padding and use no expert."""
+        weights, ids, shared_gate = self._route(self.router.rows(x_RH))
+        routed = expert_rows(x_RH, num_rows, self.experts, weights, ids)
+        return torch.addcmul(routed, self.shared.rows(x_RH).float(), shared_gate)
+
+    def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, H] for prefill."""
+        weights, ids, shared_gate = self._route(self.router.bulk(x_TH))
+        return torch.addcmul(expert_bulk(x_TH, self.experts, weights, ids), self.shared.bulk(x_TH).float(), shared_gate)
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, gate = logits.float().split([len(self.experts), 1], dim=-1)
+        return *route(logits, self.top_k), gate.contiguous().sigmoid()

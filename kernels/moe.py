@@ -1,0 +1,95 @@
+"""Mixture of experts: router, gated experts, weighted sum in top-k rank order (ties to the lower expert id).
+
+R = rows (whole tiles on the decode path), E = experts, k = experts a token, H = hidden, I = expert width.
+No atomics, no sum whose order depends on which rows share an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pilotfish.kernels.linear import TILE_ROWS, AnyLinear
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(silu(gate x) * up x), gate and up as one product [2I, H]."""
+
+    gate_up: AnyLinear
+    down: AnyLinear
+
+    def rows(self, x_RH: torch.Tensor) -> torch.Tensor:
+        """[R, H], row-invariant; R a multiple of TILE_ROWS."""
+        return self.down.rows(_swiglu(self.gate_up.rows(x_RH)))
+
+    def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H] for prefill."""
+        return self.down.bulk(_swiglu(self.gate_up.bulk(x_TH)))
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def route(logits_RE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights fp32 [R, k] (softmax over all experts, then renormalised over the chosen) and expert ids int64 [R, k]."""
+    probabilities = logits_RE.float().softmax(-1)
+    # a stable sort, not topk: equal probabilities must go to the lower id
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights = ordered[:, :top_k]
+    return weights / weights.sum(-1, keepdim=True), ids[:, :top_k]
+
+
+def expert_rows(
+    x_RH: torch.Tensor, num_rows: int, experts: list[GatedMlp], weights_Rk: torch.Tensor, ids_Rk: torch.Tensor
+) -> torch.Tensor:
+    """fp32 [R, H] of the routed experts on the decode path; rows past num_rows are padding and route nowhere.
+
+    Every distinct expert of a tile runs over the whole tile: a product of TILE_ROWS rows costs the same however many
+    of them are wanted, and no row has to be moved.
+    """
+    tiles = [
+        _expert_tile(x, min(TILE_ROWS, num_rows - start), experts, weights, ids)
+        for start, x, weights, ids in zip(
+            range(0, num_rows, TILE_ROWS),
+            x_RH.split(TILE_ROWS),
+            weights_Rk.split(TILE_ROWS),
+            ids_Rk.split(TILE_ROWS),
+            strict=True,
+        )
+    ]
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+
+
+def _expert_tile(
+    x: torch.Tensor, num_rows: int, experts: list[GatedMlp], weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    chosen = ids[:num_rows].tolist()
+    distinct = sorted({expert for row in chosen for expert in row})
+    outputs = torch.stack([experts[expert].rows(x) for expert in distinct])
+    place = {expert: index for index, expert in enumerate(distinct)}
+    index = torch.tensor([[place[expert] for expert in row] for row in chosen] + [[0] * ids.shape[1]] * (TILE_ROWS - num_rows))
+    picked = outputs[index.to(x.device), torch.arange(TILE_ROWS, device=x.device)[:, None]].float()
+    total = picked[:, 0] * weights[:, :1]
+    for rank in range(1, ids.shape[1]):
+        total = torch.addcmul(total, picked[:, rank], weights[:, rank : rank + 1])
+    return total
+
+
+def expert_bulk(
+    x_TH: torch.Tensor, experts: list[GatedMlp], weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
+) -> torch.Tensor:
+    """fp32 [T, H] for prefill: each expert once over its own rows, summed in rank order."""
+    tokens, top_k = ids_Tk.shape
+    picked = x_TH.new_empty((tokens, top_k, x_TH.shape[1]), dtype=torch.float32)
+    for expert in ids_Tk.unique().tolist():
+        rows, ranks = torch.where(ids_Tk == expert)
+        picked[rows, ranks] = experts[expert].bulk(x_TH[rows]).float()
+    total = picked[:, 0] * weights_Tk[:, :1]
+    for rank in range(1, top_k):
+        total = torch.addcmul(total, picked[:, rank], weights_Tk[:, rank : rank + 1])
+    return total
