@@ -101,12 +101,12 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e2m1 codes, uint8, of fp32 values: ties to the even code, beyond +-6 clamped, -0 keeps its sign."""
+    """The nearest e2m1 codes, uint8, of fp32 values: ties to the even code, beyond +-6 clamped, -0 as 0."""
     magnitude = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     for boundary, tie_goes_up in _BOUNDARIES:
         codes += magnitude >= boundary if tie_goes_up else magnitude > boundary
-    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+    return codes | ((values < 0).to(torch.uint8) << 3)
 
 
 def quantize(weight: torch.Tensor) -> NvFp4Weight:

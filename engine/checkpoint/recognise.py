@@ -232,7 +232,9 @@ def _check_modules(modules: Mapping[str, Module], expected: Inventory) -> None:
 
 def _check_module(module: Module, wanted: Expected) -> None:
     if module.layout in PACKED and wanted.kind not in PACKABLE_KINDS:
-        raise LayoutError(f"{module.raw_name}: {module.layout.value} of a {wanted.kind.value}; want it plain")
+        raise LayoutError(
+            f"{module.raw_name}: {module.layout.value} of a weight of kind {wanted.kind.value}; want it plain"
+        )
     if module.layout is Layout.PLAIN and set(module.parts) != {wanted.suffix}:
         got = next(iter(module.parts.values())).name
         raise CheckpointError(f"{got}: want it to be called {module.raw_name}{wanted.suffix}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -200,12 +201,13 @@ def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def fuse_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same weights with per-expert matrices stacked into 3-D tensors."""
-    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    blocks = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
-    for block in sorted(blocks):
-        prefix = f"{block}.experts"
-        count = 1 + max(int(name[len(prefix) + 1 :].split(".")[0]) for name in tensors if name.startswith(prefix + "."))
+    """The same weights with per-expert matrices stacked into 3-D tensors; what is fused stays so."""
+    matches = {name: re.fullmatch(r"(.*\.experts)\.(\d+)\.\w+\.weight", name) for name in tensors}
+    fused = {name: tensor for name, tensor in tensors.items() if not matches[name]}
+    counts: dict[str, int] = {}
+    for match in filter(None, matches.values()):
+        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    for prefix, count in counts.items():
 
         def stack(projection: str, prefix: str = prefix, count: int = count) -> torch.Tensor:
             return torch.stack([tensors[f"{prefix}.{i}.{projection}.weight"] for i in range(count)])
