@@ -1,0 +1,361 @@
+"""The HTTP side of the engine process: starts it, submits requests, hands out what it reports.
+
+Everything runs on one event loop; no torch. Every accepted request ends in exactly one output with a
+`finish_reason`: the engine's own, the receiver's (a stop string), or "error" when the engine has gone.
+After `abort` nothing more is delivered. Nothing polls: the socket's end and the child's exit are events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from pilotfish.engine.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    Fatal,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    StepReport,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    frame,
+)
+from pilotfish.engine.process import DEFAULT_CORE
+
+if TYPE_CHECKING:
+    from pilotfish.engine.options import EngineOptions
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 5.0
+"""A failed engine that has not exited by then is killed."""
+
+State = Literal["loading", "ready", "failed", "closed"]
+
+Receive = Callable[[RequestOutput], RequestOutput]
+"""Gets every output of one request, in order, and returns it as it counts: trimmed, and with a finish_reason of
+its own when the receiver ends the request (the engine is then told to stop). Must not block."""
+
+
+class EngineUnavailable(Exception):
+    """The engine is loading, has failed or is closed; `part` says which part of it."""
+
+    def __init__(self, part: str, message: str) -> None:
+        super().__init__(message)
+        self.part = part
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why the engine cannot serve: load, prefill, round or protocol (its own word), or process (it died)."""
+
+    part: str
+    message: str
+
+
+class EngineClient:
+    """Owns the engine process. `start`, then `wait_ready`; `close` ends it."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        core: str = DEFAULT_CORE,
+        on_report: Callable[[StepReport], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._options = options
+        self._core = core
+        self._on_report = on_report
+        self._environment = dict(environment) if environment is not None else None
+        self._open: dict[str, Receive] = {}
+        self._folder: str | None = None
+        self._listener: asyncio.Server | None = None
+        self._connection: _Connection | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Ready] | None = None
+        self.state: State = "loading"
+        self.failure: Failure | None = None
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def healthy(self) -> bool:
+        """Loading or serving; False from the moment the engine is known to be gone."""
+        return self.state in ("loading", "ready")
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the engine said when it came up, kept after its end."""
+        future = self._ready
+        return future.result() if future and future.done() and not future.exception() else None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts the process and returns; loading goes on."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        self._folder = _private_folder()
+        path = str(Path(self._folder, "engine.sock"))
+        self._listener = await loop.create_unix_server(lambda: _Connection(self), path)
+        command = ["-m", "pilotfish.engine.process", "--socket", path, "--core", self._core]
+        command += ["--options", msgspec.json.encode(self._options).decode()]
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, env=self._environment
+        )
+        self._watcher = loop.create_task(self._watch(self._process))
+
+    async def wait_ready(self) -> Ready:
+        """Raises EngineUnavailable if the engine fails to load."""
+        assert self._ready is not None, "start first"
+        return await asyncio.shield(self._ready)
+
+    async def close(self, timeout: float = 10.0) -> None:
+        """Ends open requests as aborted and the process within `timeout`, then by force. May be called twice."""
+        # while it loads nothing can be asked of it
+        polite = self.state != "loading"
+        if self.healthy:
+            self.state = "closed"
+            self._end_all("abort", "the server is shutting down")
+        self._settle_ready(EngineUnavailable("process", "the engine is closed"))
+        self._send(Shutdown())
+        if self._process and self._watcher:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._watcher), timeout if polite else 0)
+            self._kill()
+            await self._watcher
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        if self._connection:
+            self._connection.close()
+        if self._listener:
+            self._listener.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if self._connection:
+            # its last words may still lie in the socket
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._connection.lost.wait(), 1)
+        self._fail(Failure("process", f"the engine process {_describe_exit(code)}"))
+        if self.failure and self.failure.part == "process":
+            self.failure = Failure("process", f"the engine process {_describe_exit(code)}")
+
+    def _fail(self, failure: Failure) -> None:
+        """The first reason stands; every open request ends with it."""
+        if not self.healthy:
+            return
+        self.state, self.failure = "failed", failure
+        logger.error("engine failed (%s): %s", failure.part, failure.message)
+        self._settle_ready(EngineUnavailable(failure.part, failure.message))
+        self._end_all("error", f"engine failed ({failure.part}): {failure.message}")
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        if self._process and self._process.returncode is None:
+            self._process.kill()
+
+    def _settle_ready(self, error: EngineUnavailable) -> None:
+        if self._ready and not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # whether anyone waits for it or not, it counts as seen
+
+    def _end_all(self, reason: Literal["abort", "error"], message: str) -> None:
+        for request_id, receive in list(self._open.items()):
+            self._deliver(RequestOutput(request_id=request_id, finish_reason=reason, error=message), receive)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Submit, receive: Receive) -> None:
+        """Queues a request. Raises EngineUnavailable; ValueError for an id in use or a message too large."""
+        if self.state != "ready":
+            part = self.failure.part if self.failure else "process"
+            raise EngineUnavailable(part, self.failure.message if self.failure else f"the engine is {self.state}")
+        if request.request_id in self._open:
+            raise ValueError(f"want a new request id, got {request.request_id!r} twice")
+        self._send(request)
+        self._open[request.request_id] = receive
+
+    def abort(self, request_id: str) -> None:
+        """Frees the sequence within one round; unknown and finished ids are fine."""
+        if self._open.pop(request_id, None) is not None:
+            self._send(Abort(request_id))
+
+    async def stream(self, request: Submit) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request; what piles up while the consumer is busy comes merged."""
+        pending: list[RequestOutput] = []
+        arrived = asyncio.Event()
+
+        def receive(output: RequestOutput) -> RequestOutput:
+            pending.append(output)
+            arrived.set()
+            return output
+
+        self.submit(request, receive)
+        try:
+            while True:
+                await arrived.wait()
+                arrived.clear()
+                output = merge_outputs(pending)
+                pending.clear()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self.abort(request.request_id)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._connection:
+            self._connection.write(frame(message))
+
+    # -- what the connection calls -------------------------------------------------------------------------------
+
+    def _connected(self, connection: _Connection) -> None:
+        if self._connection is not None:
+            connection.close()
+            return
+        self._connection = connection
+        if self._listener:
+            self._listener.close()
+
+    def _disconnected(self, connection: _Connection) -> None:
+        if connection is self._connection:
+            self._fail(Failure("process", "the engine process closed its socket"))
+
+    def _received(self, body: bytes) -> None:
+        try:
+            message = decode_from_engine(body)
+        except msgspec.DecodeError as error:
+            self._fail(Failure("protocol", f"cannot read a message from the engine: {error}"))
+            return
+        if isinstance(message, StepReport):
+            self._dispatch(message)
+        elif isinstance(message, Fatal):
+            self._fail(Failure(message.part, message.message))
+        elif self.state == "loading" and self._ready and not self._ready.done():
+            self.state = "ready"
+            self._ready.set_result(message)
+
+    def _dispatch(self, report: StepReport) -> None:
+        """Outputs of requests that have ended here are over-produced: neither delivered nor reported."""
+        counted = []
+        for output in report.outputs:
+            receive = self._open.get(output.request_id)
+            if receive is not None:
+                counted.append(self._deliver(output, receive))
+        if self._on_report:
+            self._on_report(StepReport(outputs=counted, stats=report.stats))
+
+    def _deliver(self, output: RequestOutput, receive: Receive) -> RequestOutput:
+        try:
+            counted = receive(output)
+        except Exception as error:
+            logger.exception("the receiver of request %s failed", output.request_id)
+            counted = msgspec.structs.replace(output, finish_reason="error", error=f"{type(error).__name__}: {error}")
+        if output.finish_reason is not None:
+            self._open.pop(output.request_id, None)
+        elif counted.finish_reason is not None:
+            self.abort(output.request_id)
+        return counted
+
+
+def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
+    """One output for several consecutive ones of a request."""
+    first, last = outputs[0], outputs[-1]
+    if len(outputs) == 1:
+        return first
+    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+    return msgspec.structs.replace(
+        last,
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=logprobs if any(output.logprobs is not None for output in outputs) else None,
+        num_drafted=sum(output.num_drafted for output in outputs),
+        num_accepted=sum(output.num_accepted for output in outputs),
+        round=any(output.round for output in outputs),
+        synthetic=any(output.synthetic for output in outputs),
+    )
+
+
+class _Connection(asyncio.Protocol):
+    """Cuts the byte stream into messages."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.lost = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._client._connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= 4:
+            size = int.from_bytes(buffer[start : start + 4], "big")
+            if size > MAX_MESSAGE_BYTES:
+                self._client._fail(Failure("protocol", f"message of {size} bytes, want at most {MAX_MESSAGE_BYTES}"))
+                self.close()
+                return
+            if len(buffer) - start - 4 < size:
+                break
+            body = bytes(buffer[start + 4 : start + 4 + size])
+            start += 4 + size
+            self._client._received(body)
+        del buffer[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost.set()
+        self._client._disconnected(self)
+
+    def write(self, data: bytes) -> None:
+        if self._transport and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport:
+            self._transport.close()
+
+
+def _private_folder() -> str:
+    """A folder only this user can enter, with a path short enough for a socket address (108 bytes)."""
+    parent = None if len(os.fsencode(tempfile.gettempdir())) < 64 else "/tmp"
+    return tempfile.mkdtemp(prefix="pilotfish-", dir=parent)
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,150 @@
+"""Turns what the engine reports and how requests end into series. The registry is a parameter.
+
+Acceptance comes from the step reports that the engine client hands on: outputs of requests that had already ended
+are not in them, and a run cut by a stop string arrives cut, so nothing over-produced is counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pilotfish.metrics.definitions import FINISH_REASONS, PHASES, REJECTION_REASONS, build
+
+if TYPE_CHECKING:
+    from pilotfish.engine.messages import Ready, RequestOutput, StepReport
+
+
+class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence's end. Rounds are those that committed tokens; the token that prefill chose is in no round."""
+
+    finish_reason: str
+    seconds: float
+    num_prompt_tokens: int
+    num_tokens: int
+    num_rounds: int
+    num_round_tokens: int
+    synthetic: bool = False
+
+
+class Collector:
+    """Owns one set of series. Every method is cheap and none raises for odd values."""
+
+    def __init__(self, registry: CollectorRegistry, version: str = "") -> None:
+        self.registry = registry
+        self._version = version
+        self._series: dict[str, Any] = {**build(registry)}
+        self._rounds = {flag: _RoundSeries(self._series, flag) for flag in ("0", "1")}
+        self._phases = {name: self._series["round_seconds"].labels(name) for name in PHASES}
+        self._first_token = self._series["time_to_first_token_seconds"]
+        self._inter_token = self._series["inter_token_latency_seconds"]
+        for reason in FINISH_REASONS:
+            self._series["request_finished"].labels(reason)
+        for reason in REJECTION_REASONS:
+            self._series["request_rejected"].labels(reason)
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+    def on_ready(self, ready: Ready) -> None:
+        series = self._series
+        series["build_info"].labels(self._version, ready.model_type, ready.device, ready.dtype).set(1)
+        series["spec_decode_k"].set(ready.num_speculative_tokens)
+        if ready.speculation_disabled_reason is not None:
+            series["spec_decode_disabled"].labels(ready.speculation_disabled_reason).set(1)
+        series["max_num_seqs"].labels(ready.binding_limit).set(ready.max_num_seqs)
+        series["kv_pages"].set(ready.kv_pages_total)
+        series["engine_load_seconds"].set(ready.load_seconds)
+        self._rounds["0"].prepare(ready.num_speculative_tokens)
+        self.on_engine(True)
+
+    def on_engine(self, up: bool) -> None:
+        self._series["engine_up"].set(int(up))
+        if not up:
+            for gauge in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "state_slots_used"):
+                self._series[gauge].set(0)
+
+    def on_report(self, report: StepReport) -> None:
+        stats, series = report.stats, self._series
+        series["num_requests_running"].set(stats.num_running)
+        series["num_requests_waiting"].set(stats.num_waiting)
+        series["kv_pages_used"].set(stats.kv_pages_used)
+        series["kv_pages"].set(stats.kv_pages_total)
+        series["state_slots_used"].set(stats.state_slots_used)
+        series["state_slots"].set(stats.state_slots_total)
+        if stats.num_prefill_tokens:
+            series["prefill_tokens"].inc(stats.num_prefill_tokens)
+        if stats.step_seconds:
+            series["step_seconds"].observe(stats.step_seconds)
+        for phase, seconds in stats.phases.items():
+            if phase in self._phases:
+                self._phases[phase].observe(seconds)
+        for output in report.outputs:
+            self._on_output(output)
+
+    def _on_output(self, output: RequestOutput) -> None:
+        if output.token_ids:
+            self._series["generation_tokens"].inc(len(output.token_ids))
+        if output.round:
+            self._rounds["1" if output.synthetic else "0"].observe(output)
+
+    def on_first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def on_tokens(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` that arrived together, `seconds` after the ones before."""
+        for _ in range(num_tokens):
+            self._inter_token.observe(seconds / num_tokens)
+
+    def on_end(self, end: RequestEnd) -> None:
+        series = self._series
+        series["request_finished"].labels(end.finish_reason).inc()
+        series["e2e_request_latency_seconds"].observe(end.seconds)
+        series["prompt_tokens"].inc(end.num_prompt_tokens)
+        series["request_generation_tokens"].observe(end.num_tokens)
+        if end.num_rounds:
+            length = end.num_round_tokens / end.num_rounds
+            self._rounds["1" if end.synthetic else "0"].acceptance_length.observe(length)
+
+    def on_rejection(self, reason: str) -> None:
+        self._series["request_rejected"].labels(reason).inc()
+
+
+class _RoundSeries:
+    """The acceptance series for one value of `synthetic`."""
+
+    def __init__(self, series: dict[str, Any], flag: str) -> None:
+        self._flag = flag
+        self._drafts = series["spec_decode_num_drafts"].labels(flag)
+        self._drafted = series["spec_decode_num_draft_tokens"].labels(flag)
+        self._accepted = series["spec_decode_num_accepted_tokens"].labels(flag)
+        self._drafted_at = series["spec_decode_num_draft_tokens_per_pos"]
+        self._accepted_at = series["spec_decode_num_accepted_tokens_per_pos"]
+        self._committed = series["spec_decode_committed_tokens_per_round"].labels(flag)
+        self.acceptance_length = series["spec_decode_request_acceptance_length"].labels(flag)
+        self._positions: list[tuple[Any, Any]] = []
+
+    def prepare(self, num_positions: int) -> None:
+        """Series exist, at 0, before anything happens: rates then start from the first scrape."""
+        for position in range(len(self._positions), num_positions):
+            labels = {"position": str(position), "synthetic": self._flag}
+            self._positions.append((self._drafted_at.labels(**labels), self._accepted_at.labels(**labels)))
+
+    def observe(self, output: RequestOutput) -> None:
+        """Accepted drafts are always a prefix, so the counts by position follow from the two numbers."""
+        if output.token_ids:
+            self._committed.observe(len(output.token_ids))
+        if output.num_drafted == 0:
+            return
+        self._drafts.inc()
+        self._drafted.inc(output.num_drafted)
+        self._accepted.inc(output.num_accepted)
+        self.prepare(output.num_drafted)
+        for position in range(output.num_drafted):
+            drafted, accepted = self._positions[position]
+            drafted.inc()
+            if position < output.num_accepted:
+                accepted.inc()

@@ -1,0 +1,183 @@
+"""Every metric: name, kind, unit, labels, buckets. What is not in this table is not exported.
+
+Names end in their base unit; counters in `_total`. Acceptance is exported as raw counts, so that any window's
+acceptance length is (accepted + drafts) / drafts of the rates. `synthetic` is "1" for rounds whose verdicts were forced
+(oracle runs), "0" for real ones.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+PREFIX = "pilotfish_"
+SPEC = PREFIX + "spec_decode_"
+
+# fine where one token takes 1-10 ms, coarse where only minutes matter
+TOKEN_SECONDS = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.01),
+    *(0.0125, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+FIRST_TOKEN_SECONDS = (
+    *(0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+REQUEST_SECONDS = (
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    1.5,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+    1800.0,
+    7200.0,
+)
+PHASE_SECONDS = (
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02),
+    *(0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
+)
+COMMITTED = tuple(float(count) for count in range(1, 18))
+ACCEPTANCE_LENGTH = tuple(1 + step / 4 for step in range(0, 33))
+REQUEST_TOKENS = (
+    1.0,
+    8.0,
+    16.0,
+    32.0,
+    64.0,
+    128.0,
+    256.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16384.0,
+    65536.0,
+    262144.0,
+)
+
+PHASES = ("verify", "choose", "accept", "repair", "draft", "report", "prefill")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+REJECTION_REASONS = (
+    *("queue_full", "invalid", "too_large", "unauthorized", "not_found", "unavailable", "engine_failed", "internal"),
+)
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+class Definition(msgspec.Struct, frozen=True):
+    """One metric. `labels` have bounded values; histograms alone have `buckets`."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+SYNTHETIC = ("synthetic",)
+POSITION = ("position", "synthetic")
+
+DEFINITIONS = (
+    Definition(
+        SPEC + "num_drafts_total", "counter", "Rounds of a sequence in which at least one draft was offered.", SYNTHETIC
+    ),
+    Definition(SPEC + "num_draft_tokens_total", "counter", "Drafted tokens offered to the trunk.", SYNTHETIC),
+    Definition(SPEC + "num_accepted_tokens_total", "counter", "Drafted tokens that the trunk agreed with.", SYNTHETIC),
+    Definition(
+        SPEC + "num_draft_tokens_per_pos_total",
+        "counter",
+        "Drafted tokens offered, by draft position from 0.",
+        POSITION,
+    ),
+    Definition(
+        SPEC + "num_accepted_tokens_per_pos_total", "counter", "Drafted tokens accepted, by draft position.", POSITION
+    ),
+    Definition(
+        SPEC + "committed_tokens_per_round",
+        "histogram",
+        "Tokens that one round added to one sequence, the trunk's own token included.",
+        SYNTHETIC,
+        COMMITTED,
+    ),
+    Definition(
+        SPEC + "request_acceptance_length",
+        "histogram",
+        "Mean committed tokens a round over a whole request, observed at its end.",
+        SYNTHETIC,
+        ACCEPTANCE_LENGTH,
+    ),
+    Definition(SPEC + "k", "gauge", "Drafted tokens a round that are served (0: plain decoding)."),
+    Definition(SPEC + "disabled", "gauge", "1 while the engine decodes without speculation, by reason.", ("reason",)),
+    Definition(PREFIX + "num_requests_running", "gauge", "Sequences that take part in rounds or prefill."),
+    Definition(PREFIX + "num_requests_waiting", "gauge", "Sequences queued in the engine."),
+    Definition(PREFIX + "max_num_seqs", "gauge", "Cap on running sequences, by the limit that set it.", ("limit",)),
+    Definition(PREFIX + "kv_pages_used", "gauge", "Key-value cache pages reserved."),
+    Definition(PREFIX + "kv_pages", "gauge", "Key-value cache pages there are."),
+    Definition(PREFIX + "state_slots_used", "gauge", "Recurrent-state slots taken."),
+    Definition(PREFIX + "state_slots", "gauge", "Recurrent-state slots there are."),
+    Definition(
+        PREFIX + "time_to_first_token_seconds",
+        "histogram",
+        "From a request's arrival to its first token.",
+        (),
+        FIRST_TOKEN_SECONDS,
+    ),
+    Definition(
+        PREFIX + "inter_token_latency_seconds",
+        "histogram",
+        "Time per output token after the first; the tokens of one round share its time equally.",
+        (),
+        TOKEN_SECONDS,
+    ),
+    Definition(
+        PREFIX + "e2e_request_latency_seconds", "histogram", "From a request's arrival to its end.", (), REQUEST_SECONDS
+    ),
+    Definition(PREFIX + "round_seconds", "histogram", "Time of a step's phases.", ("phase",), PHASE_SECONDS),
+    Definition(PREFIX + "step_seconds", "histogram", "Time of whole engine steps.", (), PHASE_SECONDS),
+    Definition(PREFIX + "request_finished_total", "counter", "Sequences ended, by reason.", ("finish_reason",)),
+    Definition(
+        PREFIX + "request_rejected_total", "counter", "HTTP requests answered with an error, by reason.", ("reason",)
+    ),
+    Definition(PREFIX + "prompt_tokens_total", "counter", "Prompt tokens of ended sequences."),
+    Definition(PREFIX + "prefill_tokens_total", "counter", "Prompt tokens that the engine has processed."),
+    Definition(PREFIX + "generation_tokens_total", "counter", "Tokens generated and counted."),
+    Definition(
+        PREFIX + "request_generation_tokens", "histogram", "Tokens generated by one sequence.", (), REQUEST_TOKENS
+    ),
+    Definition(PREFIX + "engine_up", "gauge", "1 while the engine process serves."),
+    Definition(PREFIX + "engine_load_seconds", "gauge", "Time the engine took to load."),
+    Definition(
+        PREFIX + "build_info",
+        "gauge",
+        "Always 1; the labels say what runs.",
+        ("version", "model_type", "device", "dtype"),
+    ),
+)
+
+KINDS = {"counter": Counter, "gauge": Gauge}
+
+
+def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]:
+    """Every metric of the table in `registry`, by name without the prefix and `_total`."""
+    # creation times would double the number of series and no query here needs them
+    disable_created_metrics()
+    built: dict[str, Counter | Gauge | Histogram] = {}
+    for entry in DEFINITIONS:
+        key = entry.name.removeprefix(PREFIX).removesuffix("_total")
+        if entry.kind == "histogram":
+            built[key] = Histogram(entry.name, entry.help, entry.labels, buckets=entry.buckets, registry=registry)
+        else:
+            built[key] = KINDS[entry.kind](entry.name, entry.help, entry.labels, registry=registry)
+    return built

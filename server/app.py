@@ -1,0 +1,158 @@
+"""The aiohttp application: routes, middlewares, and the life of the engine process beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+import pilotfish
+from pilotfish.engine.client import EngineClient, EngineUnavailable
+from pilotfish.engine.process import DEFAULT_CORE
+from pilotfish.metrics.collectors import Collector
+from pilotfish.server import handlers
+from pilotfish.server.auth import check_key
+from pilotfish.server.errors import ApiError, from_status
+from pilotfish.server.handlers import SERVICE, Service
+from pilotfish.server.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from pilotfish.engine.options import EngineOptions
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 << 20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the application itself is told. `core` names another engine core (tests do)."""
+
+    served_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    ignore_unknown_fields: bool = False
+    core: str = DEFAULT_CORE
+    engine_environment: Mapping[str, str] | None = None
+    close_seconds: float = 10.0
+
+
+def make_app(
+    options: ServerOptions, engine: EngineOptions, files: ModelFiles, registry: CollectorRegistry | None = None
+) -> web.Application:
+    """Starting the application starts the engine process; it answers from then on, /ready once it has loaded."""
+    metrics = Collector(registry or CollectorRegistry(), pilotfish.__version__)
+    client = EngineClient(
+        engine, core=options.core, on_report=metrics.on_report, environment=options.engine_environment
+    )
+    app = web.Application(
+        middlewares=[_errors(metrics), _auth(options.api_keys)],
+        client_max_size=MAX_BODY_BYTES,
+    )
+    app[SERVICE] = Service(
+        client=client,
+        files=files,
+        metrics=metrics,
+        served_names=options.served_names,
+        started=int(time.time()),
+        ignore_unknown_fields=options.ignore_unknown_fields,
+    )
+    app.cleanup_ctx.append(_engine(options.close_seconds))
+    app.add_routes(_routes())
+    return app
+
+
+def _routes() -> Sequence[web.AbstractRouteDef]:
+    return [
+        web.post("/v1/completions", handlers.completions),
+        web.post("/v1/chat/completions", handlers.chat_completions),
+        web.get("/v1/models", handlers.models),
+        web.get("/v1/models/{name:.+}", handlers.model),
+        web.get("/health", handlers.health),
+        web.get("/ready", handlers.ready),
+        web.get("/metrics", handlers.metrics),
+        web.get("/version", handlers.version),
+        web.get("/ping", handlers.ping),
+    ]
+
+
+def make_runner(app: web.Application, *, shutdown_seconds: float) -> web.AppRunner:
+    """A runner that cancels a handler when its client goes: aiohttp's default lets it run on."""
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_seconds, access_log=None)
+
+
+def _engine(close_seconds: float) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        service = app[SERVICE]
+        await service.client.start()
+        loading = asyncio.create_task(_when_ready(service))
+        try:
+            yield
+        finally:
+            await service.client.close(close_seconds)
+            with contextlib.suppress(asyncio.CancelledError):
+                await loading
+
+    return context
+
+
+async def _when_ready(service: Service) -> None:
+    try:
+        ready = await service.client.wait_ready()
+    except EngineUnavailable as error:
+        logger.error("not serving: %s", error)
+        return
+    service.metrics.on_ready(ready)
+    logger.info(
+        "ready: %s on %s, up to %d sequences (%s), %d tokens each",
+        *(ready.model_type, ready.device, ready.max_num_seqs, ready.binding_limit, ready.max_model_len),
+    )
+    if ready.speculation_disabled_reason is not None:
+        logger.warning("serving WITHOUT speculation: %s", ready.speculation_disabled_reason)
+    else:
+        logger.info("speculation: %d drafted tokens a round", ready.num_speculative_tokens)
+
+
+def _errors(metrics: Collector) -> Callable:
+    """Every error leaves in OpenAI's shape; only our own faults are 500, and those are logged."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return _refuse(error, metrics)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _refuse(from_status(error.status, f"{error.reason}: {request.method} {request.path[:200]}"), metrics)
+        except ConnectionError:
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            return _refuse(ApiError("Internal error."), metrics)
+
+    return middleware
+
+
+def _refuse(error: ApiError, metrics: Collector) -> web.Response:
+    metrics.on_rejection(error.reason)
+    return web.Response(body=error.body(), status=error.status, content_type=handlers.JSON, headers=error.headers)
+
+
+def _auth(keys: Sequence[str]) -> Callable:
+    """Only the API itself is guarded: probes and scrapes come without keys."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith("/v1/"):
+            check_key(request.headers.get("Authorization"), keys)
+        return await handler(request)
+
+    return middleware

@@ -1,0 +1,119 @@
+"""Messages to prompt text through the checkpoint's own Jinja template, in a sandbox.
+
+The template gets what Hugging Face's libraries give it: trimmed blocks, `tojson` that keeps non-ASCII text,
+`raise_exception`, `strftime_now`, break and continue. It comes from the checkpoint or from the operator, never from
+a client; a client gives messages and keyword values.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+
+from pilotfish.server.errors import BadRequest
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+
+
+class TemplateError(Exception):
+    """The operator's template cannot be used; the message names the file."""
+
+
+class ChatTemplate:
+    """A compiled template. `variables` are the names it reads and does not define."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        self._special_tokens = special_tokens or {}
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        values: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt. Raises BadRequest naming `messages` for whatever the template objects to."""
+        values = values or {}
+        for name in values:
+            if name in RESERVED:
+                raise BadRequest(f"chat_template_kwargs cannot set {name!r}", param="chat_template_kwargs")
+        try:
+            return self._template.render(
+                {
+                    **self._special_tokens,
+                    **values,
+                    "messages": messages,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        # a sandboxed template can fail in any way Python can: all are about what the client sent
+        except Exception as error:
+            raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def load_chat_template(folder: Path, tokenizer_config: dict[str, Any], override: Path | None) -> ChatTemplate | None:
+    """The operator's file, else chat_template.jinja, else the tokenizer's own; None if there is none."""
+    source = _find_source(folder, tokenizer_config, override)
+    if source is None:
+        return None
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    tokens = {name: token_content(tokenizer_config.get(name)) for name in names}
+    return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
+
+
+def token_content(entry: Any) -> str | None:
+    """A special token in tokenizer_config.json is a string, or an object that holds it."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _find_source(folder: Path, tokenizer_config: dict[str, Any], override: Path | None) -> str | None:
+    path = override or folder / "chat_template.jinja"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if override is not None:
+            raise TemplateError(f"chat template {override} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"chat template {path} cannot be read: {error}") from error
+    source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Unlike Jinja's own filter: no HTML escapes, and text stays as it is."""
+    known = {name: options[name] for name in ("indent", "separators", "sort_keys") if name in options}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **known)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

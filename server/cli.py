@@ -1,0 +1,166 @@
+"""The `pilotfish` command. Imports are lazy: --help and --version cost nothing, and only what runs loads torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pilotfish
+
+KEY_VARIABLE = "PILOTFISH_API_KEY"
+SPECULATIVE_METHODS = ("mtp", "qwen3_5_mtp", "qwen3_next_mtp")
+"""vLLM's names for the head that comes with the checkpoint."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["audit"]:
+        return importlib.import_module("pilotfish.engine.audit").main(given[1:]) or 0
+    args = build_parser().parse_args(given)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pilotfish", description=pilotfish.__doc__)
+    parser.add_argument("--version", action="version", version=f"pilotfish {pilotfish.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands.add_parser("serve", help="serve a checkpoint over the OpenAI API"))
+    _add_generate(commands.add_parser("generate", help="complete one prompt in the terminal"))
+    commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_engine_flags(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one")
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for")
+    parser.add_argument("--api-key", nargs="+", metavar="KEY", help=f"keys clients must send (or ${KEY_VARIABLE})")
+    _add_model_flags(parser)
+    parser.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
+    parser.add_argument("--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503")
+    parser.add_argument(
+        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="time for running requests to end"
+    )
+    parser.set_defaults(run=serve)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_engine_flags(parser)
+    _add_model_flags(parser)
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
+    parser.add_argument("--max-tokens", type=_count, default=128)
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.set_defaults(run=generate)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument(
+        "--num-speculative-tokens", type=_count_or_zero, metavar="K", help="drafted tokens a round (default: 3, 0: off)"
+    )
+    depth.add_argument(
+        "--speculative-config",
+        type=_speculative_config,
+        metavar="JSON",
+        help='{"method": "mtp", "num_speculative_tokens": 3}',
+    )
+    parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="cap on running sequences")
+    parser.add_argument("--max-model-len", type=_count, metavar="N", help="prompt and answer together, in tokens")
+    parser.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--kv-cache-tokens", type=_count, metavar="N", help="size of the key-value cache")
+    parser.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="auto|vllm|PATH",
+        help="sampling defaults: the checkpoint's (auto), none (vllm), or another folder's",
+    )
+    parser.add_argument("--chat-template", type=Path, metavar="PATH", help="a Jinja file in place of the checkpoint's")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"want at least 1, got {value}")
+    return value
+
+
+def _count_or_zero(text: str) -> int:
+    return 0 if text.strip() == "0" else _count(text)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"want a share in (0, 1], got {value}")
+    return value
+
+
+def _speculative_config(text: str) -> int:
+    """vLLM's JSON; the checkpoint's own head is the one method so far."""
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("num_speculative_tokens"), int):
+        raise argparse.ArgumentTypeError('want an object with "num_speculative_tokens"')
+    unknown = config.keys() - {"method", "num_speculative_tokens"}
+    if unknown:
+        raise argparse.ArgumentTypeError(f"not supported: {', '.join(sorted(unknown))}")
+    method = config.get("method", "mtp")
+    if method not in SPECULATIVE_METHODS:
+        raise argparse.ArgumentTypeError(f"want method {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
+    return _count_or_zero(str(config["num_speculative_tokens"]))
+
+
+def engine_options(args: argparse.Namespace) -> Any:
+    """EngineOptions from the flags."""
+    from pilotfish.engine.options import EngineOptions
+
+    depth = args.num_speculative_tokens if args.num_speculative_tokens is not None else args.speculative_config
+    return EngineOptions(
+        model=args.model,
+        num_speculative_tokens=depth,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        dtype=args.dtype,
+        device=args.device,
+        max_waiting=getattr(args, "max_waiting", 256),
+        kv_cache_tokens=args.kv_cache_tokens,
+        num_threads=args.num_threads,
+    )
+
+
+def serve(args: argparse.Namespace) -> int:
+    from pilotfish.server.serve import serve_forever
+
+    keys = args.api_key or [key for key in (os.environ.get(KEY_VARIABLE),) if key]
+    return serve_forever(args, engine_options(args), keys)
+
+
+def generate(args: argparse.Namespace) -> int:
+    from pilotfish.server.generate import run
+
+    return run(args, engine_options(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What a client may be told has gone wrong, in OpenAI's shape.
+
+    ApiError                 {"error": {"message", "type", "param", "code"}} and an HTTP status
+    ├── BadRequest           400, names the field
+    ├── Unauthorized         401
+    ├── NotFound             404, no such model or path
+    ├── Overloaded           503, the queue is full; carries Retry-After
+    ├── Unavailable          503, the engine loads, or has failed
+    └── EngineFailed         500, the engine failed while it served this request
+
+`reason` is the label under which a refusal is counted.
+"""
+
+from __future__ import annotations
+
+import http
+
+import msgspec
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """Base: subclasses fix the status, the type and the label."""
+
+    status = 500
+    type = "server_error"
+    reason = "internal"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers: dict[str, str] = {}
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
+
+
+class BadRequest(ApiError):
+    """400: `param` names the field at fault; code is OpenAI's where it has one."""
+
+    status = 400
+    type = "invalid_request_error"
+    reason = "invalid"
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    reason = "unauthorized"
+
+
+class NotFound(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    reason = "not_found"
+
+
+class Overloaded(ApiError):
+    status = 503
+    type = "overloaded_error"
+    reason = "queue_full"
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message, code="queue_full")
+        self.headers = {"Retry-After": str(retry_after)}
+
+
+class Unavailable(ApiError):
+    status = 503
+    reason = "unavailable"
+
+    def __init__(self, message: str, code: str, retry_after: int | None = None) -> None:
+        super().__init__(message, code=code)
+        if retry_after is not None:
+            self.headers = {"Retry-After": str(retry_after)}
+
+
+class EngineFailed(ApiError):
+    reason = "engine_failed"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="engine_failed")
+
+
+def from_status(status: int, message: str) -> ApiError:
+    """aiohttp's own refusals (unknown path, wrong method, body too large) in our shape, status kept."""
+    error = ApiError(message or http.HTTPStatus(status).phrase)
+    error.status = status
+    error.type = "invalid_request_error" if status < 500 else "server_error"
+    error.reason = "too_large" if status == 413 else "not_found" if status == 404 else "invalid"
+    return error

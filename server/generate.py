@@ -1,0 +1,94 @@
+"""`pilotfish generate`: one prompt through the engine in this process, text to stdout, numbers to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pilotfish.engine.core import EngineCore
+from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit
+from pilotfish.engine.process import DEFAULT_CORE, load_factory
+from pilotfish.server.chat_template import TemplateError
+from pilotfish.server.detokenize import Detokenizer
+from pilotfish.server.model_files import ModelFiles, ModelFilesError, load_model_files
+from pilotfish.server.tokenizer import TokenizerError
+
+if TYPE_CHECKING:
+    from pilotfish.engine.options import EngineOptions
+
+
+def run(args: argparse.Namespace, engine: EngineOptions, core_name: str = DEFAULT_CORE) -> int:
+    """Prints the text as it comes, then tokens/s and the acceptance length. The exit status."""
+    try:
+        files = load_model_files(
+            Path(args.model), generation_config=args.generation_config, chat_template=args.chat_template
+        )
+        core: EngineCore = load_factory(core_name)(engine)
+    except (ModelFilesError, TokenizerError, TemplateError, PilotfishError) as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    outputs: list[RequestOutput] = []
+    detokenizer = Detokenizer(files.tokenizer.token_bytes, files.tokenizer.special_ids)
+    core.submit(_request(args, files))
+    first = time.perf_counter()
+    for output in _outputs(core):
+        if not outputs:
+            first = time.perf_counter()
+        outputs.append(output)
+        shown = output.token_ids[:-1] if output.stop_token_id is not None else output.token_ids
+        print("".join(map(detokenizer.push, shown)), end="", flush=True)
+    print(detokenizer.flush())
+    if outputs[-1].finish_reason == "error":
+        print(f"pilotfish: {outputs[-1].error}", file=sys.stderr)
+        return 1
+    print(_summary(outputs, time.perf_counter() - first), file=sys.stderr)
+    return 0
+
+
+def _request(args: argparse.Namespace, files: ModelFiles) -> Submit:
+    text, defaults = args.prompt, files.defaults
+    if args.chat:
+        if files.chat_template is None:
+            raise SystemExit("pilotfish: this model has no chat template")
+        text = files.chat_template.render([{"role": "user", "content": text}])
+    temperature = args.temperature if args.temperature is not None else defaults.temperature
+    return Submit(
+        request_id="generate",
+        prompt_token_ids=files.tokenizer.encode(text, add_special_tokens=not args.chat),
+        sampling=SamplingParams(
+            temperature=1.0 if temperature is None else temperature,
+            top_k=max(defaults.top_k or 0, 0),
+            top_p=1.0 if defaults.top_p is None else defaults.top_p,
+            min_p=defaults.min_p or 0.0,
+            repetition_penalty=defaults.repetition_penalty or 1.0,
+            max_tokens=args.max_tokens,
+            eos_token_ids=files.eos_token_ids,
+            ignore_eos=args.ignore_eos,
+            seed=args.seed,
+        ),
+    )
+
+
+def _outputs(core: EngineCore) -> Iterator[RequestOutput]:
+    while core.has_work():
+        report = core.step()
+        yield from report.outputs if report else ()
+
+
+def _summary(outputs: list[RequestOutput], seconds: float) -> str:
+    """Rates after the first token; the acceptance length over the rounds."""
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    rounds = [output for output in outputs if output.round and output.token_ids]
+    later = num_tokens - len(outputs[0].token_ids)
+    text = f"{num_tokens} tokens, {later / seconds:.1f} tokens/s" if seconds > 0 else f"{num_tokens} tokens"
+    if rounds:
+        length = sum(len(output.token_ids) for output in rounds) / len(rounds)
+        drafted = sum(output.num_drafted for output in rounds)
+        accepted = sum(output.num_accepted for output in rounds)
+        text += f", acceptance length {length:.2f} ({accepted} of {drafted} drafts accepted)"
+    return text

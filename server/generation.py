@@ -1,0 +1,275 @@
+"""One HTTP request's sequences: tokens in from the engine, text out to whoever reads, each ended exactly once.
+
+`Choice.feed` runs as the engine's outputs arrive, not when the client reads: a stop string ends its sequence one
+round late however slow the client is, and what piles up for a slow reader is text, already merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from pilotfish.engine.client import EngineClient
+from pilotfish.engine.messages import RequestOutput, Submit, TokenLogprob
+from pilotfish.metrics.collectors import Collector, RequestEnd
+from pilotfish.server.detokenize import Detokenizer
+from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
+from pilotfish.server.plan import Plan, StopRules
+from pilotfish.server.stops import StopMatcher
+from pilotfish.server.tokenizer import Tokenizer
+
+
+class ShownToken(msgspec.Struct, frozen=True):
+    """A token of the answer; its text spans [start, end) of the choice's text, stop string and all."""
+
+    token_id: int
+    start: int
+    end: int
+    logprob: TokenLogprob | None
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What has become certain since the last piece. `tokens` only where someone asked for them."""
+
+    text: str
+    tokens: list[ShownToken]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Choice:
+    """One sequence: detokenises, finds stop strings, counts.
+
+    The token that completes a stop string is the last that counts: later ones of its run are dropped from text, ids,
+    log-probabilities, usage and metrics alike, as if tokens had come one by one.
+    """
+
+    def __init__(
+        self, index: int, submit: Submit, tokenizer: Tokenizer, rules: StopRules, arrived: float, metrics: Collector
+    ) -> None:
+        self.index = index
+        self.submit = submit
+        self.rules = rules
+        self.error: ApiError | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_tokens = self.num_drafted = self.num_accepted = 0
+        self._num_rounds = self._num_round_tokens = 0
+        self._synthetic = False
+        self._detokenizer = Detokenizer(
+            tokenizer.token_bytes, tokenizer.special_ids if rules.skip_special_tokens else frozenset()
+        )
+        self._stops = StopMatcher(rules.strings, include=rules.include)
+        self._text: list[str] = []
+        self._num_chars = 0
+        self._tokens: deque[ShownToken] = deque()
+        self._arrived = arrived
+        self._last_time: float | None = None
+        self._metrics = metrics
+        self._taken_end = False
+        self.wake: Callable[[], None] = lambda: None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    # -- from the engine -----------------------------------------------------------------------------------------
+
+    def feed(self, output: RequestOutput) -> RequestOutput:
+        """Takes one output in and returns it as it counts."""
+        kept, matched = self._read_tokens(output)
+        output = _trim(output, kept, matched)
+        self._count(output)
+        if output.finish_reason is not None:
+            self._finish(output, matched)
+        self.wake()
+        return output
+
+    def _read_tokens(self, output: RequestOutput) -> tuple[int, str | None]:
+        """How many tokens count, and the stop string that the last of them completed."""
+        last = len(output.token_ids) - 1
+        for position, token_id in enumerate(output.token_ids):
+            stops_here = position == last and output.stop_token_id is not None
+            text = "" if stops_here and not self.rules.include else self._detokenizer.push(token_id)
+            armed = self.num_tokens + position >= self.rules.min_tokens
+            start = self._num_chars
+            self._num_chars += len(text)
+            shown, matched = self._stops.push(text, armed=armed)
+            self._text.append(shown)
+            if self.rules.keep_tokens:
+                logprob = output.logprobs[position] if output.logprobs else None
+                self._tokens.append(ShownToken(token_id, start, self._num_chars, logprob))
+            if matched is not None:
+                return position + 1, matched
+        return last + 1, None
+
+    def _count(self, output: RequestOutput) -> None:
+        self.num_tokens += len(output.token_ids)
+        self.num_drafted += output.num_drafted
+        self.num_accepted += output.num_accepted
+        self._synthetic = self._synthetic or output.synthetic
+        if output.round and output.token_ids:
+            self._num_rounds += 1
+            self._num_round_tokens += len(output.token_ids)
+        if output.token_ids:
+            now = time.monotonic()
+            if self._last_time is None:
+                self._metrics.on_first_token(now - self._arrived)
+            else:
+                self._metrics.on_tokens(now - self._last_time, len(output.token_ids))
+            self._last_time = now
+
+    def _finish(self, output: RequestOutput, matched: str | None) -> None:
+        if output.finish_reason in ("error", "abort"):
+            self.error = _engine_error(output)
+            self._end(output.finish_reason)
+            return
+        if matched is None:
+            self._text += [*self._flush()]
+        self.finish_reason = output.finish_reason
+        if matched is not None:
+            self.stop_reason = matched
+        elif output.stop_token_id in self.submit.sampling.stop_token_ids:
+            self.stop_reason = output.stop_token_id
+        self._end(self.finish_reason or "error")
+
+    def _flush(self) -> list[str]:
+        """The rest: an unfinished character becomes U+FFFD, held text was no stop string after all."""
+        rest = self._detokenizer.flush()
+        self._num_chars += len(rest)
+        shown, _ = self._stops.push(rest, armed=False)
+        return [shown, self._stops.flush()]
+
+    def give_up(self) -> None:
+        """The client has gone, or another choice of its request has failed."""
+        if not self.ended:
+            self.error = EngineFailed("aborted")
+            self._end("abort")
+
+    def _end(self, reason: str) -> None:
+        self._metrics.on_end(
+            RequestEnd(
+                finish_reason=reason,
+                seconds=time.monotonic() - self._arrived,
+                num_prompt_tokens=len(self.submit.prompt_token_ids),
+                num_tokens=self.num_tokens,
+                num_rounds=self._num_rounds,
+                num_round_tokens=self._num_round_tokens,
+                synthetic=self._synthetic,
+            )
+        )
+
+    # -- to the reader -------------------------------------------------------------------------------------------
+
+    def take(self) -> Piece | None:
+        """Everything new, or None. The piece with a finish_reason is the last one."""
+        text = "".join(self._text)
+        self._text.clear()
+        certain = self._num_chars - self._stops.num_held
+        tokens = []
+        while self._tokens and (self.finish_reason is not None or self._tokens[0].end <= certain):
+            tokens.append(self._tokens.popleft())
+        ends = self.finish_reason is not None and not self._taken_end
+        if not (text or tokens or ends):
+            return None
+        self._taken_end = self._taken_end or ends
+        return Piece(text, tokens, self.finish_reason, self.stop_reason)
+
+
+def _trim(output: RequestOutput, kept: int, matched: str | None) -> RequestOutput:
+    """Only the first `kept` tokens; a matched stop string ends the request."""
+    if matched is None:
+        return output
+    return msgspec.structs.replace(
+        output,
+        token_ids=output.token_ids[:kept],
+        logprobs=output.logprobs[:kept] if output.logprobs is not None else None,
+        num_accepted=min(output.num_accepted, kept),
+        finish_reason="stop",
+        stop_token_id=None,
+    )
+
+
+def _engine_error(output: RequestOutput) -> ApiError:
+    message = output.error or "the engine ended the request"
+    if output.error_code == "queue_full":
+        return Overloaded(message)
+    if output.error_code == "invalid":
+        return BadRequest(message)
+    if output.finish_reason == "abort":
+        return Unavailable(message, code="aborted")
+    return EngineFailed(message)
+
+
+class Generation:
+    """All choices of one request. Use as a context: leaving it frees whatever still runs."""
+
+    def __init__(self, plan: Plan, client: EngineClient, tokenizer: Tokenizer, metrics: Collector) -> None:
+        self._client = client
+        self._news = asyncio.Event()
+        self.choices = [
+            Choice(index, submit, tokenizer, plan.stops, plan.arrived, metrics)
+            for index, submit in enumerate(_submissions(plan))
+        ]
+        for choice in self.choices:
+            choice.wake = self._news.set
+
+    def __enter__(self) -> Generation:
+        try:
+            for choice in self.choices:
+                self._client.submit(choice.submit, choice.feed)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for choice in self.choices:
+            self._client.abort(choice.submit.request_id)
+            choice.give_up()
+
+    async def first(self, timeout: float) -> None:
+        """Waits for the first news, or until it is time to answer something. Raises ApiError for a refusal."""
+        try:
+            await asyncio.wait_for(self._news.wait(), timeout)
+        except TimeoutError:
+            return
+        self._raise_errors()
+
+    async def pieces(self) -> AsyncIterator[list[tuple[Choice, Piece]]]:
+        """Batches of news until every choice has ended. Raises ApiError when one fails."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            batch = [(choice, piece) for choice in self.choices if (piece := choice.take()) is not None]
+            if batch:
+                yield batch
+            self._raise_errors()
+            if all(choice.ended for choice in self.choices) and not self._news.is_set():
+                return
+
+    def _raise_errors(self) -> None:
+        for choice in self.choices:
+            if choice.error is not None:
+                raise choice.error
+
+
+def _submissions(plan: Plan) -> list[Submit]:
+    submissions: list[Submit] = []
+    for prompt, sampling in zip(plan.prompts, plan.sampling, strict=True):
+        for number in range(plan.n):
+            submissions.append(
+                Submit(
+                    request_id=f"{plan.id}-{len(submissions)}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=msgspec.structs.replace(sampling, choice=number),
+                )
+            )
+    return submissions

@@ -1,0 +1,242 @@
+"""The endpoints: decode, ask the engine, encode. No torch, no text handling."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+import pilotfish
+from pilotfish.engine.client import EngineClient, EngineUnavailable
+from pilotfish.engine.messages import Ready
+from pilotfish.metrics.collectors import Collector
+from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable
+from pilotfish.server.generation import Generation, Piece
+from pilotfish.server.model_files import ModelFiles
+from pilotfish.server.plan import Plan, plan_chat, plan_completion
+from pilotfish.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Model,
+    ModelList,
+    decode_request,
+    encode,
+)
+from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, join, usage_of
+
+JSON = "application/json"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HEADERS_SECONDS = 2.0
+"""A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """What the handlers work with; made once, in app.py."""
+
+    client: EngineClient
+    files: ModelFiles
+    metrics: Collector
+    served_names: tuple[str, ...]
+    started: int
+    ignore_unknown_fields: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        return f"pilotfish-{pilotfish.__version__}"
+
+    def engine(self) -> Ready:
+        """Raises Unavailable unless the engine can take requests."""
+        ready, failure = self.client.ready, self.client.failure
+        if failure is not None:
+            raise Unavailable(f"The engine has failed ({failure.part}): {failure.message}", code="engine_failed")
+        if self.client.state == "closed":
+            raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
+        if ready is None:
+            raise Unavailable("The model is loading.", code="loading", retry_after=5)
+        return ready
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises NotFound."""
+        if name is None:
+            return self.served_names[0]
+        if name not in self.served_names:
+            shown = ", ".join(self.served_names)
+            raise NotFound(
+                f"The model {name[:100]!r} does not exist. Served: {shown}.", param="model", code="model_not_found"
+            )
+        return name
+
+    def check_room(self, ready: Ready, num_new: int) -> None:
+        """Refuses what the engine's queue could not hold. Raises Overloaded."""
+        capacity = ready.max_num_seqs + ready.max_waiting
+        if num_new > capacity:
+            raise BadRequest(f"Want at most {capacity} sequences a request, got {num_new}.", param="n")
+        if self.client.num_open + num_new > capacity:
+            raise Overloaded(f"The queue is full: {self.client.num_open} sequences run or wait. Try again later.")
+
+
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    arrived, service = time.monotonic(), request.app[SERVICE]
+    body = await read_body(request)
+    ready = service.engine()
+    wanted = decode_request(body, CompletionRequest, ignore_unknown=service.ignore_unknown_fields)
+    model = service.check_model(wanted.model)
+    plan = await plan_completion(wanted, model, service.files, ready, arrived)
+    return await _answer(request, service, plan, CompletionFormat(plan, service.files.tokenizer, service.fingerprint))
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    arrived, service = time.monotonic(), request.app[SERVICE]
+    body = await read_body(request)
+    ready = service.engine()
+    lenient = service.ignore_unknown_fields
+    wanted = decode_request(body, ChatRequest, ignore_unknown=lenient)
+    model = service.check_model(wanted.model)
+    plan = await plan_chat(wanted, model, service.files, ready, arrived, ignore_unknown=lenient)
+    return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint))
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a JSON request. Raises BadRequest for another content type."""
+    kind = request.content_type
+    if "Content-Type" in request.headers and not (kind == JSON or kind.endswith("+json")):
+        raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}.", code="unsupported_content_type")
+    return await request.read()
+
+
+async def _answer(request: web.Request, service: Service, plan: Plan, shape: Format) -> web.StreamResponse:
+    service.check_room(service.engine(), len(plan.prompts) * plan.n)
+    try:
+        with Generation(plan, service.client, service.files.tokenizer, service.metrics) as generation:
+            if plan.stream:
+                return await _stream(request, service, plan, shape, generation)
+            return await _whole(plan, shape, generation)
+    except EngineUnavailable as error:
+        raise Unavailable(f"The engine has failed ({error.part}): {error}", code="engine_failed") from error
+
+
+async def _whole(plan: Plan, shape: Format, generation: Generation) -> web.Response:
+    pieces: list[list[Piece]] = [[] for _ in generation.choices]
+    async for batch in generation.pieces():
+        for choice, piece in batch:
+            pieces[choice.index].append(piece)
+    response = shape.whole([join(parts) for parts in pieces], usage_of(plan, generation.choices))
+    return web.Response(body=encode(response), content_type=JSON, headers={"X-Request-Id": plan.id})
+
+
+async def _stream(
+    request: web.Request, service: Service, plan: Plan, shape: Format, generation: Generation
+) -> web.StreamResponse:
+    await generation.first(HEADERS_SECONDS)
+    response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    response.headers["X-Request-Id"] = plan.id
+    response.content_type, response.charset = "text/event-stream", "utf-8"
+    await response.prepare(request)
+    # a client that has gone cancels this handler; a write to it may come first
+    with contextlib.suppress(ConnectionError):
+        await _send_events(response, service, plan, shape, generation)
+        await response.write_eof()
+    return response
+
+
+async def _send_events(
+    response: web.StreamResponse, service: Service, plan: Plan, shape: Format, generation: Generation
+) -> None:
+    opening = b"".join(_event(encode(chunk)) for chunk in shape.opening())
+    if opening:
+        await response.write(opening)
+    try:
+        async for batch in generation.pieces():
+            await response.write(b"".join(_event(encode(shape.chunk(choice, piece))) for choice, piece in batch))
+    except ApiError as error:
+        # the status line is out: the error is an event, and no [DONE] follows
+        service.metrics.on_rejection(error.reason)
+        await response.write(_event(error.body()))
+        return
+    closing = _event(b"[DONE]")
+    if plan.include_usage:
+        closing = _event(encode(shape.usage_chunk(usage_of(plan, generation.choices)))) + closing
+    await response.write(closing)
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+# -- what the server says about itself ------------------------------------------------------------------------
+
+
+async def models(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return _json(ModelList([_model(service, name) for name in service.served_names]))
+
+
+async def model(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return _json(_model(service, service.check_model(request.match_info["name"])))
+
+
+def _model(service: Service, name: str) -> Model:
+    ready = service.client.ready
+    return Model(
+        id=name,
+        created=service.started,
+        root=Path(service.files.folder).name,
+        max_model_len=ready.max_model_len if ready else None,
+    )
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while the engine loads or serves; the body says which part fails."""
+    service = request.app[SERVICE]
+    client, ready = service.client, service.client.ready
+    body = {
+        "status": {"ready": "ok", "loading": "loading", "failed": "failed", "closed": "closed"}[client.state],
+        "version": pilotfish.__version__,
+        "http": {"status": "ok"},
+        "engine": {
+            "status": client.state,
+            "part": client.failure.part if client.failure else None,
+            "message": client.failure.message if client.failure else None,
+        },
+        "speculation": _speculation(ready) if ready else None,
+    }
+    return _json(body, status=200 if client.healthy else 503)
+
+
+def _speculation(ready: Ready) -> dict[str, object]:
+    return {
+        "enabled": ready.num_speculative_tokens > 0,
+        "num_speculative_tokens": ready.num_speculative_tokens,
+        "disabled_reason": ready.speculation_disabled_reason,
+    }
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 when requests are taken, else 503 and why."""
+    client = request.app[SERVICE].client
+    return _json({"ready": client.state == "ready", "engine": client.state}, 200 if client.state == "ready" else 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    service.metrics.on_engine(service.client.state == "ready")
+    return web.Response(body=service.metrics.exposition(), headers={"Content-Type": METRICS_TYPE})
+
+
+async def version(request: web.Request) -> web.Response:
+    return _json({"version": pilotfish.__version__})
+
+
+async def ping(request: web.Request) -> web.Response:
+    return web.Response(text="pong\n")
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=encode(body), content_type=JSON, status=status)

@@ -1,0 +1,93 @@
+"""The small files of a checkpoint folder that the HTTP side needs: tokenizer, template, end ids, sampling defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pilotfish.server.chat_template import ChatTemplate, load_chat_template, token_content
+from pilotfish.server.tokenizer import Tokenizer
+
+
+class ModelFilesError(Exception):
+    """A file of the folder is missing or malformed; the message names it."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds where a request is silent; None means the neutral value."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    folder: Path
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+
+
+def load_model_files(folder: Path, *, generation_config: str = "auto", chat_template: Path | None = None) -> ModelFiles:
+    """`generation_config`: "auto" reads the folder's defaults, "vllm" none, anything else is a folder to read.
+
+    The end ids of config.json, generation_config.json and the tokenizer all stop, whichever is chosen.
+    """
+    if not folder.is_dir():
+        raise ModelFilesError(f"want a checkpoint folder, got {folder}")
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    own = _read_json(folder / "generation_config.json")
+    chosen = own if generation_config == "auto" else {}
+    if generation_config not in ("auto", "vllm"):
+        chosen = _read_json(Path(generation_config, "generation_config.json"), required=True)
+    eos = [*_end_ids(_read_json(folder / "config.json")), *_end_ids(own), *_end_ids(chosen)]
+    named = token_content(tokenizer_config.get("eos_token"))
+    if named is not None and (token_id := tokenizer.token_to_id(named)) is not None:
+        eos.append(token_id)
+    return ModelFiles(
+        folder=folder,
+        tokenizer=tokenizer,
+        chat_template=load_chat_template(folder, tokenizer_config, chat_template),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        defaults=_defaults(chosen),
+    )
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ModelFilesError(f"{path} does not exist") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFilesError(f"{path}: want a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _end_ids(config: dict[str, Any]) -> list[int]:
+    """eos_token_id, a number or a list of them, at the top and under text_config."""
+    found: list[int] = []
+    inner = config.get("text_config")
+    for level in (config, inner if isinstance(inner, dict) else {}):
+        value = level.get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return [token_id for token_id in found if isinstance(token_id, int)]
+
+
+def _defaults(config: dict[str, Any]) -> SamplingDefaults:
+    known = {name: config[name] for name in SamplingDefaults.__struct_fields__ if config.get(name) is not None}
+    try:
+        return msgspec.convert(known, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ModelFilesError(f"generation_config.json: {error}") from error

@@ -1,0 +1,301 @@
+"""From a decoded request to what the engine is asked: prompts as ids, sampling parameters, limits.
+
+Everything a client can get wrong is found here or in protocol.py; the engine sees only requests it can serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from pilotfish.engine.messages import Ready, SamplingParams
+from pilotfish.server.chat_template import ChatTemplate
+from pilotfish.server.errors import BadRequest
+from pilotfish.server.messages import check_messages
+from pilotfish.server.model_files import ModelFiles, SamplingDefaults
+from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from pilotfish.server.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_SEQUENCES = 128
+SLOW_TEXT = 8192
+"""Longer texts are tokenised in a thread, so that other streams go on."""
+MAX_CHARACTERS_A_TOKEN = 512
+"""No vocabulary has longer tokens: beyond max_model_len times this a text is refused before it is tokenised."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """`text` is kept only where it is echoed."""
+
+    token_ids: list[int]
+    text: str = ""
+
+
+class StopRules(msgspec.Struct, frozen=True):
+    """What the HTTP side itself watches for in a sequence's text."""
+
+    strings: tuple[str, ...] = ()
+    include: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    keep_tokens: bool = False
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One HTTP request: every prompt is run `n` times, choices numbered prompt by prompt."""
+
+    id: str
+    model: str
+    created: int
+    arrived: float
+    prompts: list[Prompt]
+    sampling: list[SamplingParams]
+    n: int
+    stops: StopRules
+    stream: bool
+    include_usage: bool
+    echo: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def seed(self) -> int:
+        return self.sampling[0].seed
+
+
+async def plan_completion(request: CompletionRequest, model: str, files: ModelFiles, ready: Ready, now: float) -> Plan:
+    """Raises BadRequest naming the field."""
+    echo = bool(request.echo)
+    if echo and request.logprobs is not None:
+        raise BadRequest("Log-probabilities of an echoed prompt are not supported yet.", param="echo")
+    prompts = await _read_prompts(request, files.tokenizer, ready, echo)
+    limit = request.max_tokens or files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
+    return _plan(
+        "cmpl-", request, model, files, ready, now, prompts, limit, request.max_tokens is not None, request.logprobs
+    )
+
+
+async def plan_chat(
+    request: ChatRequest, model: str, files: ModelFiles, ready: Ready, now: float, *, ignore_unknown: bool = False
+) -> Plan:
+    """Raises BadRequest naming the field."""
+    if files.chat_template is None:
+        raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
+    messages = check_messages(request.messages, ignore_unknown=ignore_unknown)
+    text = files.chat_template.render(
+        messages,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        values=_template_values(request, files.chat_template),
+    )
+    prompt = Prompt(await _tokenize(text, files.tokenizer, ready, "messages", add_special_tokens=False))
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    asked = request.max_completion_tokens or request.max_tokens
+    limit = asked or files.defaults.max_new_tokens or ready.max_model_len
+    return _plan("chatcmpl-", request, model, files, ready, now, [prompt], limit, asked is not None, logprobs)
+
+
+def _plan(
+    prefix: str,
+    request: SamplingFields,
+    model: str,
+    files: ModelFiles,
+    ready: Ready,
+    now: float,
+    prompts: list[Prompt],
+    limit: int,
+    asked: bool,
+    logprobs: int | None,
+) -> Plan:
+    n = request.n or 1
+    if len(prompts) * n > MAX_SEQUENCES:
+        raise BadRequest(
+            f"Want at most {MAX_SEQUENCES} sequences a request, got {len(prompts)} prompts x n = {n}.", param="n"
+        )
+    base = _sampling(request, files.defaults, files.eos_token_ids, ready.vocab_size, logprobs)
+    sampling = [
+        msgspec.structs.replace(base, max_tokens=_limit(len(prompt.token_ids), limit, asked, ready))
+        for prompt in prompts
+    ]
+    if base.min_tokens > min(params.max_tokens for params in sampling):
+        raise BadRequest(f"Want min_tokens <= max_tokens, got {base.min_tokens}.", param="min_tokens")
+    stream = bool(request.stream)
+    if request.stream_options is not None and not stream:
+        raise BadRequest("'stream_options' wants 'stream' to be true.", param="stream_options")
+    return Plan(
+        id=prefix + secrets.token_hex(12),
+        model=model,
+        created=int(time.time()),
+        arrived=now,
+        prompts=prompts,
+        sampling=sampling,
+        n=n,
+        stops=_stop_rules(request, base),
+        stream=stream,
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        return_token_ids=bool(request.return_token_ids),
+    )
+
+
+def _sampling(
+    request: SamplingFields, defaults: SamplingDefaults, eos: tuple[int, ...], vocab_size: int, logprobs: int | None
+) -> SamplingParams:
+    """The request's values, then the checkpoint's, then neutral ones."""
+
+    def choose(value: Any, default: Any, neutral: Any) -> Any:
+        return value if value is not None else default if default is not None else neutral
+
+    stop_ids = tuple(dict.fromkeys(request.stop_token_ids or ()))
+    for token_id in stop_ids:
+        _check_id(token_id, vocab_size, "stop_token_ids")
+    return SamplingParams(
+        temperature=choose(request.temperature, defaults.temperature, 1.0),
+        top_p=choose(request.top_p, defaults.top_p, 1.0),
+        top_k=max(choose(request.top_k, defaults.top_k, 0), 0),
+        min_p=choose(request.min_p, defaults.min_p, 0.0),
+        repetition_penalty=choose(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        min_tokens=request.min_tokens or 0,
+        stop_token_ids=stop_ids,
+        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < vocab_size),
+        ignore_eos=bool(request.ignore_eos),
+        seed=request.seed if request.seed is not None else secrets.randbits(63),
+        logprobs=logprobs,
+    )
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        # at most seven digits: no number worth parsing is longer
+        if not (key.isascii() and key.isdigit() and len(key) <= 7):
+            raise BadRequest(f"Want token ids as keys, got {key[:40]!r}.", param="logit_bias")
+        _check_id(int(key), vocab_size, "logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _stop_rules(request: SamplingFields, sampling: SamplingParams) -> StopRules:
+    stop = request.stop or ()
+    return StopRules(
+        strings=(stop,) if isinstance(stop, str) else tuple(stop),
+        include=bool(request.include_stop_str_in_output),
+        min_tokens=sampling.min_tokens,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        keep_tokens=sampling.logprobs is not None or bool(request.return_token_ids),
+    )
+
+
+def _limit(num_prompt: int, limit: int, asked: bool, ready: Ready) -> int:
+    """max_tokens for a prompt: what was asked or a 400; a default shrinks to what fits."""
+    room = ready.max_model_len - num_prompt
+    if room < 1:
+        raise BadRequest(
+            f"This model's maximum context length is {ready.max_model_len} tokens, "
+            f"but the prompt has {num_prompt} and at least 1 is to be generated.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    # the cache holds the whole sequence and one window of drafts, reserved before it starts
+    cache_room = ready.kv_pages_total * ready.page_size - num_prompt - ready.num_speculative_tokens - 1
+    if not asked:
+        return max(1, min(limit, room, cache_room))
+    if limit > min(room, cache_room):
+        bound, name = (
+            (ready.max_model_len, "maximum context length")
+            if room <= cache_room
+            else (ready.kv_pages_total * ready.page_size, "key-value cache")
+        )
+        raise BadRequest(
+            f"This model's {name} is {bound} tokens. However, you requested {num_prompt + limit} tokens "
+            f"({num_prompt} in the prompt, {limit} for the completion).",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return limit
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------
+
+
+async def _read_prompts(request: CompletionRequest, tokenizer: Tokenizer, ready: Ready, echo: bool) -> list[Prompt]:
+    """text, [text, ...], [id, ...] or [[id, ...], ...]."""
+    given = request.prompt
+    if given is None or given == []:
+        raise BadRequest("Want a prompt.", param="prompt", code="missing_parameter")
+    entries: list[Any] = [given] if isinstance(given, str) or _is_id(given[0]) else given
+    if len(entries) > MAX_SEQUENCES:
+        raise BadRequest(f"Want at most {MAX_SEQUENCES} prompts, got {len(entries)}.", param="prompt")
+    prompts = []
+    for index, entry in enumerate(entries):
+        where = "prompt" if entry is given else f"prompt[{index}]"
+        if isinstance(entry, str):
+            special = request.add_special_tokens is not False
+            ids = await _tokenize(entry, tokenizer, ready, where, add_special_tokens=special)
+            prompts.append(Prompt(ids, entry if echo else ""))
+        elif isinstance(entry, list):
+            prompts.append(_id_prompt(entry, tokenizer, ready, where, echo))
+        else:
+            raise BadRequest(f"Want text or token ids, got {type(entry).__name__}.", param=where)
+    return prompts
+
+
+def _id_prompt(entry: list[Any], tokenizer: Tokenizer, ready: Ready, where: str, echo: bool) -> Prompt:
+    _check_length(len(entry), ready, where)
+    for token_id in entry:
+        if not _is_id(token_id):
+            raise BadRequest(f"Want token ids, got {type(token_id).__name__}.", param=where)
+        _check_id(token_id, ready.vocab_size, where)
+    # a prompt is shown as it was given, special tokens included
+    return Prompt(entry, tokenizer.decode(entry, skip_special_tokens=False) if echo else "")
+
+
+async def _tokenize(
+    text: str, tokenizer: Tokenizer, ready: Ready, where: str, *, add_special_tokens: bool
+) -> list[int]:
+    if len(text) > ready.max_model_len * MAX_CHARACTERS_A_TOKEN:
+        _check_length(len(text) // MAX_CHARACTERS_A_TOKEN, ready, where)
+    if len(text) > SLOW_TEXT:
+        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    else:
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    _check_length(len(ids), ready, where)
+    return ids
+
+
+def _check_length(num_tokens: int, ready: Ready, where: str) -> None:
+    if num_tokens == 0:
+        raise BadRequest("Want at least one token, got an empty prompt.", param=where, code="empty_prompt")
+    if num_tokens >= ready.max_model_len:
+        raise BadRequest(
+            f"This model's maximum context length is {ready.max_model_len} tokens, "
+            f"but the prompt has {num_tokens} and at least 1 is to be generated.",
+            param=where,
+            code="context_length_exceeded",
+        )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_id(token_id: int, vocab_size: int, where: str) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise BadRequest(f"Want token ids in 0..{vocab_size - 1}, got {token_id}.", param=where, code="invalid_value")
+
+
+def _template_values(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """Keyword values for the template; one that it does not read would be ignored silently, so it is refused."""
+    values = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        if "reasoning_effort" not in template.variables:
+            raise BadRequest("This model's chat template has no reasoning_effort.", param="reasoning_effort")
+        values.setdefault("reasoning_effort", request.reasoning_effort)
+    return values

@@ -1,0 +1,285 @@
+"""The bodies of requests and responses: OpenAI's fields, and vLLM's names for what OpenAI does not have.
+
+A request is decoded in two steps, so that every refusal can name its field: JSON to plain values, where unknown and
+unsupported fields are found, then plain values to a frozen struct, where types and ranges are. A field is honoured,
+refused by name, or listed in ACCEPTED_AND_UNUSED; none is ignored otherwise (unless the operator asks for it).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pilotfish.server.errors import BadRequest
+
+ACCEPTED_AND_UNUSED = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""For the caller's own records, or hints that change no result."""
+
+NOT_YET = {
+    "audio": (None,),
+    "documents": (None, []),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "none"),
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "continue_final_message": (None, False),
+    "spaces_between_special_tokens": (None, True),
+}
+"""Known fields that are not supported, and the values that ask for nothing."""
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+MAX_BIASED = 1024
+MAX_STOP_IDS = 32
+"""Beside the model's own end ids; the engine holds 64 a sequence."""
+MAX_INT = 2**63 - 1
+
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class SamplingFields(Struct, frozen=True, kw_only=True):
+    """What both endpoints share. None means: the checkpoint's default, else the neutral value."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Unit | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    max_tokens: PositiveCount | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt`: text, texts, ids, or lists of ids."""
+
+    prompt: str | list[Any] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. Messages are checked one by one in `messages.py`."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_completion_tokens: PositiveCount | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
+
+_PATH = re.compile(r"^(?P<what>.*?) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
+
+
+def decode_request(body: bytes, kind: type[AnyRequest], *, ignore_unknown: bool = False) -> AnyRequest:
+    """Raises BadRequest naming the field for anything that is not a request of this kind."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(raw, dict):
+        raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
+    known = {name: value for name, value in raw.items() if name in kind.__struct_fields__}
+    for name in raw.keys() - known.keys() - ACCEPTED_AND_UNUSED:
+        _check_unserved(name, raw[name], ignore_unknown)
+    if not ignore_unknown:
+        _check_stream_options(known.get("stream_options"))
+    try:
+        return msgspec.convert(known, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _named(str(error)) from error
+
+
+def _check_unserved(name: str, value: Any, ignore_unknown: bool) -> None:
+    if name in NOT_YET:
+        if value not in NOT_YET[name]:
+            raise BadRequest(f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
+    elif not ignore_unknown:
+        raise BadRequest(f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
+
+
+def _check_stream_options(options: Any) -> None:
+    """The one nested object of ours whose fields are all known. `include_obfuscation` false asks for nothing."""
+    if isinstance(options, dict):
+        for name in options.keys() - {"include_usage", "include_obfuscation"}:
+            param = f"stream_options.{name}"
+            raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+        if options.get("include_obfuscation"):
+            param = "stream_options.include_obfuscation"
+            raise BadRequest(f"'{param}' is not supported yet.", param=param, code="unsupported_parameter")
+
+
+def _named(message: str) -> BadRequest:
+    """msgspec's `Expected ... - at `$.field`` as a refusal that names the field."""
+    found = _PATH.match(message)
+    if found:
+        param = found["path"].lstrip(".") or None
+        return BadRequest(f"Invalid '{param or 'body'}': {found['what']}.", param=param, code="invalid_value")
+    missing = re.search(r"missing required field `(\w+)`", message)
+    if missing:
+        return BadRequest(f"Missing required parameter: '{missing[1]}'.", param=missing[1], code="missing_parameter")
+    return BadRequest(message)
+
+
+# -- responses ---------------------------------------------------------------------------------------------------
+
+
+class TokensDetails(Struct, frozen=True):
+    """Drafted tokens that became part of the text, and those that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: TokensDetails
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]] | None
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatDelta(Struct, frozen=True, kw_only=True):
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Response(Struct, frozen=True, kw_only=True):
+    """A whole answer, or one chunk of it. `usage` is unset in chunks unless they were asked for."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str
+    seed: int
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "pilotfish"
+    root: str
+    parent: None = None
+    max_model_len: int | None
+
+
+class ModelList(Struct, frozen=True):
+    data: list[Model]
+    object: str = "list"
+
+
+encode = msgspec.json.Encoder().encode

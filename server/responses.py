@@ -1,0 +1,224 @@
+"""Pieces of text to OpenAI's response bodies, whole or in chunks, one formatter an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET
+
+from pilotfish.engine.messages import TokenLogprob
+from pilotfish.server.generation import Choice, Piece, ShownToken
+from pilotfish.server.plan import Plan
+from pilotfish.server.protocol import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionChoice,
+    CompletionLogprobs,
+    Response,
+    TokensDetails,
+    TopLogprob,
+    Usage,
+)
+from pilotfish.server.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; a token that a filter has ruled out gets this."""
+
+
+def usage_of(plan: Plan, choices: Sequence[Choice]) -> Usage:
+    prompt = sum(len(entry.token_ids) for entry in plan.prompts)
+    completion = sum(choice.num_tokens for choice in choices)
+    accepted = sum(choice.num_accepted for choice in choices)
+    rejected = sum(choice.num_drafted for choice in choices) - accepted
+    return Usage(prompt, completion, prompt + completion, TokensDetails(accepted, rejected))
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """The pieces of one choice as one."""
+    last = pieces[-1]
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.tokens],
+        last.finish_reason,
+        last.stop_reason,
+    )
+
+
+class Format(Protocol):
+    """What the handlers need from an endpoint's shape."""
+
+    def opening(self) -> list[Response]:
+        """Chunks sent before any text."""
+
+    def chunk(self, choice: Choice, piece: Piece) -> Response:
+        """One chunk of a stream."""
+
+    def usage_chunk(self, usage: Usage) -> Response:
+        """The last chunk, if usage was asked for."""
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
+        """The answer to a request without streaming; `pieces` in the order of the choices."""
+
+
+class _Base:
+    object = ""
+    chunk_object = ""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._fingerprint = fingerprint
+
+    def _response(self, choices: list, usage: Usage | msgspec.UnsetType | None, *, chunk: bool) -> Response:
+        return Response(
+            id=self._plan.id,
+            object=self.chunk_object if chunk else self.object,
+            created=self._plan.created,
+            model=self._plan.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=self._fingerprint,
+            seed=self._plan.seed,
+        )
+
+    def _chunk(self, choices: list) -> Response:
+        return self._response(choices, None if self._plan.include_usage else UNSET, chunk=True)
+
+    def usage_chunk(self, usage: Usage) -> Response:
+        return self._response([], usage, chunk=True)
+
+    @property
+    def _num_top(self) -> int | None:
+        return self._plan.sampling[0].logprobs
+
+    def _token_ids(self, piece: Piece) -> list[int] | msgspec.UnsetType:
+        return [token.token_id for token in piece.tokens] if self._plan.return_token_ids else UNSET
+
+    def _top(self, entry: TokenLogprob) -> list[tuple[int, float]]:
+        return [(token_id, max(value, LOWEST_LOGPROB)) for token_id, value in entry.top[: self._num_top]]
+
+
+class CompletionFormat(_Base):
+    object = chunk_object = "text_completion"
+
+    def opening(self) -> list[Response]:
+        if not self._plan.echo and not self._plan.return_token_ids:
+            return []
+        choices = []
+        for index in range(len(self._plan.prompts) * self._plan.n):
+            prompt = self._plan.prompts[index // self._plan.n]
+            choices.append(
+                CompletionChoice(
+                    index=index,
+                    text=prompt.text,
+                    logprobs=None,
+                    finish_reason=None,
+                    prompt_token_ids=prompt.token_ids if self._plan.return_token_ids else UNSET,
+                )
+            )
+        return [self._chunk([choice]) for choice in choices]
+
+    def chunk(self, choice: Choice, piece: Piece) -> Response:
+        return self._chunk([self._choice(choice.index, piece, piece.text)])
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
+        choices = []
+        for index, piece in enumerate(pieces):
+            prompt = self._plan.prompts[index // self._plan.n]
+            choice = self._choice(index, piece, prompt.text + piece.text)
+            if self._plan.return_token_ids:
+                choice = msgspec.structs.replace(choice, prompt_token_ids=prompt.token_ids)
+            choices.append(choice)
+        return self._response(choices, usage, chunk=False)
+
+    def _choice(self, index: int, piece: Piece, text: str) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=self._logprobs(piece.tokens),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            token_ids=self._token_ids(piece),
+        )
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs | None:
+        if self._num_top is None:
+            return None
+        entries = [(token, token.logprob) for token in tokens if token.logprob is not None]
+        return CompletionLogprobs(
+            text_offset=[token.start for token, _ in entries],
+            token_logprobs=[max(entry.logprob, LOWEST_LOGPROB) for _, entry in entries],
+            tokens=[self._tokenizer.token_text(token.token_id) for token, _ in entries],
+            top_logprobs=[self._top_texts(entry) for _, entry in entries] if self._num_top else None,
+        )
+
+    def _top_texts(self, entry: TokenLogprob) -> dict[str, float]:
+        """The n likeliest and the chosen token; of two ids with one text the likelier stays."""
+        texts: dict[str, float] = {}
+        for token_id, value in [*self._top(entry), (entry.token_id, max(entry.logprob, LOWEST_LOGPROB))]:
+            texts.setdefault(self._tokenizer.token_text(token_id), value)
+        return texts
+
+
+class ChatFormat(_Base):
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self) -> list[Response]:
+        delta = ChatDelta(role="assistant", content="")
+        chunks = [self._chunk([ChatChunkChoice(index=index, delta=delta)]) for index in range(self._plan.n)]
+        if self._plan.return_token_ids:
+            ids = self._plan.prompts[0].token_ids
+            chunks[0] = msgspec.structs.replace(chunks[0], prompt_token_ids=ids)
+        return chunks
+
+    def chunk(self, choice: Choice, piece: Piece) -> Response:
+        return self._chunk(
+            [
+                ChatChunkChoice(
+                    index=choice.index,
+                    delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
+                    logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
+                    finish_reason=piece.finish_reason,
+                    stop_reason=piece.stop_reason,
+                    token_ids=self._token_ids(piece),
+                )
+            ]
+        )
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=ChatMessage(content=piece.text),
+                logprobs=self._logprobs(piece.tokens),
+                finish_reason=piece.finish_reason,
+                stop_reason=piece.stop_reason,
+                token_ids=self._token_ids(piece),
+            )
+            for index, piece in enumerate(pieces)
+        ]
+        response = self._response(choices, usage, chunk=False)
+        if self._plan.return_token_ids:
+            response = msgspec.structs.replace(response, prompt_token_ids=self._plan.prompts[0].token_ids)
+        return response
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs | None:
+        if self._num_top is None:
+            return None
+        content = []
+        for token in tokens:
+            if token.logprob is not None:
+                top = [TopLogprob(*self._shown(token_id, value)) for token_id, value in self._top(token.logprob)]
+                value = max(token.logprob.logprob, LOWEST_LOGPROB)
+                content.append(ChatLogprob(*self._shown(token.token_id, value), top_logprobs=top))
+        return ChatLogprobs(content)
+
+    def _shown(self, token_id: int, value: float) -> tuple[str, float, list[int]]:
+        return self._tokenizer.token_text(token_id), value, list(self._tokenizer.bytes_of(token_id))

@@ -1,0 +1,94 @@
+"""`pilotfish serve`: the event loop, signals, logging, and an orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pilotfish.engine.client import EngineUnavailable
+from pilotfish.server.app import ServerOptions, make_app, make_runner
+from pilotfish.server.chat_template import TemplateError
+from pilotfish.server.handlers import SERVICE
+from pilotfish.server.model_files import ModelFilesError, load_model_files
+from pilotfish.server.tokenizer import TokenizerError
+
+if TYPE_CHECKING:
+    from pilotfish.engine.options import EngineOptions
+
+logger = logging.getLogger("pilotfish")
+
+
+def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Sequence[str]) -> int:
+    """Serves until SIGINT or SIGTERM, or until the engine fails to load. The exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        files = load_model_files(
+            Path(args.model), generation_config=args.generation_config, chat_template=args.chat_template
+        )
+    except (ModelFilesError, TokenizerError, TemplateError) as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    names = tuple(args.served_model_name or [Path(args.model).resolve().name])
+    app = make_app(
+        ServerOptions(served_names=names, api_keys=tuple(api_keys), ignore_unknown_fields=args.ignore_unknown_fields),
+        engine,
+        files,
+    )
+    logger.info("serving %s with %s", ", ".join(names), engine)
+    return asyncio.run(_run(app, args.host, args.port, args.shutdown_timeout))
+
+
+async def _run(app: web.Application, host: str, port: int, shutdown_seconds: float) -> int:
+    runner = make_runner(app, shutdown_seconds=shutdown_seconds)
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            print(f"pilotfish: cannot listen on {host}:{port}: {error}", file=sys.stderr)
+            return 1
+        logger.info("listening on %s, loading the model", ", ".join(map(_url, runner.addresses)))
+        return await _until_stopped(app, stop)
+    finally:
+        await runner.cleanup()
+
+
+async def _until_stopped(app: web.Application, stop: asyncio.Event) -> int:
+    """A load that fails ends the server; a later failure leaves it up, red, for the operator to see."""
+    stopping = asyncio.create_task(stop.wait())
+    loading = asyncio.create_task(app[SERVICE].client.wait_ready())
+    await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()
+    elif isinstance(loading.exception(), EngineUnavailable):
+        stopping.cancel()
+        return 1
+    await stopping
+    logger.info("stopping: running requests may end first; a second signal ends them now")
+    return 0
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+
+def _url(address: tuple) -> str:
+    host, port = address[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

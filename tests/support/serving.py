@@ -1,0 +1,86 @@
+"""A real server for tests: the real application and runner, the real engine process with a scripted core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from pilotfish.engine.options import EngineOptions
+from pilotfish.server.app import ServerOptions, make_app, make_runner
+from pilotfish.server.handlers import SERVICE, Service
+from pilotfish.server.model_files import load_model_files
+
+SUPPORT = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SUPPORT), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def script(text: str = "", **commands: Any) -> str:
+    """A prompt that tells the scripted core what to do."""
+    return f"{text}@{json.dumps(commands, ensure_ascii=False)}@"
+
+
+@dataclass
+class Server:
+    url: str
+    service: Service
+    folder: Path
+
+    @property
+    def v1(self) -> str:
+        return self.url + "/v1"
+
+    def transcript(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "transcript.jsonl").read_text().splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path,
+    *,
+    wait: bool = True,
+    core: str = "scripted_core:make_core",
+    engine: dict | None = None,
+    **options: Any,
+) -> AsyncIterator[Server]:
+    app = make_app(
+        ServerOptions(
+            **{"served_names": ("scripted", "alias"), "core": core, "engine_environment": ENVIRONMENT, **options}
+        ),
+        EngineOptions(model=str(folder), **(engine or {})),
+        load_model_files(folder),
+    )
+    runner = make_runner(app, shutdown_seconds=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        if wait:
+            await app[SERVICE].client.wait_ready()
+        yield Server(f"http://{host}:{port}", app[SERVICE], folder)
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.contextmanager
+def serving_in_thread(folder: Path, **options: Any) -> Iterator[Server]:
+    """For synchronous clients: the loop runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    context = serving(folder, **options)
+    try:
+        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
