@@ -68,6 +68,11 @@ class NvFp4Weight:
         scale = self.scale.view(torch.uint8)[rows].view(self.scale.dtype)
         return NvFp4Weight(self.packed[rows], scale, self.global_scale)
 
+    def take_rows(self, rows: torch.Tensor) -> NvFp4Weight:
+        """The matrix of these rows, int64 [n] on its device, in their order; the values stay what they were."""
+        scale = self.scale.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
+        return NvFp4Weight(self.packed[rows], scale, self.global_scale)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[N, K] in `dtype`: the exact fp32 product of code and scale, divided in fp32, then rounded once."""
         rows, columns = self.shape

@@ -78,6 +78,12 @@ def test_dequantize_is_product_then_division_then_one_rounding():
     assert torch.equal(weight.dequantize(torch.bfloat16), wanted.bfloat16())
 
 
+def test_taken_rows_keep_their_values():
+    weight = quantize(torch.randn(9, 32, generator=torch.Generator().manual_seed(8)))
+    rows = torch.tensor([8, 0, 3, 3])
+    assert torch.equal(weight.take_rows(rows).dequantize(), weight.dequantize()[rows])
+
+
 def test_dequantize_in_blocks_changes_nothing(monkeypatch):
     weight = quantize(torch.randn(37, 32, generator=torch.Generator().manual_seed(5)))
     whole = weight.dequantize()
