@@ -1,6 +1,8 @@
 """What the engine raises for input it cannot serve; faults of our own code are assertions.
 
     PilotfishError
+    ├── OptionError            an option asks for what the model or the machine cannot give
+    ├── RequestError           a request that cannot be run as asked
     ├── ConfigError            config.json is malformed, or asks for something that is not honoured
     └── CheckpointError        the files of a checkpoint folder are damaged, incomplete or contradict one another
         ├── HeaderError        a safetensors header that cannot be trusted
@@ -28,3 +30,11 @@ class HeaderError(CheckpointError):
 
 class LayoutError(CheckpointError):
     """Weights stored in a layout that is recognised but not read."""
+
+
+class OptionError(PilotfishError):
+    """An option asks for what the model or the machine cannot give."""
+
+
+class RequestError(PilotfishError):
+    """A request that cannot be run as asked."""

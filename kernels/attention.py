@@ -17,7 +17,12 @@ PAGE = 256
 
 
 def write_kv(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
 ) -> None:
     """Stores k, v [R, kv, D] at (pages[r], offsets[r]) of the caches [P, kv, PAGE, D]."""
     k_cache[pages, :, offsets] = k.to(k_cache.dtype)
@@ -79,7 +84,7 @@ def prefill_attention(
     q_ThD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: list[int], start: int
 ) -> torch.Tensor:
     """fp32 [T, h, D] of T consecutive prompt rows from position `start`, their KV already written."""
-    rows, heads, dim = q_ThD.shape
+    rows, heads, _ = q_ThD.shape
     end = start + rows
     pages = torch.tensor(table[: (end - 1) // PAGE + 1], device=q_ThD.device)
     k, v = (cache[pages].transpose(0, 1).flatten(1, 2)[:, :end].float() for cache in (k_cache, v_cache))

@@ -25,7 +25,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def gumbel_noise(seed_R: torch.Tensor, choice_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gumbel_noise(
+    seed_R: torch.Tensor, choice_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
     """Standard Gumbel noise, fp32 [R, V]. The three keys are int64 [R].
 
     24 random bits a value, so the largest one is 17.3: a token less likely than 3e-8 is never drawn.

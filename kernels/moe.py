@@ -72,7 +72,9 @@ def _expert_tile(
     distinct = sorted({expert for row in chosen for expert in row})
     outputs = torch.stack([experts[expert].rows(x) for expert in distinct])
     place = {expert: index for index, expert in enumerate(distinct)}
-    index = torch.tensor([[place[expert] for expert in row] for row in chosen] + [[0] * ids.shape[1]] * (TILE_ROWS - num_rows))
+    index = torch.tensor(
+        [[place[expert] for expert in row] for row in chosen] + [[0] * ids.shape[1]] * (TILE_ROWS - num_rows)
+    )
     picked = outputs[index.to(x.device), torch.arange(TILE_ROWS, device=x.device)[:, None]].float()
     total = picked[:, 0] * weights[:, :1]
     for rank in range(1, ids.shape[1]):

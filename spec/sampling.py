@@ -1,8 +1,8 @@
 """Sampling by agreement: the token at a position is a function of its logits, parameters, seed and position.
 
 Greedy is argmax; sampled is argmax(filtered logits / T + keyed Gumbel noise), which draws from the filtered softmax.
-Ties go to the lower id. The order of the processors is vLLM's: logit bias and bans, penalties, temperature, min_p, top_k,
-top_p. Every processor leaves a row with neutral parameters bit for bit as it was, so who else is in the batch is
+Ties go to the lower id. The order of the processors is vLLM's: logit bias and bans, penalties, temperature, min_p,
+top_k, top_p. Every processor leaves a row with neutral parameters bit for bit as it was, so who else is in the batch is
 invisible. R = rows, V = vocabulary.
 """
 

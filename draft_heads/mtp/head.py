@@ -18,7 +18,7 @@ from pilotfish.kernels.linear import AnyLinear, padded_rows
 
 @dataclass(frozen=True)
 class MtpHead:
-    """`layer` is a full-attention layer of the trunk's kind, `cache` its own keys and values, on the trunk's page tables."""
+    """`layer` is a full-attention layer of the trunk's kind; `cache` its own keys and values, on the same page tables."""
 
     fc: AnyLinear
     embedding_norm: Callable[[torch.Tensor], torch.Tensor]

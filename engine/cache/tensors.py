@@ -44,7 +44,9 @@ class Pending:
 
     def store(self, slots: torch.Tensor, rows: list[tuple[torch.Tensor, ...]]) -> None:
         """rows[l] = (k, v, beta, decay, u) of layer l, [B, w, ...] with w <= W."""
-        for buffer, layers in zip((self.k, self.v, self.beta, self.decay, self.u), zip(*rows, strict=True), strict=True):
+        for buffer, layers in zip(
+            (self.k, self.v, self.beta, self.decay, self.u), zip(*rows, strict=True), strict=True
+        ):
             buffer[:, slots, : layers[0].shape[1]] = torch.stack(layers)
 
 
@@ -96,7 +98,9 @@ class RecurrentState:
             return s, conv
         pending = self.pending
         heads_per_key = s.shape[2] // pending.k.shape[3]
-        k, v, beta, decay, u = (t[:, slots, :most] for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u))
+        k, v, beta, decay, u = (
+            t[:, slots, :most] for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u)
+        )
         s = delta_replay(s, k.repeat_interleave(heads_per_key, dim=3), v, beta, decay, counts)
         conv = _advance_conv(conv, u, counts)
         self.s[:, slots], self.conv[:, slots] = s, conv

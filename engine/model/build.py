@@ -53,7 +53,12 @@ def build_model(
 
 class _Builder:
     def __init__(
-        self, weights: dict[str, Weight], config: ModelConfig, sizes: CacheSizes, dtype: torch.dtype, device: torch.device
+        self,
+        weights: dict[str, Weight],
+        config: ModelConfig,
+        sizes: CacheSizes,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         self.weights, self.config, self.sizes, self.dtype, self.device = weights, config, sizes, dtype, device
 

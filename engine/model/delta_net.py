@@ -1,6 +1,7 @@
 """The GatedDeltaNet layer: projections, short convolution, gates, delta rule, gated norm.
 
-H = hidden, C = convolution channels (q | k | v), Hk / Hv = key / value heads, B = sequences, W = window rows, T = prompt rows.
+H = hidden, C = convolution channels (q | k | v), Hk / Hv = key / value heads, B = sequences, W = window rows,
+T = prompt rows.
 Value head j reads key head j // (Hv / Hk).
 """
 
@@ -75,7 +76,9 @@ class GatedDeltaNet:
     def _project(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """u, z as they come, and beta and the log decay in fp32 [rows, Hv]."""
         value_dim = self.num_value_heads * self.value_head_dim
-        u, z, ba = projected.split([projected.shape[1] - value_dim - 2 * self.num_value_heads, value_dim, 2 * self.num_value_heads], -1)
+        u, z, ba = projected.split(
+            [projected.shape[1] - value_dim - 2 * self.num_value_heads, value_dim, 2 * self.num_value_heads], -1
+        )
         b, a = (part.float() for part in ba.chunk(2, dim=-1))
         return u, z, b.sigmoid(), self.decay_rate * F.softplus(a + self.dt_bias)
 

@@ -1,0 +1,202 @@
+"""Static device buffers of every slot: where each sequence stands, its limits, its drafts, its sampling parameters.
+
+They are the truth; the host writes a slot when a request is admitted, after that only `commit` and `set_drafts` do,
+on the device. S = slots, B = sequences of a round, W = window rows, K = largest k, V = vocabulary, R = rows.
+A sequence of length n has n tokens in the caches; its last committed token stands at position n and is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.engine.messages import SamplingParams
+from pilotfish.spec.accept import Verdict
+from pilotfish.spec.sampling import SamplingRows
+
+MAX_STOP_IDS = 64
+
+
+@dataclass(frozen=True)
+class Features:
+    """Which parts of sampling a request uses; a batch runs the parts that any of its requests does."""
+
+    sampled: bool = False
+    filtered: bool = False
+    min_p: bool = False
+    penalised: bool = False
+    biased: bool = False
+    min_tokens: bool = False
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Features:
+        sampled = params.temperature > 0
+        return cls(
+            sampled=sampled,
+            filtered=sampled and (params.top_k > 0 or params.top_p < 1),
+            min_p=sampled and params.min_p > 0,
+            penalised=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
+            biased=bool(params.logit_bias),
+            min_tokens=params.min_tokens > 0,
+        )
+
+    def __or__(self, other: Features) -> Features:
+        return Features(*(getattr(self, name) or getattr(other, name) for name in self.__dataclass_fields__))
+
+
+def stop_ids_of(params: SamplingParams) -> list[int]:
+    """Ids that end the request: its own, and the model's unless ignore_eos."""
+    eos = () if params.ignore_eos else params.eos_token_ids
+    return sorted({*params.stop_token_ids, *eos})
+
+
+class BatchState:
+    """See the module's docstring. `limit` counts all tokens a sequence may have, prompt included."""
+
+    def __init__(self, num_slots: int, max_depth: int, vocab_size: int, device: torch.device):
+        self.num_slots, self.max_depth, self.vocab_size, self.device = num_slots, max_depth, vocab_size, device
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros((num_slots, *shape), dtype=dtype, device=device)
+
+        self.last_token, self.length, self.limit, self.pending_count = buffer(), buffer(), buffer(), buffer()
+        self.own_k, self.num_offered, self.min_until = buffer(), buffer(), buffer()
+        self.drafts = buffer(max_depth)
+        self.done = torch.ones(num_slots, dtype=torch.bool, device=device)
+        self.stop_ids = buffer(MAX_STOP_IDS)
+        self.seed, self.choice, self.top_k = buffer(), buffer(), buffer()
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
+            buffer(dtype=torch.float32) for _ in range(6)
+        )
+        self.features = [Features()] * num_slots
+        # [S, V] each; allocated when the first request needs them
+        self.counts: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+
+    def admit(self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int) -> None:
+        """Writes a slot for a new request whose tokens may number `limit` in all."""
+        self.features[slot] = Features.of(params)
+        self.length[slot] = 0
+        self.limit[slot] = limit
+        self.pending_count[slot] = 0
+        self.own_k[slot] = own_k
+        self.num_offered[slot] = 0
+        self.min_until[slot] = len(prompt) + params.min_tokens
+        self.done[slot] = False
+        stop_ids = stop_ids_of(params)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64, device=self.device)
+        self.seed[slot] = params.seed
+        self.choice[slot] = params.choice
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k if params.top_k > 0 else self.vocab_size
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self._write_history(slot, prompt)
+        self._write_bias(slot, params.logit_bias)
+
+    def _write_history(self, slot: int, prompt: list[int]) -> None:
+        if self.features[slot].penalised and self.counts is None:
+            shape = (self.num_slots, self.vocab_size)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        if self.counts is not None and self.seen is not None:
+            self.counts[slot] = 0
+            self.seen[slot] = False
+            self.seen[slot, torch.tensor(prompt, device=self.device)] = True
+
+    def _write_bias(self, slot: int, bias: dict[int, float]) -> None:
+        if bias and self.bias is None:
+            self.bias = torch.zeros((self.num_slots, self.vocab_size), dtype=torch.float32, device=self.device)
+        if self.bias is not None:
+            self.bias[slot] = 0
+            for token, value in bias.items():
+                self.bias[slot, token] = value
+
+    def remaining(self, slots: torch.Tensor) -> torch.Tensor:
+        """Tokens that each sequence may still commit, int64 [B]; its last token, not yet in the caches, is counted."""
+        return self.limit[slots] - self.length[slots] - 1
+
+    def batch_features(self, slots: list[int]) -> Features:
+        features = Features()
+        for slot in slots:
+            features = features | self.features[slot]
+        return features
+
+    def sampling_rows(
+        self, slots: torch.Tensor, features: Features, positions_BW: torch.Tensor, drafts_Bn: torch.Tensor
+    ) -> SamplingRows:
+        """Parameters of B x W rows, the last W of the n + 1 that follow each sequence's committed tokens.
+
+        Row j's history is the sequence's own and drafts 0 .. n - W + j. positions: of the tokens to choose.
+        """
+        width = positions_BW.shape[1]
+
+        def rows(parameter: torch.Tensor, used: bool) -> torch.Tensor | None:
+            return parameter[slots].repeat_interleave(width, 0) if used else None
+
+        counts, seen = self._history(slots, width, drafts_Bn) if features.penalised else (None, None)
+        return SamplingRows(
+            temperature=rows(self.temperature, features.sampled),
+            seed=rows(self.seed, features.sampled),
+            choice=rows(self.choice, features.sampled),
+            top_k=rows(self.top_k, features.filtered),
+            top_p=rows(self.top_p, features.filtered),
+            min_p=rows(self.min_p, features.min_p),
+            repetition=rows(self.repetition, features.penalised),
+            presence=rows(self.presence, features.penalised),
+            frequency=rows(self.frequency, features.penalised),
+            seen=seen,
+            counts=counts,
+            bias=rows(self.bias, features.biased) if self.bias is not None else None,
+            banned=self._banned(slots, positions_BW) if features.min_tokens else None,
+        )
+
+    def _history(self, slots: torch.Tensor, width: int, drafts_Bn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.counts is not None and self.seen is not None
+        counts = self.counts[slots][:, None].repeat(1, width, 1)
+        shared = drafts_Bn.shape[1] + 1 - width
+        for i in range(drafts_Bn.shape[1]):
+            first = max(0, i + 1 - shared)
+            draft = drafts_Bn[:, i, None, None].expand(-1, width - first, 1)
+            counts[:, first:].scatter_add_(2, draft, torch.ones_like(draft, dtype=torch.int32))
+        seen = self.seen[slots][:, None] | (counts > 0)
+        return counts.flatten(0, 1), seen.flatten(0, 1)
+
+    def _banned(self, slots: torch.Tensor, positions_BW: torch.Tensor) -> torch.Tensor:
+        """Stop ids of rows whose token would come before min_tokens, bool [R, V]."""
+        early = positions_BW < self.min_until[slots][:, None]
+        ids = self.stop_ids[slots]
+        # the padding id goes to a column of its own, cut off below
+        mask = torch.zeros((len(ids), self.vocab_size + 1), dtype=torch.bool, device=self.device)
+        mask.scatter_(1, torch.where(ids < 0, self.vocab_size, ids), True)
+        return (mask[:, None, : self.vocab_size] & early[..., None]).flatten(0, 1)
+
+    def commit(self, slots: torch.Tensor, chosen_BW: torch.Tensor, verdict: Verdict, pending: bool = True) -> None:
+        """Appends each sequence's committed tokens. `pending`: their rows wait for replay (not so after prefill)."""
+        count = verdict.num_committed
+        last = chosen_BW.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        self.last_token[slots] = torch.where(count > 0, last, self.last_token[slots])
+        self.done[slots] = verdict.done
+        if pending:
+            self.length[slots] += count
+            self.pending_count[slots] = count
+        if self.counts is not None and self.seen is not None:
+            taken = torch.arange(chosen_BW.shape[1], device=self.device) < count[:, None]
+            rows = self.counts[slots].scatter_add_(1, chosen_BW, taken.int())
+            self.counts[slots] = rows
+            self.seen[slots] |= rows > 0
+
+    def set_drafts(self, slots: torch.Tensor, drafts_BK: torch.Tensor) -> None:
+        """Stores drafts for the next round; those that could not be committed any more are not offered."""
+        depth = drafts_BK.shape[1]
+        self.drafts[slots, :depth] = drafts_BK
+        offered = torch.minimum(self.own_k[slots].clamp(max=depth), self.remaining(slots) - 1)
+        self.num_offered[slots] = torch.where(self.done[slots], 0, offered.clamp_(min=0))

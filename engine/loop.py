@@ -1,0 +1,174 @@
+"""The engine: a model, its scheduler and its buffers behind the `EngineCore` face."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+import torch
+
+from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
+from pilotfish.engine.errors import RequestError
+from pilotfish.engine.messages import ErrorCode, FinishReason, Ready, RequestOutput, StepReport, StepStats, Submit
+from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.round import run_round
+from pilotfish.engine.runner import Batch, Runner, SequenceReport
+from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
+from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.start import Engine, start_engine
+from pilotfish.kernels.attention import PAGE
+
+logger = logging.getLogger(__name__)
+
+
+def make_core(options: EngineOptions) -> EngineLoop:
+    """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
+    return EngineLoop(start_engine(options))
+
+
+class EngineLoop:
+    """See EngineCore. A request that fails its checks is answered in the next report."""
+
+    def __init__(self, engine: Engine):
+        self.runner: Runner = engine.runner
+        self.scheduler: Scheduler = engine.scheduler
+        self.ready: Ready = engine.ready
+        self.depth = engine.ready.num_speculative_tokens
+        self._sequences: dict[str, Sequence] = {}
+        self._ended: list[RequestOutput] = []
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Submit) -> None:
+        """See EngineCore."""
+        try:
+            sequence = self._check(request)
+            self.scheduler.add(sequence)
+        except RequestError as error:
+            self._refuse(request.request_id, str(error), "invalid")
+        except QueueFull as error:
+            self._refuse(request.request_id, str(error), "queue_full")
+        else:
+            self._sequences[request.request_id] = sequence
+
+    def abort(self, request_id: str) -> None:
+        """See EngineCore; an unknown id, one that has just ended, is no error."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.finish(sequence)
+            self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
+
+    def has_work(self) -> bool:
+        """See EngineCore."""
+        return bool(self._sequences or self._ended)
+
+    def _refuse(self, request_id: str, error: str, code: ErrorCode) -> None:
+        self._ended.append(
+            RequestOutput(request_id=request_id, finish_reason="error", error=error, error_code=code, round=False)
+        )
+
+    def _check(self, request: Submit) -> Sequence:
+        prompt, params, vocab = request.prompt_token_ids, request.sampling, self.ready.vocab_size
+        if request.request_id in self._sequences:
+            raise RequestError(f"request_id: {request.request_id} is in use")
+        if not 0 < len(prompt) < self.ready.max_model_len:
+            raise RequestError(f"prompt: want 1..{self.ready.max_model_len - 1} tokens, got {len(prompt)}")
+        stop_ids = stop_ids_of(params)
+        for name, ids in (("prompt", prompt), ("stop_token_ids", stop_ids), ("logit_bias", params.logit_bias)):
+            strange = next((i for i in ids if not 0 <= i < vocab), None)
+            if strange is not None:
+                raise RequestError(f"{name}: want token ids in 0..{vocab - 1}, got {strange}")
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
+        if params.max_tokens < 1:
+            raise RequestError(f"max_tokens: want at least 1, got {params.max_tokens}")
+        if not -(1 << 63) <= params.seed < 1 << 63:
+            raise RequestError(f"seed: want a 64-bit integer, got {params.seed}")
+        own_k = self.depth if request.speculative_k is None else request.speculative_k
+        if not 0 <= own_k <= self.depth:
+            raise RequestError(f"speculative_k: want 0..{self.depth}, got {own_k}")
+        limit = min(len(prompt) + params.max_tokens, self.ready.max_model_len)
+        num_pages = -(-(limit + self.depth + 1) // PAGE)
+        if num_pages > self.scheduler.pages.capacity:
+            raise RequestError(
+                f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"
+            )
+        return Sequence(request, limit, own_k, num_pages)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> StepReport | None:
+        """See EngineCore."""
+        started = perf_counter()
+        outputs, self._ended = self._ended, []
+        for sequence in self.scheduler.admit():
+            params = sequence.request.sampling
+            self.runner.admit(sequence.slot, sequence.prompt, params, sequence.limit, sequence.own_k)
+        step = self.scheduler.next_step()
+        phases: dict[str, float] = {}
+        num_prefilled = 0
+        if isinstance(step, PrefillStep):
+            outputs += self._prefill(step)
+            num_prefilled = step.end - step.start
+            phases = {"prefill": perf_counter() - started}
+        elif isinstance(step, RoundStep):
+            reports, phases = self._round(step)
+            outputs += reports
+        elif not outputs:
+            return None
+        if not self._sequences:
+            self.scheduler.check()
+        return StepReport(outputs=outputs, stats=self._stats(phases, perf_counter() - started, num_prefilled))
+
+    def _prefill(self, step: PrefillStep) -> list[RequestOutput]:
+        sequence = step.sequence
+        logprobs = sequence.request.sampling.logprobs
+        report = self.runner.prefill(
+            sequence.slot, sequence.pages, sequence.prompt, step.start, step.end, self.depth, logprobs
+        )
+        sequence.num_prefilled = step.end
+        return [] if report is None else [self._output(sequence, report, after_round=False)]
+
+    def _round(self, step: RoundStep) -> tuple[list[RequestOutput], dict[str, float]]:
+        sequences = step.sequences
+        batch = Batch(
+            slots=[sequence.slot for sequence in sequences],
+            tables=[sequence.pages for sequence in sequences],
+            depth=max(sequence.own_k for sequence in sequences),
+            logprobs=[sequence.request.sampling.logprobs for sequence in sequences],
+        )
+        reports, clock = run_round(self.runner, batch, self.depth)
+        outputs = [self._output(s, report, after_round=True) for s, report in zip(sequences, reports, strict=True)]
+        return outputs, clock.seconds
+
+    def _output(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> RequestOutput:
+        finish: FinishReason | None = None
+        if report.done:
+            finish = "stop" if report.stopped else "length"
+            self.scheduler.finish(sequence)
+            del self._sequences[sequence.request_id]
+        return RequestOutput(
+            request_id=sequence.request_id,
+            token_ids=report.token_ids,
+            logprobs=report.logprobs,
+            finish_reason=finish,
+            stop_token_id=report.token_ids[-1] if report.stopped else None,
+            num_drafted=report.num_drafted,
+            num_accepted=report.num_accepted,
+            round=after_round,
+        )
+
+    def _stats(self, phases: dict[str, float], seconds: float, num_prefilled: int) -> StepStats:
+        scheduler = self.scheduler
+        return StepStats(
+            phases=phases,
+            step_seconds=seconds,
+            num_prefill_tokens=num_prefilled,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_pages_used=scheduler.pages.num_used,
+            kv_pages_total=scheduler.pages.capacity,
+            state_slots_used=scheduler.slots.num_used,
+            state_slots_total=scheduler.slots.capacity,
+        )

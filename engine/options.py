@@ -1,0 +1,32 @@
+"""What a user may set about the engine; resolved once at start. No torch here: the HTTP process reads it too."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MAX_DEPTH = 8
+"""The largest k the kernels and the pending buffer are made for."""
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """None means: decide from the checkpoint and the device; the start-up log says what was decided.
+
+    `num_speculative_tokens` is k (3 where the checkpoint has a head); 0 is plain decoding. `max_num_seqs` caps running
+    sequences (default: the fast path's rows over k + 1). `prefill_chunk` is part of the exactness contract: tokens of a
+    prompt are cut at its multiples, whatever the load. `kv_cache_tokens` sizes the page pool, else
+    `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of max_model_len, at most 2 GiB, on a CPU.
+    """
+
+    model: str
+    num_speculative_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_waiting: int = 256
+    prefill_chunk: int = 256
+    kv_cache_tokens: int | None = None
+    num_threads: int | None = None

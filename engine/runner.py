@@ -1,0 +1,242 @@
+"""Runs a model over its buffers: prefill chunks, and the steps that a round is made of.
+
+B = sequences, W = window rows, R = B * W rows padded to whole tiles, K = drafts, H = hidden, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pilotfish.engine.batch_state import BatchState, Features
+from pilotfish.engine.messages import SamplingParams, TokenLogprob
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.window import Span, Window
+from pilotfish.kernels.linear import TILE_ROWS, padded_rows
+from pilotfish.spec.accept import Verdict, accept
+from pilotfish.spec.sampling import choose
+
+Observer = Callable[[str, torch.Tensor, Window], None]
+"""Sees named tensors of a round, rows first, in the order they are computed; the audit compares runs by them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one round. `logprobs` holds what each asked for (None: nothing)."""
+
+    slots: list[int]
+    tables: list[list[int]]
+    depth: int
+    logprobs: list[int | None]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """hidden [R, H] and raw logits fp32 [B * W, V] of a window, and the drafts int64 [B, K] it held."""
+
+    window: Window
+    features: Features
+    drafts: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SequenceReport:
+    """What a round added to one sequence. Drafts that were accepted but lie past a stop are not counted."""
+
+    slot: int
+    token_ids: list[int]
+    num_drafted: int
+    num_accepted: int
+    stopped: bool
+    done: bool
+    logprobs: list[TokenLogprob] | None
+
+
+class Runner:
+    """`head_on`: draft, and keep the head's cache repaired; off, the head's memory is never touched."""
+
+    def __init__(self, model: Model, state: BatchState, head_on: bool):
+        assert not head_on or model.head is not None
+        self.model, self.state, self.head_on = model, state, head_on
+        self.observers: list[Observer] = []
+
+    # -- prefill ----------------------------------------------------------------------------------------------------
+
+    def admit(self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int) -> None:
+        """Takes a free slot for a request; its caches start empty."""
+        self.state.admit(slot, prompt, params, limit, own_k)
+        self.model.trunk.state.reset(slot)
+
+    def prefill(
+        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None
+    ) -> SequenceReport | None:
+        """Runs prompt[start:end]. The chunk that ends the prompt also chooses the first token and drafts from it."""
+        trunk, device = self.model.trunk, self.model.device
+        span = Span.build(slot, start, end - start, table, self.model.inv_freq)
+        hidden = trunk.bulk(torch.tensor(prompt[start:end], device=device), span)
+        if end < len(prompt):
+            if self.head_on:
+                self._fill(prompt[start + 1 : end + 1], hidden, span)
+            return None
+        slots = torch.tensor([slot], device=device)
+        self.state.length[slot] = end
+        logits = trunk.logits(_tile(hidden[-1:]))[:1]
+        features = self.state.features[slot]
+        position = torch.tensor([[end]], device=device)
+        empty = position.new_zeros((1, 0))
+        rows = self.state.sampling_rows(slots, features, position, empty)
+        chosen = choose(logits, rows, position[0])[:, None]
+        remaining = self.state.limit[slots] - end
+        done = self.state.done[slots]
+        verdict = accept(chosen, empty, done.long() * 0, self.state.stop_ids[slots], remaining, done)
+        self.state.commit(slots, chosen, verdict, pending=False)
+        if self.head_on and depth and not bool(verdict.done[0]):
+            head_hidden = self._fill([*prompt[start + 1 :], int(chosen[0, 0])], hidden, span)
+            self._propose(slots, _tile(head_hidden[-1:]), [end], [table], depth, features)
+        return self._reports([slot], chosen, verdict, verdict.num_committed * 0, logits, [logprobs])[0]
+
+    def _fill(self, next_tokens: list[int], hidden: torch.Tensor, span: Span) -> torch.Tensor:
+        assert self.model.head is not None
+        return self.model.head.fill(torch.tensor(next_tokens, device=self.model.device), hidden, span)
+
+    # -- the steps of a round ---------------------------------------------------------------------------------------
+
+    def verify(self, batch: Batch) -> Verified:
+        """The trunk over every sequence's last token and drafts."""
+        state, width = self.state, batch.depth + 1
+        slots = torch.tensor(batch.slots, device=self.model.device)
+        starts, counts = state.length[slots].tolist(), state.pending_count[slots].tolist()
+        window = Window.build(width, slots, starts, batch.tables, self.model.inv_freq)
+        drafts = state.drafts[slots, : batch.depth]
+        tokens = drafts.new_zeros(padded_rows(window.num_rows))
+        tokens[: window.num_rows] = torch.cat((state.last_token[slots][:, None], drafts), dim=1).flatten()
+        hidden = self.model.trunk.rows(tokens, window, counts)
+        logits = self.model.trunk.logits(hidden)[: window.num_rows]
+        self._see("logits", logits, window)
+        return Verified(window, state.batch_features(batch.slots), drafts, hidden, logits)
+
+    def choose(self, verified: Verified) -> torch.Tensor:
+        """The trunk's own token of every row, int64 [B, W]."""
+        window = verified.window
+        positions = (window.positions + 1).view(window.num_sequences, window.width)
+        rows = self.state.sampling_rows(window.slots, verified.features, positions, verified.drafts)
+        chosen = choose(verified.logits, rows, positions.flatten())
+        self._see("tokens", chosen, window)
+        return chosen.view_as(positions)
+
+    def accept(self, verified: Verified, chosen: torch.Tensor) -> tuple[Verdict, torch.Tensor]:
+        """The verdict, and the number of drafts each sequence was offered; commits on the device."""
+        state, slots = self.state, verified.window.slots
+        offered = state.num_offered[slots].clamp(max=verified.drafts.shape[1])
+        verdict = accept(
+            chosen, verified.drafts, offered, state.stop_ids[slots], state.remaining(slots), state.done[slots]
+        )
+        state.commit(slots, chosen, verdict)
+        return verdict, offered
+
+    def repair(self, verified: Verified, chosen: torch.Tensor, verdict: Verdict) -> torch.Tensor:
+        """The head over all window rows with the trunk's hidden states and tokens; its rows at the last accepted
+        positions, padded to whole tiles."""
+        assert self.model.head is not None
+        window = verified.window
+        tokens = chosen.new_zeros(len(verified.hidden))
+        tokens[: window.num_rows] = chosen.flatten()
+        hidden = self.model.head.repair(tokens, verified.hidden, window)
+        self._see("head", hidden[: window.num_rows], window)
+        first = torch.arange(window.num_sequences, device=tokens.device) * window.width
+        return _tile(hidden[first + verdict.num_accepted])
+
+    def draft(self, verified: Verified, head_hidden: torch.Tensor, depth: int, tables: list[list[int]]) -> None:
+        """Drafts for the next round, drawn by each request's own rule and noise, into the state."""
+        slots = verified.window.slots
+        self._propose(slots, head_hidden, self.state.length[slots].tolist(), tables, depth, verified.features)
+
+    def report(
+        self, batch: Batch, verified: Verified, chosen: torch.Tensor, verdict: Verdict, offered: torch.Tensor
+    ) -> list[SequenceReport]:
+        """The round's outcome on the host; the one place that waits for the device."""
+        return self._reports(batch.slots, chosen, verdict, offered, verified.logits, batch.logprobs)
+
+    # -- shared -----------------------------------------------------------------------------------------------------
+
+    def _propose(
+        self,
+        slots: torch.Tensor,
+        hidden: torch.Tensor,
+        lengths: list[int],
+        tables: list[list[int]],
+        depth: int,
+        features: Features,
+    ) -> None:
+        assert self.model.head is not None
+        state, batch = self.state, len(lengths)
+        next_positions = torch.tensor(lengths, device=slots.device)[:, None] + 1
+        drafts = next_positions.new_zeros((batch, depth))
+
+        def choose_draft(rows: torch.Tensor, step: int) -> torch.Tensor:
+            logits = self.model.trunk.logits(rows)[:batch]
+            positions = next_positions + step
+            sampling = state.sampling_rows(slots, features, positions, drafts[:, :step])
+            chosen = choose(logits, sampling, positions[:, 0])
+            drafts[:, step] = chosen
+            return chosen
+
+        def step_window(step: int) -> Window:
+            starts = [length + step - 1 for length in lengths]
+            return Window.build(1, slots, starts, tables, self.model.inv_freq)
+
+        state.set_drafts(slots, self.model.head.propose(hidden, depth, choose_draft, step_window))
+
+    def _reports(
+        self,
+        slots: list[int],
+        chosen: torch.Tensor,
+        verdict: Verdict,
+        offered: torch.Tensor,
+        logits: torch.Tensor,
+        logprobs: list[int | None],
+    ) -> list[SequenceReport]:
+        fields = (chosen, verdict.num_committed, verdict.num_accepted, offered, verdict.stopped, verdict.done)
+        reports = []
+        for b, (tokens, count, accepted, drafted, stopped, done) in enumerate(
+            zip(*(field.tolist() for field in fields), strict=True)
+        ):
+            first = b * chosen.shape[1]
+            wanted = logprobs[b]
+            probabilities = None if wanted is None else _logprobs(logits[first : first + count], tokens[:count], wanted)
+            reports.append(
+                SequenceReport(slots[b], tokens[:count], drafted, min(accepted, count), stopped, done, probabilities)
+            )
+        return reports
+
+    def _see(self, name: str, rows: torch.Tensor, window: Window) -> None:
+        for observer in self.observers:
+            observer(name, rows, window)
+
+
+def _tile(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [n, H] followed by zero rows up to whole tiles."""
+    return F.pad(rows, (0, 0, 0, padded_rows(len(rows)) - len(rows)))
+
+
+def _logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
+    """Of the raw logits, as vLLM's default is: before penalties and temperature."""
+    # one row at a time in whole tiles would be the same: log_softmax works row by row
+    table = logits.log_softmax(-1)
+    top = table.sort(dim=-1, descending=True, stable=True)
+    return [
+        TokenLogprob(
+            token,
+            float(table[row, token]),
+            list(zip(top.indices[row, :wanted].tolist(), top.values[row, :wanted].tolist(), strict=True)),
+        )
+        for row, token in enumerate(tokens)
+    ]
+
+
+assert TILE_ROWS >= 9, "a window of k = 8 must fit one tile"

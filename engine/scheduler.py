@@ -1,0 +1,96 @@
+"""Which sequences run, and what the next step is. Decides; never touches a tensor.
+
+Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted. Prompt chunks
+and rounds alternate, so that a long prompt does not starve the running sequences. The cut of a prompt depends on its
+length and `prefill_chunk` alone: full chunks on the absolute grid, then the tail.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from pilotfish.engine.cache.pool import Pool
+from pilotfish.engine.sequence import Sequence
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its bound; the client may try again later."""
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """Run prompt[start:end] of one sequence."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RoundStep:
+    """Run one round over these sequences, all past their prompt."""
+
+    sequences: list[Sequence]
+
+
+class Scheduler:
+    """`waiting` in order of arrival; `running` in order of admission, at most `max_num_seqs`."""
+
+    def __init__(self, pages: Pool, slots: Pool, max_num_seqs: int, max_waiting: int, prefill_chunk: int):
+        if not 1 <= max_num_seqs <= slots.capacity:
+            raise ValueError(f"max_num_seqs: want 1..{slots.capacity} (state slots), got {max_num_seqs}")
+        self.pages, self.slots = pages, slots
+        self.max_num_seqs, self.max_waiting, self.prefill_chunk = max_num_seqs, max_waiting, prefill_chunk
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._last_was_prefill = False
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises QueueFull when max_waiting already wait beyond those that could run at once."""
+        free_places = max(0, self.max_num_seqs - len(self.running))
+        if len(self.waiting) >= self.max_waiting + free_places:
+            raise QueueFull(f"{len(self.waiting)} requests wait, at most {self.max_waiting} may")
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Moves waiting sequences to running, first come first served, while their worst case fits."""
+        admitted = []
+        while self.waiting and len(self.running) < self.max_num_seqs and self.slots.num_free:
+            sequence = self.waiting[0]
+            if sequence.num_pages > self.pages.num_free:
+                break
+            self.waiting.popleft()
+            (sequence.slot,) = self.slots.take(sequence.request_id, 1)
+            sequence.pages = self.pages.take(sequence.request_id, sequence.num_pages)
+            self.running.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def next_step(self) -> PrefillStep | RoundStep | None:
+        """A prompt chunk of the oldest unfinished prompt and a round of all others, in turn."""
+        prompts = [sequence for sequence in self.running if not sequence.is_prefilled]
+        decoding = [sequence for sequence in self.running if sequence.is_prefilled]
+        if prompts and not (decoding and self._last_was_prefill):
+            self._last_was_prefill = True
+            sequence = prompts[0]
+            start = sequence.num_prefilled
+            return PrefillStep(sequence, start, min(start + self.prefill_chunk, len(sequence.prompt)))
+        self._last_was_prefill = False
+        return RoundStep(decoding) if decoding else None
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out and frees what it holds; no launched round may still read it."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.slots.give_back(sequence.request_id)
+            self.pages.give_back(sequence.request_id)
+        else:
+            self.waiting.remove(sequence)
+
+    def check(self) -> None:
+        """Every invariant of the pools, and that exactly the running sequences hold something."""
+        self.pages.check()
+        self.slots.check()
+        assert self.slots.num_used == len(self.running)
+        assert self.pages.num_used == sum(len(sequence.pages) for sequence in self.running)

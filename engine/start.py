@@ -1,0 +1,199 @@
+"""From options to a running engine: what to serve, how much memory for what, and a ledger that adds up."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.cache.pool import Pool
+from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
+from pilotfish.engine.config import ModelConfig
+from pilotfish.engine.errors import OptionError
+from pilotfish.engine.messages import Ready
+from pilotfish.engine.model.build import CacheSizes, Model, build_model
+from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.runner import Runner
+from pilotfish.engine.scheduler import Scheduler
+from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.linear import TILE_ROWS
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DEPTH = 3
+CPU_KV_BYTES = 2 << 30
+MAX_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the loop drives."""
+
+    runner: Runner
+    scheduler: Scheduler
+    ready: Ready
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options with every None decided. `binding_limit` names what set max_num_seqs."""
+
+    device: torch.device
+    dtype: torch.dtype
+    depth: int
+    disabled_reason: str | None
+    max_model_len: int
+    max_num_seqs: int
+    binding_limit: str
+    num_pages: int
+    prefill_chunk: int
+
+
+def start_engine(options: EngineOptions) -> Engine:
+    """Opens, plans, loads and allocates. Raises PilotfishError naming the option or file at fault."""
+    started = perf_counter()
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    checkpoint = open_checkpoint(options.model)
+    logger.info(checkpoint.summary())
+    plan = make_plan(options, checkpoint)
+    weights = load_weights(checkpoint, plan.device)
+    weight_bytes = checkpoint.num_bytes
+    if plan.depth == 0:
+        weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
+    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
+    model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device)
+    engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started)
+    logger.info("ready in %.1f s: %s", engine.ready.load_seconds, engine.ready)
+    return engine
+
+
+def assemble(model: Model, plan: Plan, max_waiting: int, weight_bytes: int, load_seconds: float) -> Engine:
+    """Scheduler, buffers and runner around a built model."""
+    state = BatchState(plan.max_num_seqs + 1, max(1, plan.depth), model.config.vocab_size, plan.device)
+    pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
+    scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.prefill_chunk)
+    ready = Ready(
+        model_type=model.config.model_type,
+        vocab_size=model.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        binding_limit=plan.binding_limit,
+        num_speculative_tokens=plan.depth,
+        speculation_disabled_reason=plan.disabled_reason,
+        max_waiting=max_waiting,
+        kv_pages_total=plan.num_pages,
+        page_size=PAGE,
+        device=str(plan.device),
+        dtype=str(plan.dtype).removeprefix("torch."),
+        load_seconds=load_seconds,
+        ledger=_ledger(model, weight_bytes),
+    )
+    return Engine(Runner(model, state, plan.depth > 0), scheduler, ready)
+
+
+def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
+    """Every choice that options leave open. Raises OptionError naming the flag."""
+    config = checkpoint.config
+    device = _device(options)
+    dtype = _dtype(options, config)
+    depth, reason = _depth(options, checkpoint)
+    max_model_len = _max_model_len(options, config)
+    max_num_seqs, binding = _max_num_seqs(options, depth)
+    if options.prefill_chunk < 1 or options.prefill_chunk > 8192:
+        raise OptionError(f"prefill_chunk: want 1..8192, got {options.prefill_chunk}")
+    num_pages = _num_pages(options, config, depth, dtype, max_model_len, max_num_seqs, device)
+    return Plan(device, dtype, depth, reason, max_model_len, max_num_seqs, binding, num_pages, options.prefill_chunk)
+
+
+def _device(options: EngineOptions) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device: want a CUDA device, torch finds none")
+    use_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if use_cuda else "cpu")
+
+
+def _dtype(options: EngineOptions, config: ModelConfig) -> torch.dtype:
+    if options.dtype != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    # float16 checkpoints run in bf16: real activations pass 65 504
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def _depth(options: EngineOptions, checkpoint: Checkpoint) -> tuple[int, str | None]:
+    wanted = options.num_speculative_tokens
+    if wanted is not None and not 0 <= wanted <= MAX_DEPTH:
+        raise OptionError(f"num_speculative_tokens: want 0..{MAX_DEPTH}, got {wanted}")
+    if wanted == 0:
+        return 0, "num_speculative_tokens is 0"
+    if checkpoint.has_mtp:
+        return DEFAULT_DEPTH if wanted is None else wanted, None
+    reason = checkpoint.mtp_problem or "the checkpoint has no MTP head"
+    logger.warning("SPECULATION IS OFF: %s. Serving plain decoding.", reason)
+    return 0, reason
+
+
+def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
+    limit = config.max_position_embeddings
+    wanted = options.max_model_len
+    if wanted is not None and not 2 <= wanted <= limit:
+        raise OptionError(f"max_model_len: want 2..{limit} (max_position_embeddings), got {wanted}")
+    return wanted or limit
+
+
+def _max_num_seqs(options: EngineOptions, depth: int) -> tuple[int, str]:
+    """The default keeps a round's rows within one tile, where its cost is nearly flat."""
+    fast, most = TILE_ROWS // (depth + 1), MAX_ROWS // (depth + 1)
+    wanted = options.max_num_seqs
+    if wanted is None:
+        return fast, "fast-path rows"
+    if not 1 <= wanted <= most:
+        raise OptionError(f"max_num_seqs: want 1..{most} ({MAX_ROWS} rows at k = {depth}), got {wanted}")
+    if wanted > fast:
+        logger.warning("max_num_seqs %d is beyond the fast path (%d at k = %d)", wanted, fast, depth)
+    return wanted, "configured"
+
+
+def _num_pages(
+    options: EngineOptions,
+    config: ModelConfig,
+    depth: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    device: torch.device,
+) -> int:
+    """Pages that sequences can own. At least one sequence of max_model_len must fit."""
+    longest = -(-(max_model_len + depth + 1) // PAGE)
+    layers = len(config.full_layers) + (depth > 0)
+    page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * dtype.itemsize
+    if options.kv_cache_tokens is not None:
+        pages = options.kv_cache_tokens // PAGE
+    elif device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        pages = int(free * options.gpu_memory_utilization) // 2 // page_bytes
+    else:
+        pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page_bytes))
+    if pages < longest:
+        raise OptionError(
+            f"kv cache: {pages} pages of {PAGE} tokens, want at least {longest} for one sequence of {max_model_len} "
+            "tokens; lower max_model_len or give it more memory"
+        )
+    return pages
+
+
+def _ledger(model: Model, weight_bytes: int) -> dict[str, int]:
+    """Bytes by purpose."""
+    trunk = model.trunk
+    caches = [*trunk.kv, *([model.head.cache] if model.head else [])]
+    pending = trunk.state.pending
+    return {
+        "checkpoint_bytes": weight_bytes,
+        "kv_cache_bytes": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
+        "recurrent_state_bytes": trunk.state.s.nbytes + trunk.state.conv.nbytes,
+        "pending_bytes": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u)),
+    }
