@@ -64,11 +64,6 @@ class NvFp4Weight:
         return NvFp4Weight(self.packed.to(device), self.scale.to(device), self.global_scale)
 
     def take_rows(self, rows: torch.Tensor) -> NvFp4Weight:
-        """The matrix of the given rows, int64 [M], still packed, under the same global scale."""
-        scale = self.scale.view(torch.uint8)[rows].view(self.scale.dtype)
-        return NvFp4Weight(self.packed[rows], scale, self.global_scale)
-
-    def take_rows(self, rows: torch.Tensor) -> NvFp4Weight:
         """The matrix of these rows, int64 [n] on its device, in their order; the values stay what they were."""
         scale = self.scale.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
         return NvFp4Weight(self.packed[rows], scale, self.global_scale)
