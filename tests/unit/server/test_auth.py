@@ -1,0 +1,23 @@
+"""API keys."""
+
+import pytest
+
+from pilotfish.server.auth import check_key
+from pilotfish.server.errors import Unauthorized
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "x", "Bearer", "Bearer ", "Bearer wrong", "Basic key-1", "Bearer \udcff", "Bearer key-1x"]
+)
+def test_wrong_keys_are_401(header):
+    with pytest.raises(Unauthorized):
+        check_key(header, ["key-1", "key-2"])
+
+
+@pytest.mark.parametrize("header", ["Bearer key-1", "bearer key-2", "Bearer  key-2 "])
+def test_each_key_opens(header):
+    check_key(header, ["key-1", "key-2"])
+
+
+def test_without_keys_everyone_may():
+    check_key(None, [])

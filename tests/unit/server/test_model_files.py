@@ -1,0 +1,56 @@
+"""End ids and sampling defaults from the checkpoint's small files."""
+
+import json
+
+import pytest
+from byte_model import END, IM_END, write_model
+
+from pilotfish.server.model_files import ModelFilesError, SamplingDefaults, load_model_files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_model(tmp_path)
+
+
+def write(folder, name, **content):
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_both_end_ids_stop_whatever_the_sampling_defaults_are(folder):
+    for choice in ("auto", "vllm"):
+        assert set(load_model_files(folder, generation_config=choice).eos_token_ids) == {END, IM_END}
+
+
+def test_end_ids_without_a_generation_config(folder):
+    """Small Qwen3.5 models have none: one id is in config.json, the other is the tokenizer's."""
+    (folder / "generation_config.json").unlink()
+    assert set(load_model_files(folder).eos_token_ids) == {END, IM_END}
+
+
+def test_defaults_come_from_the_checkpoint_from_nowhere_or_from_another_folder(folder, tmp_path_factory):
+    write(folder, "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=7)
+    expected = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=7)
+    assert load_model_files(folder).defaults == expected
+    assert load_model_files(folder, generation_config="vllm").defaults == SamplingDefaults()
+    other = tmp_path_factory.mktemp("other")
+    write(other, "generation_config.json", temperature=0.1, eos_token_id=65)
+    files = load_model_files(folder, generation_config=str(other))
+    assert files.defaults == SamplingDefaults(temperature=0.1)
+    assert 65 in files.eos_token_ids
+
+
+def test_files_that_are_missing_or_wrong_are_named(folder, tmp_path):
+    with pytest.raises(ModelFilesError, match="nowhere"):
+        load_model_files(tmp_path / "nowhere")
+    with pytest.raises(ModelFilesError, match=r"generation_config\.json"):
+        load_model_files(folder, generation_config=str(tmp_path / "nowhere"))
+    write(folder, "generation_config.json", temperature="hot")
+    with pytest.raises(ModelFilesError, match="temperature"):
+        load_model_files(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelFilesError, match=r"config\.json"):
+        load_model_files(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelFilesError, match="object"):
+        load_model_files(folder)

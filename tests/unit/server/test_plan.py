@@ -1,0 +1,206 @@
+"""Requests to engine parameters: defaults, limits, prompts in their four forms."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from byte_model import END, IM_END
+
+from pilotfish.engine.messages import Ready
+from pilotfish.server.errors import BadRequest
+from pilotfish.server.model_files import SamplingDefaults
+from pilotfish.server.plan import plan_chat, plan_completion
+from pilotfish.server.protocol import ChatRequest, CompletionRequest, decode_request
+
+READY = Ready(
+    model_type="x",
+    vocab_size=512,
+    max_model_len=100,
+    max_num_seqs=4,
+    binding_limit="configured",
+    num_speculative_tokens=3,
+    speculation_disabled_reason=None,
+    max_waiting=8,
+    kv_pages_total=10,
+    page_size=16,
+    device="cpu",
+    dtype="float32",
+    load_seconds=1.0,
+    ledger={},
+)
+USER = [{"role": "user", "content": "hi"}]
+
+
+def complete(files, ready=READY, **fields):
+    request = decode_request(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
+    return asyncio.run(plan_completion(request, "m", files, ready, 0.0))
+
+
+def chat(files, ready=READY, **fields):
+    request = decode_request(json.dumps({"messages": USER, **fields}).encode(), ChatRequest)
+    return asyncio.run(plan_chat(request, "m", files, ready, 0.0))
+
+
+def refusal(call, files, **fields):
+    with pytest.raises(BadRequest) as caught:
+        call(files, **fields)
+    return caught.value
+
+
+def with_defaults(files, **values):
+    return msgspec.structs.replace(files, defaults=SamplingDefaults(**values))
+
+
+def test_neutral_values_where_nobody_says_anything(files):
+    (params,) = complete(files).sampling
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.repetition_penalty, params.max_tokens, params.logprobs) == (1.0, 16, None)
+    assert set(params.eos_token_ids) == {END, IM_END}
+
+
+def test_request_then_checkpoint_then_neutral(files):
+    files = with_defaults(files, temperature=0.6, top_k=20, top_p=0.9, max_new_tokens=5)
+    (params,) = complete(files, temperature=0).sampling
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.0, 20, 0.9, 5)
+    (params,) = complete(files, top_k=-1, top_p=1, max_tokens=9).sampling
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 0, 1.0, 9)
+
+
+def test_a_seed_is_drawn_kept_and_shared_by_all_prompts(files):
+    plan = complete(files, prompt=["a", "b"])
+    assert plan.sampling[0].seed == plan.sampling[1].seed == plan.seed
+    assert 0 <= plan.seed < 2**63
+    assert complete(files).seed != complete(files).seed
+    assert complete(files, seed=-5).seed == -5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("AB", [[65, 66]]),
+        (["A", "B"], [[65], [66]]),
+        ([65, 66], [[65, 66]]),
+        ([[65], [66, 67]], [[65], [66, 67]]),
+        (["A", [66]], [[65], [66]]),
+    ],
+)
+def test_prompts_in_every_form(files, prompt, expected):
+    assert [entry.token_ids for entry in complete(files, prompt=prompt).prompts] == expected
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        "",
+        [],
+        [[]],
+        [""],
+        [65, "A"],
+        [[65, "A"]],
+        [True],
+        [[True]],
+        [None],
+        [{}],
+        [512],
+        [-1],
+        [[65], [10**30]],
+        [1.5],
+    ],
+)
+def test_bad_prompts_name_the_prompt(files, prompt):
+    assert refusal(complete, files, prompt=prompt).param.startswith("prompt")
+
+
+def test_too_many_prompts(files):
+    assert refusal(complete, files, prompt=["a"] * 129).param == "prompt"
+    assert refusal(complete, files, prompt=["a"] * 65, n=2).param == "n"
+
+
+def test_a_prompt_too_long_gives_the_numbers(files):
+    for prompt in ("x" * 100, [65] * 100):
+        error = refusal(complete, files, prompt=prompt)
+        assert error.code == "context_length_exceeded"
+        assert "100 tokens" in error.message
+    assert complete(files, prompt="x" * 99, max_tokens=1).sampling[0].max_tokens == 1
+    assert refusal(chat, files, messages=[{"role": "user", "content": "x" * 100}]).param == "messages"
+
+
+def test_a_giant_text_is_refused_before_it_is_tokenised(files):
+    assert refusal(complete, files, prompt="x" * 10_000_000).code == "context_length_exceeded"
+
+
+def test_max_tokens_beyond_the_context_is_a_400_with_numbers(files):
+    error = refusal(complete, files, prompt="x" * 60, max_tokens=41)
+    assert error.param == "max_tokens"
+    assert all(number in error.message for number in ("100", "101", "60", "41"))
+    assert complete(files, prompt="x" * 60, max_tokens=40).sampling[0].max_tokens == 40
+
+
+def test_a_default_limit_shrinks_to_what_fits(files):
+    prompt = len(chat(files).prompts[0].token_ids)
+    assert chat(files).sampling[0].max_tokens == 100 - prompt
+    small = msgspec.structs.replace(READY, kv_pages_total=3)
+    assert chat(files, small).sampling[0].max_tokens == 48 - prompt - 4
+    error = refusal(lambda f, **fields: chat(f, small, **fields), files, max_tokens=60)
+    assert "cache" in error.message
+
+
+def test_max_completion_tokens_is_max_tokens(files):
+    assert chat(files, max_completion_tokens=7).sampling[0].max_tokens == 7
+    assert chat(files, max_tokens=8).sampling[0].max_tokens == 8
+    assert chat(files, max_tokens=8, max_completion_tokens=7).sampling[0].max_tokens == 7
+
+
+def test_logprobs_of_both_endpoints(files):
+    assert complete(files, logprobs=0).sampling[0].logprobs == 0
+    assert complete(files, logprobs=5).sampling[0].logprobs == 5
+    assert chat(files, logprobs=True).sampling[0].logprobs == 0
+    assert chat(files, logprobs=True, top_logprobs=3).sampling[0].logprobs == 3
+    assert chat(files, logprobs=False).sampling[0].logprobs is None
+    assert refusal(chat, files, top_logprobs=3).param == "top_logprobs"
+
+
+def test_logit_bias_keys_are_ids_of_the_vocabulary(files):
+    assert complete(files, logit_bias={"65": -100, "511": 1.5}).sampling[0].logit_bias == {65: -100.0, 511: 1.5}
+    for key in ("512", "-1", "a", "", "٣", " 1", "1" * 10_000, "1.0"):
+        assert refusal(complete, files, logit_bias={key: 1}).param == "logit_bias"
+
+
+def test_stop_ids_are_of_the_vocabulary(files):
+    assert complete(files, stop_token_ids=[65, 65, 66]).sampling[0].stop_token_ids == (65, 66)
+    assert refusal(complete, files, stop_token_ids=[512]).param == "stop_token_ids"
+
+
+def test_min_tokens_within_max_tokens(files):
+    assert complete(files, min_tokens=16).stops.min_tokens == 16
+    assert refusal(complete, files, min_tokens=17).param == "min_tokens"
+
+
+def test_stream_options_want_a_stream(files):
+    assert refusal(complete, files, stream_options={"include_usage": True}).param == "stream_options"
+    assert complete(files, stream=True, stream_options={"include_usage": True}).include_usage
+
+
+def test_echo(files):
+    assert complete(files, prompt=["a", [66]], echo=True).prompts[1].text == "B"
+    assert refusal(complete, files, echo=True, logprobs=1).param == "echo"
+
+
+def test_chat_prompt_and_its_switches(files):
+    def text(**fields):
+        return files.tokenizer.decode(chat(files, **fields).prompts[0].token_ids, skip_special_tokens=False)
+
+    turn = "<|im_start|>user\nhi<|im_end|>\n"
+    assert text() == turn + "<|im_start|>assistant\n"
+    assert text(add_generation_prompt=False) == turn
+    assert text(chat_template_kwargs={"enable_thinking": True}).endswith("<think>\n")
+
+
+def test_reasoning_effort_only_where_the_template_reads_it(files):
+    assert refusal(chat, files, reasoning_effort="low").param == "reasoning_effort"
+
+
+def test_without_a_template_chat_says_so(files):
+    assert "chat template" in refusal(chat, msgspec.structs.replace(files, chat_template=None)).message

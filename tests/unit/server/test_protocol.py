@@ -1,0 +1,150 @@
+"""Bodies to requests: every refusal is a 400 that names the field; nothing is ignored."""
+
+import json
+
+import msgspec
+import pytest
+
+from pilotfish.server.errors import ApiError, BadRequest, Overloaded, from_status
+from pilotfish.server.protocol import (
+    ACCEPTED_AND_UNUSED,
+    NOT_YET,
+    ChatRequest,
+    CompletionRequest,
+    decode_request,
+)
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def decode(kind=CompletionRequest, ignore_unknown=False, **fields):
+    base = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "hi"}
+    return decode_request(json.dumps({**base, **fields}).encode(), kind, ignore_unknown=ignore_unknown)
+
+
+def refusal(body, kind=CompletionRequest, **options):
+    with pytest.raises(BadRequest) as caught:
+        decode_request(body if isinstance(body, bytes) else json.dumps(body).encode(), kind, **options)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", v) for v in (-0.1, 2.1, "1", True, [], {})),
+        *(("top_p", v) for v in (0, -1, 1.01, "x")),
+        *(("top_k", v) for v in (-2, 1.5, 10**30)),
+        *(("min_p", v) for v in (-0.1, 1.1)),
+        *(("presence_penalty", v) for v in (-2.1, 2.1)),
+        *(("frequency_penalty", v) for v in (-2.1, 2.1)),
+        *(("repetition_penalty", v) for v in (0, -1, 11)),
+        *(("max_tokens", v) for v in (0, -1, 1.5, 10**30, "7")),
+        *(("n", v) for v in (0, -1, 129)),
+        *(("seed", v) for v in (2**63, -(2**63) - 1, 0.5)),
+        *(("stop", v) for v in ("", [""], [1], ["a"] * 65, "x" * 1025)),
+        *(("stop_token_ids", v) for v in ([-1], ["a"], list(range(33)))),
+        *(("min_tokens", v) for v in (-1,)),
+        *(("logprobs", v) for v in (-1, 21, True)),
+        *(("logit_bias", v) for v in ({"1": 101}, {"1": "a"}, [])),
+        *(("stream", v) for v in ("yes", 1)),
+        *(("stream_options", v) for v in ([], "x")),
+        *(("model", v) for v in (1, [])),
+        *(("prompt", v) for v in (1, {}, True)),
+        *(("ignore_eos", v) for v in (1, "x")),
+    ],
+)
+def test_bad_values_name_their_field(field, value):
+    assert refusal({"prompt": "hi", field: value}).param.split("[")[0].split(".")[0] == field
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "n", "seed", "stop", "max_tokens", "stream", "logit_bias"])
+def test_null_means_absent(field):
+    assert getattr(decode(**{field: None}), field) is None
+
+
+def test_edges_of_ranges_are_in():
+    request = decode(
+        temperature=2,
+        top_p=1,
+        top_k=-1,
+        min_p=1,
+        presence_penalty=-2,
+        n=128,
+        seed=-(2**63),
+        logprobs=20,
+        stop=["a"] * 64,
+    )
+    assert request.temperature == 2.0
+    assert request.seed == -(2**63)
+    assert decode(seed=2**63 - 1, temperature=0).seed == 2**63 - 1
+
+
+def test_unknown_fields_are_refused_by_name_unless_lenient():
+    error = refusal({"prompt": "hi", "best_off": 2})
+    assert (error.param, error.code) == ("best_off", "unknown_parameter")
+    assert "best_off" in error.message
+    assert decode(best_off=2, ignore_unknown=True).prompt == "hi"
+    # what belongs to the other endpoint is unknown here
+    assert refusal({"prompt": "hi", "messages": []}).param == "messages"
+
+
+@pytest.mark.parametrize("field", sorted(ACCEPTED_AND_UNUSED))
+def test_fields_for_the_callers_own_records_are_accepted(field):
+    decode(**{field: "x"})
+    decode(ChatRequest, **{field: {"a": "b"}})
+
+
+@pytest.mark.parametrize("field", sorted(NOT_YET))
+@pytest.mark.parametrize("lenient", [False, True])
+def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field, lenient):
+    kind = CompletionRequest if field in ("suffix", "best_of") else ChatRequest
+    for harmless in NOT_YET[field]:
+        decode(kind, ignore_unknown=lenient, **{field: harmless})
+    body = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "hi"}
+    error = refusal({**body, field: {"type": "something"}}, kind, ignore_unknown=lenient)
+    assert error.param == field
+    assert "not supported" in error.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"nul", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"temperature": NaN}', b'{"temperature": Infinity}'),
+        *(b'{"temperature": 1e999}', b'{"max_tokens": ' + b"9" * 5000 + b"}", b"[" * 200_000, b"{" * 100_000),
+        *(b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
+        *(
+            rb'{"prompt": "\ud800 lone"}',
+            rb'{"prompt": "\udc00 lone"}',
+            rb'{"prompt": "\ud800\u0041"}',
+            b"{} {}",
+            b"'x'",
+        ),
+    ],
+)
+def test_broken_json_is_a_400(body):
+    assert refusal(body).code in ("invalid_json", "invalid_value")
+
+
+@pytest.mark.parametrize("body", [b"null", b"[]", b"1", b'"x"', b"true"])
+def test_bodies_that_are_no_object(body):
+    assert refusal(body).code == "invalid_json"
+
+
+def test_a_missing_field_is_named():
+    assert refusal({}, ChatRequest).param == "messages"
+
+
+def test_stream_options_inside():
+    assert decode(stream=True, stream_options={"include_usage": True}).stream_options.include_usage
+    assert refusal({"prompt": "x", "stream_options": {"usage": 1}}).param == "stream_options.usage"
+    assert refusal({"prompt": "x", "stream_options": {"include_usage": "x"}}).param == "stream_options.include_usage"
+
+
+def test_errors_have_openais_shape():
+    body = msgspec.json.decode(BadRequest("no", param="n", code="c").body())
+    assert body == {"error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": "c"}}
+    assert Overloaded("full").headers == {"Retry-After": "1"}
+    assert (ApiError("x").status, ApiError("x").type) == (500, "server_error")
+    assert from_status(413, "big").reason == "too_large"
+    assert from_status(404, "").type == "invalid_request_error"
