@@ -1,0 +1,198 @@
+"""Every acceptance series, recomputed from a transcript with plain arithmetic."""
+
+import random
+import re
+from collections import Counter
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pilotfish.engine.messages import Ready, RequestOutput, StepReport, StepStats
+from pilotfish.metrics.collectors import Collector, RequestEnd
+from pilotfish.metrics.definitions import DEFINITIONS, SPEC
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+def value(registry, name, **labels):
+    return registry.get_sample_value(name, labels) or 0.0
+
+
+def transcript(seed, num_steps=60):
+    """Random reports: several sequences, k up to 8, rounds without drafts, prefill tokens, forced verdicts."""
+    rng = random.Random(seed)
+    for _ in range(num_steps):
+        outputs = []
+        for index in range(rng.randrange(0, 4)):
+            drafted = rng.randrange(0, 9)
+            accepted = rng.randrange(0, drafted + 1)
+            is_round = rng.random() < 0.9
+            outputs.append(
+                RequestOutput(
+                    request_id=str(index),
+                    token_ids=[1] * (accepted + 1 if is_round else 1),
+                    num_drafted=drafted if is_round else 0,
+                    num_accepted=accepted if is_round else 0,
+                    round=is_round,
+                    synthetic=rng.random() < 0.2,
+                )
+            )
+        yield StepReport(outputs=outputs, stats=StepStats())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_acceptance_series_equal_the_transcript(registry, seed):
+    collector = Collector(registry)
+    reports = list(transcript(seed))
+    for report in reports:
+        collector.on_report(report)
+    for flag in ("0", "1"):
+        rounds = [o for r in reports for o in r.outputs if o.round and o.synthetic == (flag == "1")]
+        offered = [o for o in rounds if o.num_drafted]
+        assert value(registry, SPEC + "num_drafts_total", synthetic=flag) == len(offered)
+        assert value(registry, SPEC + "num_draft_tokens_total", synthetic=flag) == sum(o.num_drafted for o in rounds)
+        assert value(registry, SPEC + "num_accepted_tokens_total", synthetic=flag) == sum(
+            o.num_accepted for o in rounds
+        )
+        for position in range(8):
+            labels = {"position": str(position), "synthetic": flag}
+            drafted = sum(o.num_drafted > position for o in rounds)
+            accepted = sum(o.num_accepted > position for o in rounds)
+            assert value(registry, SPEC + "num_draft_tokens_per_pos_total", **labels) == drafted
+            assert value(registry, SPEC + "num_accepted_tokens_per_pos_total", **labels) == accepted
+        sizes = Counter(len(o.token_ids) for o in rounds)
+        name = SPEC + "committed_tokens_per_round"
+        assert value(registry, name + "_sum", synthetic=flag) == sum(len(o.token_ids) for o in rounds)
+        for bound in range(1, 10):
+            expected = sum(count for size, count in sizes.items() if size <= bound)
+            assert value(registry, name + "_bucket", le=f"{bound}.0", synthetic=flag) == expected
+
+
+def test_prefill_tokens_are_in_no_round(registry):
+    output = RequestOutput(request_id="r", token_ids=[1], round=False)
+    Collector(registry).on_report(StepReport(outputs=[output], stats=StepStats()))
+    assert value(registry, SPEC + "committed_tokens_per_round_count", synthetic="0") == 0
+    assert value(registry, "pilotfish_generation_tokens_total") == 1
+
+
+def test_gauges_and_phases(registry):
+    stats = StepStats(
+        phases={"verify": 0.003, "draft": 0.001, "made_up": 1.0},
+        step_seconds=0.004,
+        num_prefill_tokens=5,
+        num_running=2,
+        num_waiting=3,
+        kv_pages_used=7,
+        kv_pages_total=9,
+        state_slots_used=2,
+        state_slots_total=4,
+    )
+    collector = Collector(registry)
+    collector.on_report(StepReport(outputs=[], stats=stats))
+    names = (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_pages_used",
+        "kv_pages",
+        "state_slots_used",
+        "state_slots",
+    )
+    assert [value(registry, "pilotfish_" + name) for name in names] == [2, 3, 7, 9, 2, 4]
+    assert value(registry, "pilotfish_round_seconds_sum", phase="verify") == 0.003
+    assert value(registry, "pilotfish_prefill_tokens_total") == 5
+    # phases are a closed set: a label value from elsewhere makes no series
+    assert b"made_up" not in collector.exposition()
+    collector.on_engine(False)
+    assert value(registry, "pilotfish_num_requests_running") == 0
+    assert value(registry, "pilotfish_engine_up") == 0
+
+
+def test_request_ends(registry):
+    collector = Collector(registry)
+    base = {"seconds": 2.0, "num_prompt_tokens": 5}
+    collector.on_end(RequestEnd(finish_reason="stop", num_tokens=9, num_rounds=4, num_round_tokens=8, **base))
+    collector.on_end(RequestEnd(finish_reason="abort", num_tokens=1, num_rounds=0, num_round_tokens=0, **base))
+    assert value(registry, "pilotfish_request_finished_total", finish_reason="stop") == 1
+    assert value(registry, "pilotfish_request_finished_total", finish_reason="abort") == 1
+    name = SPEC + "request_acceptance_length"
+    assert value(registry, name + "_sum", synthetic="0") == 2.0
+    assert value(registry, name + "_count", synthetic="0") == 1
+    assert value(registry, "pilotfish_prompt_tokens_total") == 10
+
+
+def test_tokens_of_one_round_share_its_time(registry):
+    collector = Collector(registry)
+    collector.on_tokens(0.008, 4)
+    name = "pilotfish_inter_token_latency_seconds"
+    assert value(registry, name + "_count") == 4
+    assert value(registry, name + "_sum") == pytest.approx(0.008)
+    assert value(registry, name + "_bucket", le="0.002") == 4
+    assert value(registry, name + "_bucket", le="0.0015") == 0
+
+
+def test_missing_head_is_a_series(registry):
+    ready = Ready(
+        model_type="m",
+        vocab_size=1,
+        max_model_len=1,
+        max_num_seqs=4,
+        binding_limit="fast_path",
+        num_speculative_tokens=0,
+        speculation_disabled_reason="the checkpoint has no mtp.* tensor",
+        max_waiting=1,
+        kv_pages_total=1,
+        page_size=1,
+        device="cpu",
+        dtype="bfloat16",
+        load_seconds=3.0,
+        ledger={},
+    )
+    Collector(registry, "1.2").on_ready(ready)
+    assert value(registry, SPEC + "disabled", reason="the checkpoint has no mtp.* tensor") == 1
+    assert value(registry, SPEC + "k") == 0
+    assert value(registry, "pilotfish_max_num_seqs", limit="fast_path") == 4
+    labels = {"version": "1.2", "model_type": "m", "device": "cpu", "dtype": "bfloat16"}
+    assert value(registry, "pilotfish_build_info", **labels) == 1
+
+
+def test_names_follow_the_rules():
+    names = [entry.name for entry in DEFINITIONS]
+    assert len(names) == len(set(names))
+    for entry in DEFINITIONS:
+        assert re.fullmatch(r"pilotfish_[a-z0-9_]+", entry.name)
+        assert entry.name.endswith("_total") == (entry.kind == "counter"), entry.name
+        assert bool(entry.buckets) == (entry.kind == "histogram"), entry.name
+        assert list(entry.buckets) == sorted(set(entry.buckets)), entry.name
+        assert not re.search(r"_(ms|milliseconds|ratio|percent|kb|mb|gib)\b", entry.name)
+        assert entry.help.endswith(".")
+
+
+def test_the_names_dashboards_rely_on_exist():
+    names = {entry.name for entry in DEFINITIONS}
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert f"pilotfish_spec_decode_{name}_total" in names
+    for name in ("num_draft_tokens", "num_accepted_tokens"):
+        assert f"pilotfish_spec_decode_{name}_per_pos_total" in names
+
+
+def test_token_latency_is_fine_between_1_and_10_ms():
+    (entry,) = [entry for entry in DEFINITIONS if entry.name == "pilotfish_inter_token_latency_seconds"]
+    fine = [bound for bound in entry.buckets if 0.001 <= bound <= 0.01]
+    assert len(fine) >= 10
+
+
+def test_two_collectors_do_not_share_series():
+    first, second = CollectorRegistry(), CollectorRegistry()
+    Collector(first).on_rejection("queue_full")
+    Collector(second)
+    assert value(first, "pilotfish_request_rejected_total", reason="queue_full") == 1
+    assert value(second, "pilotfish_request_rejected_total", reason="queue_full") == 0
+
+
+def test_exposition_is_the_text_format(registry):
+    text = Collector(registry).exposition().decode()
+    assert "# TYPE pilotfish_spec_decode_num_drafts_total counter" in text
+    assert "_created" not in text

@@ -1,0 +1,174 @@
+"""One sequence's text and counts, over every way in which rounds can cut the same tokens into runs."""
+
+import itertools
+import random
+
+import pytest
+from byte_model import IM_END
+from prometheus_client import CollectorRegistry
+
+from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit, TokenLogprob
+from pilotfish.metrics.collectors import Collector
+from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavailable
+from pilotfish.server.generation import Choice
+from pilotfish.server.plan import StopRules
+
+
+# making series costs more than everything these tests do with them
+COLLECTOR = Collector(CollectorRegistry())
+
+
+def make_choice(tokenizer, stops=(), registry=None, **rules):
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=(7,), eos_token_ids=(IM_END,))
+    submit = Submit(request_id="r", prompt_token_ids=[1], sampling=sampling)
+    collector = Collector(registry) if registry else COLLECTOR
+    return Choice(0, submit, tokenizer, StopRules(strings=tuple(stops), keep_tokens=True, **rules), 0.0, collector)
+
+
+def outputs_of(tokens, runs, finish="length", stop_id=None):
+    """Engine outputs: one prefill token, then `runs`; the last output says `finish`."""
+    pieces, at = [], 0
+    for size in itertools.chain([1], runs):
+        pieces.append(tokens[at : at + size])
+        at += size
+    pieces = [piece for piece in pieces if piece]
+    for index, piece in enumerate(pieces):
+        last = index == len(pieces) - 1
+        yield RequestOutput(
+            request_id="r",
+            token_ids=piece,
+            logprobs=[TokenLogprob(token, -1.0) for token in piece],
+            num_drafted=3 if index else 0,
+            num_accepted=len(piece) - 1,
+            round=index > 0,
+            finish_reason=finish if last else None,
+            stop_token_id=stop_id if last else None,
+        )
+
+
+def run(choice, outputs, read_every=1):
+    """Feeds until the choice ends; reads like a client that is sometimes slow. Returns what the client saw."""
+    text, ids = "", []
+    for index, output in enumerate(outputs):
+        counted = choice.feed(output)
+        if index % read_every == 0 and (piece := choice.take()):
+            text, ids = text + piece.text, ids + [token.token_id for token in piece.tokens]
+        if counted.finish_reason is not None:
+            break
+    if piece := choice.take():
+        text, ids = text + piece.text, ids + [token.token_id for token in piece.tokens]
+    return text, ids, choice.finish_reason, choice.stop_reason, choice.num_tokens
+
+
+def compositions(total, largest=3):
+    if total == 0:
+        yield ()
+    for first in range(1, min(total, largest) + 1):
+        for rest in compositions(total - first, largest):
+            yield (first, *rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "rules"),
+    [
+        ("ab€cdSTOPef", ["STOP"], {}),
+        ("ab€cdSTOPef", ["STOP"], {"include": True}),
+        ("ab€cdSTOPef", ["€c", "STOP"], {}),
+        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 7}),
+        ("abcdefghST", ["STOP"], {}),
+        ("STOP", ["STOP"], {}),
+    ],
+)
+def test_runs_do_not_change_what_the_client_sees(tokenizer, text, stops, rules):
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    plain = run(make_choice(tokenizer, stops, **rules), outputs_of(tokens, [1] * len(tokens)))
+    for runs in compositions(len(tokens) - 1):
+        for read_every in (1, 3, 100):
+            choice = make_choice(tokenizer, stops, **rules)
+            assert run(choice, outputs_of(tokens, runs), read_every) == plain, runs
+
+
+def test_random_tokens_random_stops_random_runs(tokenizer):
+    for seed in range(400):
+        rng = random.Random(seed)
+        # bytes of ASCII letters and of the euro sign, whole merges, special tokens
+        tokens = rng.choices([97, 98, 0xE2, 0x82, 0xAC, 256, 259, 301], k=rng.randrange(1, 20))
+        whole = tokenizer.decode(tokens)
+        start = rng.randrange(0, len(whole) + 1)
+        stops = [whole[start : start + rng.randrange(1, 4)] or "zz"]
+        plain = run(make_choice(tokenizer, stops), outputs_of(tokens, [1] * len(tokens)))
+        runs = [rng.randrange(1, 5) for _ in tokens]
+        assert run(make_choice(tokenizer, stops), outputs_of(tokens, runs), rng.randrange(1, 4)) == plain, (
+            f"seed {seed}"
+        )
+        cut = whole.find(stops[0])
+        # a stop that only the end's U+FFFD completes is not looked for
+        if cut >= 0 and plain[2] == "stop":
+            assert plain[0] == whole[:cut], f"seed {seed}"
+
+
+def test_a_stop_id_ends_without_text_and_says_which(tokenizer):
+    tokens = [65, 66, 7]
+    result = run(make_choice(tokenizer), outputs_of(tokens, [2], "stop", 7))
+    assert result == ("AB", tokens, "stop", 7, 3)
+    result = run(make_choice(tokenizer), outputs_of([65, IM_END], [1], "stop", IM_END))
+    assert result == ("A", [65, IM_END], "stop", None, 2)
+
+
+def test_a_cut_run_counts_only_what_is_kept(tokenizer):
+    choice = make_choice(tokenizer, ["b"])
+    assert choice.feed(RequestOutput(request_id="r", token_ids=[97], round=False)).finish_reason is None
+    output = RequestOutput(request_id="r", token_ids=[97, 98, 99, 100], num_drafted=3, num_accepted=3)
+    counted = choice.feed(output)
+    assert (counted.token_ids, counted.num_drafted, counted.num_accepted) == ([97, 98], 3, 2)
+    assert (choice.num_tokens, choice.num_drafted, choice.num_accepted) == (3, 3, 2)
+
+
+def test_an_unfinished_character_at_the_end_is_a_replacement(tokenizer):
+    assert run(make_choice(tokenizer), outputs_of([65, 256], [1]))[0] == "A\ufffd"
+
+
+def test_special_tokens_are_hidden_unless_asked_for(tokenizer):
+    tokens = [65, 301, 303, 66]
+    assert run(make_choice(tokenizer), outputs_of(tokens, [3]))[0] == "A<think>B"
+    shown = run(make_choice(tokenizer, skip_special_tokens=False), outputs_of(tokens, [3]))[0]
+    assert shown == "A<|im_start|><think>B"
+
+
+def test_tokens_come_with_the_text_they_belong_to(tokenizer):
+    choice = make_choice(tokenizer, ["STOP"])
+    choice.feed(RequestOutput(request_id="r", token_ids=list(b"aST"), round=False))
+    piece = choice.take()
+    assert (piece.text, [token.token_id for token in piece.tokens]) == ("a", [97])
+    choice.feed(RequestOutput(request_id="r", token_ids=list(b"x")))
+    piece = choice.take()
+    assert (piece.text, [token.token_id for token in piece.tokens]) == ("STx", list(b"STx"))
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"),
+    [
+        ({"error": "full", "error_code": "queue_full", "finish_reason": "error"}, Overloaded),
+        ({"error": "bad", "error_code": "invalid", "finish_reason": "error"}, BadRequest),
+        ({"error": "broken", "finish_reason": "error"}, EngineFailed),
+        ({"finish_reason": "abort"}, Unavailable),
+    ],
+)
+def test_an_error_of_the_engine_becomes_one_for_the_client(tokenizer, output, kind):
+    choice = make_choice(tokenizer)
+    choice.feed(RequestOutput(request_id="r", **output))
+    assert isinstance(choice.error, kind)
+    assert choice.ended
+
+
+def test_each_choice_ends_once_in_the_metrics(tokenizer):
+    registry = CollectorRegistry()
+
+    def ended(reason):
+        return registry.get_sample_value("pilotfish_request_finished_total", {"finish_reason": reason})
+
+    choice = make_choice(tokenizer, registry=registry)
+    choice.give_up()
+    choice.give_up()
+    assert ended("abort") == 1
+    assert sum(ended(reason) for reason in ("stop", "length", "error")) == 0
