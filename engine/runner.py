@@ -15,7 +15,7 @@ from pilotfish.engine.batch_state import BatchState, Features
 from pilotfish.engine.messages import SamplingParams, TokenLogprob
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.window import Span, Window
-from pilotfish.kernels.linear import TILE_ROWS, padded_rows
+from pilotfish.kernels.linear import padded_rows
 from pilotfish.spec.accept import Verdict, accept
 from pilotfish.spec.sampling import choose
 
@@ -237,6 +237,3 @@ def _logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[Toke
         )
         for row, token in enumerate(tokens)
     ]
-
-
-assert TILE_ROWS >= 9, "a window of k = 8 must fit one tile"

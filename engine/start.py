@@ -20,12 +20,12 @@ from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.runner import Runner
 from pilotfish.engine.scheduler import Scheduler
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.linear import TILE_ROWS
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEPTH = 3
 CPU_KV_BYTES = 2 << 30
+FAST_ROWS = 16
 MAX_ROWS = 256
 
 
@@ -147,7 +147,7 @@ def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
 
 def _max_num_seqs(options: EngineOptions, depth: int) -> tuple[int, str]:
     """The default keeps a round's rows within one tile, where its cost is nearly flat."""
-    fast, most = TILE_ROWS // (depth + 1), MAX_ROWS // (depth + 1)
+    fast, most = FAST_ROWS // (depth + 1), MAX_ROWS // (depth + 1)
     wanted = options.max_num_seqs
     if wanted is None:
         return fast, "fast-path rows"

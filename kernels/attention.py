@@ -1,12 +1,14 @@
 """Attention of a window of rows over a paged context, split at absolute positions.
 
 Page c of a sequence holds positions [c * PAGE, (c + 1) * PAGE): a page is a chunk. Every chunk is one product of fixed
-shape, chunks merge in order, and a column that a row must not see is an exact no-op for it (its score is -inf, its V
-row loads as 0), so a row's bits do not depend on the window it came in. W <= TILE_ROWS rows are padded to a tile.
+shape (rows padded to a tile), chunks merge in order, and a column that a row must not see is an exact no-op for it (its
+score is -inf, its V row loads as 0), so a row's bits do not depend on the window it came in.
 h = heads, kv = key/value heads, g = h / kv, D = head width, P = pages.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,55 +31,73 @@ def write_kv(
     v_cache[pages, :, offsets] = v.to(v_cache.dtype)
 
 
-def window_attention(
-    q_BWhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: list[list[int]], starts: list[int]
-) -> torch.Tensor:
-    """fp32 [B, W, h, D]: row j of sequence b attends to positions 0 .. starts[b] + j, its own KV already written.
+@dataclass(frozen=True)
+class RowTile:
+    """Up to TILE_ROWS consecutive rows of one sequence, and its pages up to the last of these rows, in order.
 
-    q fp32; tables[b] lists b's pages in order.
+    For the chunks that some row does not see whole: `hidden` bool [TILE_ROWS, PAGE], columns past the row (padding rows
+    see what the last row sees), and `unwritten` bool [PAGE, 1], columns past every row.
     """
-    return torch.stack(
-        [_attend(q, k_cache, v_cache, table, start) for q, table, start in zip(q_BWhD, tables, starts, strict=True)]
-    )
+
+    first_row: int
+    num_rows: int
+    pages: list[int]
+    hidden: dict[int, torch.Tensor]
+    unwritten: dict[int, torch.Tensor]
 
 
-def _attend(
-    q_WhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: list[int], start: int
+def row_tiles(starts: list[int], tables: list[list[int]], width: int, device: torch.device) -> list[RowTile]:
+    """The tiles of a window of `width` rows a sequence, sequence b's first at position starts[b]; for all layers."""
+    columns = torch.arange(PAGE, device=device)
+    tiles = []
+    for b, (start, table) in enumerate(zip(starts, tables, strict=True)):
+        for offset in range(0, width, TILE_ROWS):
+            first, count = start + offset, min(TILE_ROWS, width - offset)
+            num_chunks = (first + count - 1) // PAGE + 1
+            rows = torch.arange(TILE_ROWS, device=device).clamp_(max=count - 1) + first
+            partial = range(first // PAGE, num_chunks)
+            hidden = {c: columns + c * PAGE > rows[:, None] for c in partial}
+            unwritten = {c: (columns + c * PAGE >= first + count)[:, None] for c in partial}
+            tiles.append(RowTile(b * width + offset, count, table[:num_chunks], hidden, unwritten))
+    return tiles
+
+
+def window_attention(
+    q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tiles: list[RowTile]
 ) -> torch.Tensor:
-    width, heads, dim = q_WhD.shape
+    """fp32 [R, h, D]: every row attends to its sequence up to its own position, whose KV is already written. q fp32."""
+    outputs = [_attend(q_RhD, k_cache, v_cache, tile) for tile in tiles]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend(q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tile: RowTile) -> torch.Tensor:
+    _, heads, dim = q_RhD.shape
     kv = k_cache.shape[1]
     group = heads // kv
-    scaled = (q_WhD * dim**-0.5).view(width, kv, group, dim).permute(1, 2, 0, 3)
-    tile = F.pad(scaled, (0, 0, 0, TILE_ROWS - width)).reshape(kv, group * TILE_ROWS, dim)
-    best = tile.new_full((kv, group * TILE_ROWS, 1), float("-inf"))
-    weight = tile.new_zeros((kv, group * TILE_ROWS, 1))
-    total = torch.zeros_like(tile)
-    for chunk in range((start + width - 1) // PAGE + 1):
-        k, v = k_cache[table[chunk]].float(), v_cache[table[chunk]].float()
-        scores = tile @ k.mT
-        if (chunk + 1) * PAGE > start + 1:
-            visible, written = _chunk_masks(start - chunk * PAGE, width, tile.device)
-            # masked_fill also replaces what unwritten slots gave: they may hold NaN
-            scores = scores.view(kv, group, TILE_ROWS, PAGE).masked_fill(~visible, float("-inf")).view_as(scores)
-            v = torch.where(written, v, 0.0)
-        new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-        probabilities = (scores - new_best).exp_()
-        shrink = (best - new_best).exp_()
-        weight = weight * shrink + probabilities.sum(-1, keepdim=True)
-        total = total * shrink + probabilities @ v
+    rows = q_RhD[tile.first_row : tile.first_row + tile.num_rows] * dim**-0.5
+    q = F.pad(rows.view(-1, kv, group, dim).permute(1, 2, 0, 3), (0, 0, 0, TILE_ROWS - tile.num_rows))
+    q = q.reshape(kv, group * TILE_ROWS, dim)
+    best, weight, total = None, None, None
+    for chunk, page in enumerate(tile.pages):
+        k, v = k_cache[page].float(), v_cache[page].float()
+        scores = q @ k.mT
+        if chunk in tile.hidden:
+            # filled, not added: what an unwritten slot gave may be NaN
+            scores.view(kv, group, TILE_ROWS, PAGE).masked_fill_(tile.hidden[chunk], float("-inf"))
+            v = v.masked_fill(tile.unwritten[chunk], 0.0)
+        highest = scores.amax(-1, keepdim=True)
+        new_best = highest if best is None else torch.maximum(best, highest)
+        probabilities = scores.sub_(new_best).exp_()
+        mass, part = probabilities.sum(-1, keepdim=True), probabilities @ v
+        if best is None or weight is None or total is None:
+            weight, total = mass, part
+        else:
+            shrink = (best - new_best).exp_()
+            weight, total = weight * shrink + mass, total * shrink + part
         best = new_best
-    output = (total / weight).view(kv, group, TILE_ROWS, dim)[:, :, :width]
-    return output.permute(2, 0, 1, 3).reshape(width, heads, dim)
-
-
-def _chunk_masks(first: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """visible [TILE_ROWS, PAGE]: column <= first + row; written [PAGE, 1]: a column some row of the window sees.
-
-    `first` is the first row's position relative to the chunk. Padding rows see what the last row sees.
-    """
-    columns = torch.arange(PAGE, device=device)
-    rows = torch.arange(TILE_ROWS, device=device).clamp_(max=width - 1)
-    return columns <= (first + rows)[:, None], (columns < first + width)[:, None]
+    assert total is not None and weight is not None
+    output = total.div_(weight).view(kv, group, TILE_ROWS, dim)[:, :, : tile.num_rows]
+    return output.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def prefill_attention(

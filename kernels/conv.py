@@ -6,7 +6,8 @@ B = sequences, W = window rows, C = channels. c_t = silu(sum_j w[:, j] * u_(t-J+
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from pilotfish.kernels.activation import silu
 
 
 def causal_conv(inputs_BTC: torch.Tensor, weight_JC: torch.Tensor) -> torch.Tensor:
@@ -20,4 +21,4 @@ def causal_conv(inputs_BTC: torch.Tensor, weight_JC: torch.Tensor) -> torch.Tens
     total = inputs[:, :width] * weight_JC[0]
     for tap in range(1, taps):
         total = torch.addcmul(total, inputs[:, tap : tap + width], weight_JC[tap])
-    return F.silu(total)
+    return silu(total)

@@ -17,16 +17,21 @@ CHUNK = 64
 def delta_step(
     state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor
 ) -> torch.Tensor:
-    """The state after one token. All fp32: state [..., dk, dv], k [..., dk], v [..., dv], beta and decay [...]."""
-    k = k.unsqueeze(-1)
-    state = state * decay[..., None, None]
-    delta = (v - (state * k).sum(-2)) * beta.unsqueeze(-1)
-    return torch.addcmul(state, k, delta.unsqueeze(-2))
+    """The state after one token. fp32: state [..., dk, dv], k [..., dk, 1], v [..., 1, dv], beta, decay [..., 1, 1]."""
+    state = state * decay
+    delta = (v - (state * k).sum(-2, keepdim=True)) * beta
+    return torch.addcmul(state, k, delta)
 
 
 def delta_read(state: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """o = S^T q, fp32 [..., dv]."""
-    return (state * q.unsqueeze(-1)).sum(-2)
+    """o = S^T q, fp32 [..., dv]; q [..., dk, 1]."""
+    return (state * q).sum(-2)
+
+
+def _tokens(axis: int, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor):
+    """The operands of `delta_step`, token by token along `axis`."""
+    columns = (k.unsqueeze(-1), v.unsqueeze(-2), beta[..., None, None], decay[..., None, None])
+    return zip(*(operand.unbind(axis) for operand in columns), strict=True)
 
 
 def delta_window(
@@ -37,9 +42,9 @@ def delta_window(
     q, k [B, W, Hv, dk], v [B, W, Hv, dv], beta, decay [B, W, Hv]; q is already scaled.
     """
     outputs = []
-    for row in range(q.shape[1]):
-        state = delta_step(state, k[:, row], v[:, row], beta[:, row], decay[:, row])
-        outputs.append(delta_read(state, q[:, row]))
+    for query, token in zip(q.unsqueeze(-1).unbind(1), _tokens(1, k, v, beta, decay), strict=True):
+        state = delta_step(state, *token)
+        outputs.append(delta_read(state, query))
     return torch.stack(outputs, dim=1)
 
 
@@ -48,11 +53,12 @@ def delta_replay(
 ) -> torch.Tensor:
     """The state [L, B, Hv, dk, dv] after the first counts[b] pending rows of every sequence b.
 
-    k [L, B, W, Hv, dk] and so on; rows past a sequence's count are not read into its state, whatever they hold.
+    k [L, B, W, Hv, dk] and so on, W the largest count; rows past a sequence's count are not read into its state,
+    whatever they hold.
     """
-    fewest, most = min(counts), max(counts)
-    for row in range(most):
-        after = delta_step(state, k[:, :, row], v[:, :, row], beta[:, :, row], decay[:, :, row])
+    fewest = min(counts)
+    for row, token in enumerate(_tokens(2, k, v, beta, decay)):
+        after = delta_step(state, *token)
         if row < fewest:
             state = after
         else:

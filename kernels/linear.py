@@ -12,7 +12,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-TILE_ROWS = 16
+TILE_ROWS = 8
+"""Chosen by measurement (docs/benchmarks.md): with AVX-512 but no AMX a bf16 product of 16 rows costs 1.5-2x one of 8,
+one of 4 hardly less than one of 8."""
+
+_linear_packed = torch.ops.mkldnn._linear_pointwise.default
 
 
 def padded_rows(num_rows: int) -> int:
@@ -39,7 +43,7 @@ class Linear:
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+            return _linear_packed(x, self._weight, None, "none", [], "")
         return F.linear(x, self._weight)
 
     def rows(self, x_RK: torch.Tensor) -> torch.Tensor:

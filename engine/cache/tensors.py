@@ -1,6 +1,6 @@
 """The memory that sequences live in: paged keys and values, and recurrent-state slots.
 
-L = linear layers, S = slots, P = pages, Hk / Hv = key / value heads, C = convolution channels, J = convolution width,
+L = linear layers, S = slots, P = pages, Hv = value heads, C = convolution channels, J = convolution width,
 W = window rows of the largest k.
 """
 
@@ -32,7 +32,7 @@ class KvCache:
 class Pending:
     """What a window leaves for the next round's replay: the inputs of its rows, kept until it is known how many count.
 
-    k [L, S, W, Hk, dk], v [L, S, W, Hv, dv], beta and decay [L, S, W, Hv], all fp32; u [L, S, W, C] pre-activation
+    k [L, S, W, Hv, dk], v [L, S, W, Hv, dv], beta and decay [L, S, W, Hv], all fp32; u [L, S, W, C] pre-activation
     convolution inputs in the model's dtype. Rows at or past a slot's count hold rejected drafts and are never read.
     """
 
@@ -66,14 +66,14 @@ class RecurrentState:
     def empty(
         cls, config: ModelConfig, num_slots: int, max_window: int, dtype: torch.dtype, device: torch.device
     ) -> RecurrentState:
-        layers, heads, key_heads = len(config.linear_layers), config.linear_num_value_heads, config.linear_num_key_heads
+        layers, heads = len(config.linear_layers), config.linear_num_value_heads
         dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
 
         def buffer(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.full((layers, num_slots, *shape), float("nan"), dtype=kind, device=device)
 
         pending = Pending(
-            buffer(max_window, key_heads, dk),
+            buffer(max_window, heads, dk),
             buffer(max_window, heads, dv),
             buffer(max_window, heads),
             buffer(max_window, heads),
@@ -97,11 +97,10 @@ class RecurrentState:
         if most == 0:
             return s, conv
         pending = self.pending
-        heads_per_key = s.shape[2] // pending.k.shape[3]
         k, v, beta, decay, u = (
             t[:, slots, :most] for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u)
         )
-        s = delta_replay(s, k.repeat_interleave(heads_per_key, dim=3), v, beta, decay, counts)
+        s = delta_replay(s, k, v, beta, decay, counts)
         conv = _advance_conv(conv, u, counts)
         self.s[:, slots], self.conv[:, slots] = s, conv
         return s, conv

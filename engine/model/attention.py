@@ -37,9 +37,8 @@ class GatedAttention:
         num_rows = window.num_rows
         q, k, v, gate = self._project(self.qkvg.rows(x_RH)[:num_rows], window)
         write_kv(cache.k, cache.v, window.pages, window.offsets, k, v)
-        q = q.view(window.num_sequences, window.width, self.num_heads, self.head_dim)
-        mixed = window_attention(q, cache.k, cache.v, window.tables, window.starts)
-        gated = self._gate(mixed.view(num_rows, -1), gate)
+        mixed = window_attention(q, cache.k, cache.v, window.tiles)
+        gated = self._gate(mixed.flatten(1), gate)
         return self.output.rows(F.pad(gated, (0, 0, 0, x_RH.shape[0] - num_rows)))
 
     def bulk(self, x_TH: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
@@ -47,7 +46,7 @@ class GatedAttention:
         q, k, v, gate = self._project(self.qkvg.bulk(x_TH), span)
         write_kv(cache.k, cache.v, span.pages, span.offsets, k, v)
         mixed = prefill_attention(q, cache.k, cache.v, span.table, span.start)
-        return self.output.bulk(self._gate(mixed.reshape(span.length, -1), gate))
+        return self.output.bulk(self._gate(mixed.flatten(1), gate))
 
     def _project(self, qkvg: torch.Tensor, rope: Window | Span) -> tuple[torch.Tensor, ...]:
         heads, kv, dim = self.num_heads, self.num_kv_heads, self.head_dim

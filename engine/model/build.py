@@ -118,6 +118,7 @@ class _Builder:
             -self.float32(f"{name}.A_log").exp(),
             self.float32(f"{name}.dt_bias"),
             self.float32(f"{name}.norm.weight"),
+            torch.tensor([config.linear_key_head_dim**-0.5, 1.0], device=self.device)[:, None, None],
             config.linear_num_key_heads,
             config.linear_num_value_heads,
             config.linear_key_head_dim,

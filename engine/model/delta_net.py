@@ -20,18 +20,10 @@ from pilotfish.kernels.norm import l2_norm, rms_norm
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What the delta rule reads, fp32, heads not yet repeated: q, k [..., Hk, dk], v [..., Hv, dv]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-@dataclass(frozen=True)
 class GatedDeltaNet:
     """`in_proj` [C + value_dim + 2 Hv, H]: rows of qkv, z, b, a. `conv_weight` fp32 [J, C]; `decay_rate` fp32 [Hv] is
-    -exp(A_log); `gate_norm` fp32 [dv] is the plain weight of the gated norm."""
+    -exp(A_log); `gate_norm` fp32 [dv] is the plain weight of the gated norm; `qk_factor` fp32 [2, 1, 1] scales q and k
+    after their norm."""
 
     in_proj: AnyLinear
     output: AnyLinear
@@ -39,6 +31,7 @@ class GatedDeltaNet:
     decay_rate: torch.Tensor
     dt_bias: torch.Tensor
     gate_norm: torch.Tensor
+    qk_factor: torch.Tensor
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
@@ -57,20 +50,18 @@ class GatedDeltaNet:
         u, z, beta, log_decay = self._project(self.in_proj.rows(x_RH))
         u = u[:num_rows].view(batch, width, -1)
         beta, decay = (t[:num_rows].view(batch, width, -1) for t in (beta, log_decay.exp()))
-        mixed = self._split(causal_conv(torch.cat((history, u), dim=1), self.conv_weight))
-        q, k = self._repeat(mixed.q), self._repeat(mixed.k)
-        read = delta_window(state, q, k, mixed.v, beta, decay)
+        q, k, v = self._heads(causal_conv(torch.cat((history, u), dim=1), self.conv_weight))
+        read = delta_window(state, q, k, v, beta, decay)
         gated = self._gate(read.view(num_rows, self.num_value_heads, -1), z[:num_rows])
         output = self.output.rows(F.pad(gated, (0, 0, 0, x_RH.shape[0] - num_rows)))
-        return output, (mixed.k, mixed.v, beta, decay, u)
+        return output, (k, v, beta, decay, u)
 
     def bulk(self, x_TH: torch.Tensor, state: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, H] of a prompt span of one sequence, and the state [Hv, dk, dv] and history [J-1, C] after it."""
         u, z, beta, log_decay = self._project(self.in_proj.bulk(x_TH))
         inputs = torch.cat((history, u))
-        mixed = self._split(causal_conv(inputs[None], self.conv_weight)[0])
-        q, k = self._repeat(mixed.q), self._repeat(mixed.k)
-        read, state = delta_prefill(state, q, k, mixed.v, beta, log_decay)
+        q, k, v = self._heads(causal_conv(inputs[None], self.conv_weight)[0])
+        read, state = delta_prefill(state, q, k, v, beta, log_decay)
         return self.output.bulk(self._gate(read, z)), state, inputs[-history.shape[0] :]
 
     def _project(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -82,14 +73,13 @@ class GatedDeltaNet:
         b, a = (part.float() for part in ba.chunk(2, dim=-1))
         return u, z, b.sigmoid(), self.decay_rate * F.softplus(a + self.dt_bias)
 
-    def _split(self, mixed: torch.Tensor) -> Inputs:
-        key_dim = self.num_key_heads * self.key_head_dim
-        q, k, v = mixed.split([key_dim, key_dim, mixed.shape[-1] - 2 * key_dim], dim=-1)
-        q, k = (l2_norm(t.unflatten(-1, (self.num_key_heads, self.key_head_dim))) for t in (q, k))
-        return Inputs(q * self.key_head_dim**-0.5, k, v.unflatten(-1, (self.num_value_heads, self.value_head_dim)))
-
-    def _repeat(self, heads: torch.Tensor) -> torch.Tensor:
-        return heads.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=-2)
+    def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (normed and scaled), k (normed), v of the convolved channels, fp32 [..., Hv, width] each."""
+        key_dim, dk = self.num_key_heads * self.key_head_dim, self.key_head_dim
+        qk, v = mixed.split([2 * key_dim, mixed.shape[-1] - 2 * key_dim], dim=-1)
+        qk = l2_norm(qk.unflatten(-1, (2, self.num_key_heads, dk)), self.qk_factor)
+        q, k = qk.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=-2).unbind(-3)
+        return q, k, v.unflatten(-1, (self.num_value_heads, self.value_head_dim))
 
     def _gate(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         normed = rms_norm(read, self.gate_norm, self.eps, torch.float32)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.attention import PAGE, RowTile, row_tiles
 from pilotfish.kernels.linear import padded_rows
 from pilotfish.kernels.rope import rope_angles
 
@@ -18,19 +18,19 @@ from pilotfish.kernels.rope import rope_angles
 class Window:
     """`width` consecutive positions of each sequence: row b * width + j is position starts[b] + j.
 
-    `slots` int64 [B]; `tables` each sequence's pages in order; `pages`, `offsets` int64 [R] say where a row's keys and
-    values go; `cos`, `sin` fp32 [R, 1, rotary / 2]. The lists are host mirrors that only the CPU's kernels read.
+    `slots` int64 [B]; `pages`, `offsets` int64 [R] say where a row's keys and
+    values go; `cos`, `sin` fp32 [R, 1, rotary / 2]. `tiles` is what attention reads.
     """
 
     width: int
     slots: torch.Tensor
     starts: list[int]
-    tables: list[list[int]]
     positions: torch.Tensor
     pages: torch.Tensor
     offsets: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    tiles: list[RowTile]
 
     @classmethod
     def build(
@@ -48,12 +48,12 @@ class Window:
             width,
             slots,
             starts,
-            tables,
             positions.to(device),
             torch.tensor(pages).to(device),
             (positions % PAGE).to(device),
             cos[: len(rows)],
             sin[: len(rows)],
+            row_tiles(starts, tables, width, device),
         )
 
     @property
