@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,7 +52,7 @@ def make_app(
     )
     app = web.Application(
         middlewares=[_errors(metrics), _auth(options.api_keys)],
-        client_max_size=MAX_BODY_BYTES,
+        client_max_size=handlers.MAX_BODY_BYTES,
     )
     app[SERVICE] = Service(
         client=client,

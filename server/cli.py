@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pilotfish
+from pilotfish.engine.process import DEFAULT_CORE
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 SPECULATIVE_METHODS = ("mtp", "qwen3_5_mtp", "qwen3_next_mtp")
@@ -82,6 +83,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--kv-cache-tokens", type=_count, metavar="N", help="size of the key-value cache")
+    parser.add_argument("--core", default=DEFAULT_CORE, help=argparse.SUPPRESS)  # tests run scripted cores
     parser.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")
 
 
@@ -159,7 +161,7 @@ def serve(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace) -> int:
     from pilotfish.server.generate import run
 
-    return run(args, engine_options(args))
+    return run(args, engine_options(args), args.core)
 
 
 if __name__ == "__main__":

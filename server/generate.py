@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pilotfish.engine.core import EngineCore
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit
-from pilotfish.engine.process import DEFAULT_CORE, load_factory
+from pilotfish.engine.process import load_factory
 from pilotfish.server.chat_template import TemplateError
 from pilotfish.server.detokenize import Detokenizer
 from pilotfish.server.model_files import ModelFiles, ModelFilesError, load_model_files
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions
 
 
-def run(args: argparse.Namespace, engine: EngineOptions, core_name: str = DEFAULT_CORE) -> int:
+def run(args: argparse.Namespace, engine: EngineOptions, core_name: str) -> int:
     """Prints the text as it comes, then tokens/s and the acceptance length. The exit status."""
     try:
         files = load_model_files(

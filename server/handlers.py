@@ -13,7 +13,7 @@ import pilotfish
 from pilotfish.engine.client import EngineClient, EngineUnavailable
 from pilotfish.engine.messages import Ready
 from pilotfish.metrics.collectors import Collector
-from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable
+from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.plan import Plan, plan_chat, plan_completion
@@ -28,6 +28,7 @@ from pilotfish.server.protocol import (
 from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, join, usage_of
 
 JSON = "application/json"
+MAX_BODY_BYTES = 32 << 20
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
@@ -103,11 +104,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The body of a JSON request. Raises BadRequest for another content type."""
+    """The body of a JSON request. Raises BadRequest for another content type, and 413 before a byte is read."""
     kind = request.content_type
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes, got {request.content_length}.")
     if "Content-Type" in request.headers and not (kind == JSON or kind.endswith("+json")):
         raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}.", code="unsupported_content_type")
-    return await request.read()
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"The body cannot be read: {error}", code="invalid_body") from error
 
 
 async def _answer(request: web.Request, service: Service, plan: Plan, shape: Format) -> web.StreamResponse:

@@ -39,7 +39,12 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         return 2
     names = tuple(args.served_model_name or [Path(args.model).resolve().name])
     app = make_app(
-        ServerOptions(served_names=names, api_keys=tuple(api_keys), ignore_unknown_fields=args.ignore_unknown_fields),
+        ServerOptions(
+            served_names=names,
+            api_keys=tuple(api_keys),
+            ignore_unknown_fields=args.ignore_unknown_fields,
+            core=args.core,
+        ),
         engine,
         files,
     )

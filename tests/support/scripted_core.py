@@ -2,7 +2,8 @@
 
 `"text @{"reply": "Hello", "runs": [1, 3], "drafted": 3}@ more"` generates the tokens of "Hello", first one token, then
 rounds of 1, 3, 1, 3, ... tokens, each drafting 3. Keys: reply (text, one token a byte), ids (token ids instead),
-runs, drafted, delay (seconds a step), fault ("raise", "exit", "hang" or "refuse") with at (generated tokens before it).
+times (how often the reply is repeated), runs, drafted, delay (seconds a step), fault ("raise", "exit", "hang" or
+"refuse") with at (generated tokens before it).
 A prompt without a script gets "Hello, world!".
 
 Obeys the engine's contract: never past max_tokens, ends at stop ids, aborts within a step, bounded queue.
@@ -125,7 +126,7 @@ class ScriptedCore:
             script = {}
         reply = script.get("reply", DEFAULT_REPLY).encode()
         todo = script.get("ids") or [self._byte_ids[byte] for byte in reply]
-        return Sequence(request, script, list(todo))
+        return Sequence(request, script, list(todo) * script.get("times", 1))
 
     def _advance(self, sequence: Sequence) -> RequestOutput:
         self._maybe_fault(sequence)

@@ -1,0 +1,205 @@
+"""The `pilotfish` command as a process: start, signals, and errors a person can act on."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from serving import ENVIRONMENT, script
+
+PATIENCE = 20
+COMMAND = [sys.executable, "-m", "pilotfish.server.cli"]
+SCRIPTED = ["--core", "scripted_core:make_core"]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def get(url, data=None):
+    request = urllib.request.Request(url, data and json.dumps(data).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        return response.read().decode()
+
+
+@contextlib.contextmanager
+def command(*args, env=ENVIRONMENT):
+    with subprocess.Popen(
+        [*COMMAND, *args], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def served(folder, *args, env=ENVIRONMENT):
+    port = free_port()
+    with command("serve", str(folder), "--port", str(port), *SCRIPTED, *args, env=env) as process:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                get(url + "/ready")
+                break
+            time.sleep(0.05)
+        yield process, url
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_end(folder, number):
+    with served(folder) as (process, url):
+        body = {"prompt": script(reply="y", times=40, delay=0.02), "max_tokens": 99, "stream": True}
+        request = urllib.request.Request(
+            url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            response.readline()
+            process.send_signal(number)
+            rest = response.read().decode()
+        assert rest.endswith("data: [DONE]\n\n")
+        assert process.wait(PATIENCE) == 0
+
+
+def test_after_the_shutdown_timeout_requests_are_cut(folder):
+    with served(folder, "--shutdown-timeout", "0.2") as (process, url):
+        body = {"prompt": script(reply="y", times=2000, delay=0.02), "max_tokens": 3000, "stream": True}
+        request = urllib.request.Request(
+            url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            response.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+
+
+def test_a_second_signal_ends_it_at_once(folder):
+    with served(folder) as (process, url):
+        body = {"prompt": script(reply="y", times=2000, delay=0.02), "max_tokens": 3000, "stream": True}
+        request = urllib.request.Request(
+            url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            response.readline()
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(5) == 130
+
+
+def test_names_and_keys(folder):
+    env = {**ENVIRONMENT, "PILOTFISH_API_KEY": "from-environment"}
+    with served(folder, "--served-model-name", "a", "b", env=env) as (_, url):
+        with pytest.raises(urllib.error.HTTPError, match="401") as caught:
+            get(url + "/v1/models")
+        caught.value.close()
+        request = urllib.request.Request(url + "/v1/models", headers={"Authorization": "Bearer from-environment"})
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            assert [model["id"] for model in json.load(response)["data"]] == ["a", "b"]
+
+
+def test_a_model_that_does_not_load_ends_the_server_with_the_reason(folder):
+    with command("serve", str(folder), "--port", "0", "--core", "scripted_core:make_core_that_fails") as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1
+        assert "no such checkpoint" in errors
+
+
+def test_a_folder_that_is_none_is_named(tmp_path):
+    with command("serve", str(tmp_path / "nothing")) as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 2
+        assert "nothing" in errors and "Traceback" not in errors
+
+
+def test_a_port_in_use_is_named(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with command("serve", str(folder), "--port", str(port), *SCRIPTED) as process:
+            _, errors = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in errors and "Traceback" not in errors
+
+
+def test_generate_prints_the_text_then_the_numbers(folder):
+    prompt = script(reply="some € text", runs=[3])
+    with command("generate", str(folder), "--prompt", prompt, *SCRIPTED) as process:
+        out, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert out == "some € text\n"
+    assert "13 tokens" in errors and "acceptance length 3.00" in errors
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--version"], "pilotfish 0."),
+        (["--help"], "serve"),
+        (["serve", "--help"], "--num-speculative-tokens"),
+    ],
+)
+def test_help_needs_no_torch(args, words):
+    code = f"import sys, pilotfish.server.cli as c\ntry: c.main({args})\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, env=os.environ
+    )
+    assert done.returncode == 0 and words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["serve", "m", "--num-speculative-tokens", "-1"], "want at least 1"),
+        (["serve", "m", "--speculative-config", "{"], "not JSON"),
+        (["serve", "m", "--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'], "eagle"),
+        (["serve", "m", "--speculative-config", '{"num_speculative_tokens": 2, "draft": 1}'], "draft"),
+        (["serve", "m", "--gpu-memory-utilization", "1.5"], "share"),
+        (
+            ["serve", "m", "--num-speculative-tokens", "1", "--speculative-config", '{"num_speculative_tokens": 2}'],
+            "not allowed",
+        ),
+        ([], "COMMAND"),
+        (["serve"], "MODEL"),
+    ],
+)
+def test_wrong_flags_are_explained(args, words, capsys):
+    from pilotfish.server.cli import build_parser
+
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(args)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_flags_become_engine_options():
+    from pilotfish.server.cli import build_parser, engine_options
+
+    flags = [
+        "serve",
+        "m",
+        "--speculative-config",
+        '{"method": "mtp", "num_speculative_tokens": 5}',
+        "--max-num-seqs",
+        "7",
+    ]
+    options = engine_options(build_parser().parse_args([*flags, "--max-waiting", "9", "--dtype", "bfloat16"]))
+    assert (options.model, options.num_speculative_tokens, options.max_num_seqs) == ("m", 5, 7)
+    assert (options.max_waiting, options.dtype) == (9, "bfloat16")
+    assert (
+        engine_options(
+            build_parser().parse_args(["serve", "m", "--num-speculative-tokens", "0"])
+        ).num_speculative_tokens
+        == 0
+    )
+    assert engine_options(build_parser().parse_args(["serve", "m"])).num_speculative_tokens is None

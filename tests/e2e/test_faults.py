@@ -1,0 +1,473 @@
+"""What happens when something breaks: clients that leave, an engine that dies, queues that are full, hostile bytes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+
+import aiohttp
+import pytest
+from serving import script, serving
+
+PATIENCE = 20
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 2 * PATIENCE))
+
+
+def body(stream=False, **commands):
+    return {"prompt": script(**commands), "max_tokens": 3000, "stream": stream}
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def exchange(server, data):
+    """Raw bytes to the server, and everything it says until it closes or falls silent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    await writer.drain()
+    with contextlib.suppress(TimeoutError):
+        answer = b""
+        while part := await asyncio.wait_for(reader.read(65536), 0.5):
+            answer += part
+    writer.close()
+    return answer
+
+
+async def metric(http, server, line):
+    async with http.get(server.url + "/metrics") as response:
+        found = [text for text in (await response.text()).splitlines() if text.startswith(line + " ")]
+    return float(found[0].rsplit(" ", 1)[1]) if found else None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_sequence_within_a_round(folder, stream):
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            asked = asyncio.create_task(
+                http.post(server.url + "/v1/completions", json=body(stream, reply="x", times=2900, delay=0.01))
+            )
+            await until(lambda: server.service.client.num_open == 1)
+            if stream:
+                response = await asked
+                await response.content.readany()
+                response.close()
+            else:
+                await asyncio.sleep(0.05)
+                asked.cancel()
+            await until(lambda: server.service.client.num_open == 0)
+            steps = len(server.transcript())
+            await asyncio.sleep(0.2)
+            # the engine itself has stopped: at most the rounds under way when the abort came
+            later = server.transcript()
+            assert len(later) <= steps + 2
+            assert later[-1]["outputs"][-1]["finish_reason"] == "abort"
+            assert await metric(http, server, 'pilotfish_request_finished_total{finish_reason="abort"}') == 1
+
+    run(story())
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(folder):
+    async def story():
+        async with serving(folder, engine={"max_model_len": 100_000}) as server, aiohttp.ClientSession() as http:
+            slow = await http.post(
+                server.url + "/v1/completions",
+                json={**body(True, ids=[65], times=20_000, runs=[4]), "max_tokens": 20_000, "logprobs": 1},
+            )
+            async with http.post(server.url + "/v1/completions", json=body(reply="quick")) as response:
+                assert (await response.json())["choices"][0]["text"] == "quick"
+            await until(lambda: server.service.client.num_open == 0)
+            text = (await slow.read()).decode()
+            assert text.endswith("data: [DONE]\n\n")
+
+    run(story())
+
+
+@pytest.mark.parametrize("how", ["kill", "raise", "exit"])
+def test_an_engine_that_dies_ends_every_stream_with_an_error_and_turns_health_red(folder, how):
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            url = server.url + "/v1/completions"
+            stream = await http.post(url, json=body(True, reply="x", times=2900, delay=0.01))
+            await stream.content.readany()
+            whole = asyncio.create_task(http.post(url, json=body(reply="x", times=2900, delay=0.01)))
+            await until(lambda: server.service.client.num_open == 2)
+            if how == "kill":
+                os.kill(server.service.client.pid, signal.SIGKILL)
+            else:
+                faulty = asyncio.create_task(http.post(url, json=body(reply="abc", fault=how)))
+                assert (await faulty).status == 500
+            began = time.monotonic()
+            rest = (await stream.read()).decode()
+            last = json.loads(rest.strip().rsplit("data: ", 1)[1])
+            assert last["error"]["code"] == "engine_failed" and "[DONE]" not in rest
+            answer = await whole
+            assert answer.status == 500
+            assert (await answer.json())["error"]["code"] == "engine_failed"
+            assert time.monotonic() - began < 5
+            async with http.get(server.url + "/health") as response:
+                health = await response.json()
+                assert response.status == 503
+                assert health["engine"]["part"] == ("round" if how == "raise" else "process")
+                assert health["http"]["status"] == "ok"
+            async with http.get(server.url + "/ready") as response:
+                assert response.status == 503
+            async with http.post(url, json=body(reply="later")) as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["code"] == "engine_failed"
+            assert await metric(http, server, "pilotfish_engine_up") == 0
+            assert await metric(http, server, 'pilotfish_request_finished_total{finish_reason="error"}') >= 2
+
+    run(story())
+
+
+def test_while_it_loads_health_is_green_ready_is_not_and_requests_are_told_to_wait(folder):
+    async def story():
+        core = "scripted_core:make_core_that_loads_forever"
+        async with serving(folder, wait=False, core=core) as server, aiohttp.ClientSession() as http:
+            async with http.get(server.url + "/health") as response:
+                assert (response.status, (await response.json())["status"]) == (200, "loading")
+            async with http.get(server.url + "/ready") as response:
+                assert response.status == 503
+            async with http.post(server.url + "/v1/completions", json=body()) as response:
+                assert response.status == 503 and response.headers["Retry-After"]
+                assert (await response.json())["error"]["code"] == "loading"
+            async with http.get(server.url + "/v1/models") as response:
+                assert (await response.json())["data"][0]["max_model_len"] is None
+
+    run(story())
+
+
+def test_a_model_without_a_head_is_served_and_says_so(folder):
+    async def story():
+        async with serving(folder, engine={"num_speculative_tokens": 0}) as server, aiohttp.ClientSession() as http:
+            async with http.get(server.url + "/health") as response:
+                speculation = (await response.json())["speculation"]
+            assert speculation == {
+                "enabled": False,
+                "num_speculative_tokens": 0,
+                "disabled_reason": "no head in a scripted core",
+            }
+            line = 'pilotfish_spec_decode_disabled{reason="no head in a scripted core"}'
+            assert await metric(http, server, line) == 1
+
+    run(story())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_503_with_retry_after(folder, stream):
+    async def story():
+        limits = {"max_num_seqs": 1, "max_waiting": 2}
+        async with serving(folder, engine=limits) as server, aiohttp.ClientSession() as http:
+            url = server.url + "/v1/completions"
+            asked = [http.post(url, json=body(stream, reply="x" * 40, delay=0.01)) for _ in range(8)]
+            answers = await asyncio.gather(*asked)
+            codes = [answer.status for answer in answers]
+            assert codes.count(200) == 3 and codes.count(503) == 5
+            for answer in answers:
+                if answer.status == 503:
+                    assert answer.headers["Retry-After"].isdigit()
+                    assert (await answer.json())["error"]["code"] == "queue_full"
+                await answer.read()
+            assert await metric(http, server, 'pilotfish_request_rejected_total{reason="queue_full"}') == 5
+            async with http.post(url, json=body(reply="room again")) as response:
+                assert response.status == 200
+            async with http.post(url, json={**body(), "n": 4}) as response:
+                assert response.status == 400
+
+    run(story())
+
+
+def test_keys_guard_the_api_and_nothing_else(folder):
+    async def story():
+        async with serving(folder, api_keys=("secret",)) as server, aiohttp.ClientSession() as http:
+            for headers, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer no"}, 401),
+                ({"Authorization": "Bearer secret"}, 200),
+            ):
+                async with http.get(server.url + "/v1/models", headers=headers) as response:
+                    assert response.status == status
+            for path in ("/health", "/ready", "/metrics", "/version", "/ping"):
+                async with http.get(server.url + path) as response:
+                    assert response.status == 200
+
+    run(story())
+
+
+def test_lenient_relays_may_send_fields_nobody_knows(folder):
+    async def story():
+        async with serving(folder, ignore_unknown_fields=True) as server, aiohttp.ClientSession() as http:
+            for extra, status in (({"relay_trace": 1}, 200), ({"temperature": 9}, 400), ({"suffix": "x"}, 400)):
+                async with http.post(server.url + "/v1/completions", json={**body(reply="x"), **extra}) as response:
+                    assert response.status == status
+
+    run(story())
+
+
+def test_acceptance_on_metrics_equals_the_engines_transcript(folder):
+    """Requests that end in every way, then every series against what the engine really did."""
+
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            url, wanted = server.url + "/v1/completions", []
+            for runs, extra in (
+                ([1], {}),
+                ([4], {}),
+                ([2, 3], {"max_tokens": 10}),
+                ([4, 1], {"stop": "gh"}),
+                ([3], {"stream": True}),
+            ):
+                async with http.post(url, json={**body(reply="abcdefghijkl", runs=runs), **extra}) as response:
+                    assert response.status == 200
+                    await response.read()
+                wanted.append(extra)
+            await until(lambda: server.service.client.num_open == 0)
+            seen, ended = [], set()
+            for step in server.transcript():
+                for output in step["outputs"]:
+                    # the stop string of the fourth request ends in its third output: later ones are over-produced
+                    if output["request_id"] not in ended and output.get("round", True):
+                        seen.append(output)
+                    if _completes_stop(server.transcript(), output, wanted):
+                        ended.add(output["request_id"])
+            offered = [o for o in seen if o.get("num_drafted")]
+            prefix = "pilotfish_spec_decode_"
+            assert await metric(http, server, prefix + 'num_drafts_total{synthetic="0"}') == len(offered)
+            assert await metric(http, server, prefix + 'num_draft_tokens_total{synthetic="0"}') == 3 * len(offered)
+            for position in range(3):
+                labels = f'{{position="{position}",synthetic="0"}}'
+                accepted = sum(_accepted(o, wanted, server.transcript()) > position for o in seen)
+                assert await metric(http, server, prefix + "num_draft_tokens_per_pos_total" + labels) == len(offered)
+                assert await metric(http, server, prefix + "num_accepted_tokens_per_pos_total" + labels) == accepted
+
+    def _tokens_before(transcript, output):
+        tokens = []
+        for step in transcript:
+            for other in step["outputs"]:
+                if other is output or other == output:
+                    return tokens
+                if other["request_id"] == output["request_id"]:
+                    tokens += other.get("token_ids", [])
+        return tokens
+
+    def _kept(output, wanted, transcript):
+        """How many of an output's tokens a decoder without runs would have produced."""
+        ids = output.get("token_ids", [])
+        order = list(dict.fromkeys(o["request_id"] for step in transcript for o in step["outputs"]))
+        stop = wanted[order.index(output["request_id"])].get("stop")
+        before = bytes(_tokens_before(transcript, output)).decode()
+        for count in range(1, len(ids) + 1):
+            if stop and stop in before + bytes(ids[:count]).decode():
+                return count
+        return len(ids)
+
+    def _completes_stop(transcript, output, wanted):
+        order = list(dict.fromkeys(o["request_id"] for step in transcript for o in step["outputs"]))
+        stop = wanted[order.index(output["request_id"])].get("stop")
+        text = bytes(_tokens_before(transcript, output) + output.get("token_ids", [])).decode()
+        return stop is not None and stop in text
+
+    def _accepted(output, wanted, transcript):
+        return min(output.get("num_accepted", 0), _kept(output, wanted, transcript))
+
+    run(story())
+
+
+# -- hostile bodies ----------------------------------------------------------------------------------------------
+
+VALUES = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        2**64,
+        -(2**63) - 1,
+        10**40,
+        0.5,
+        -0.0,
+        1e308,
+        1e-320,
+        "",
+        "x",
+        "\x00",
+        "😀",
+    ),
+    *(
+        "\ufffe",
+        "a" * 5000,
+        "9" * 400,
+        [],
+        {},
+        [[]],
+        [{}],
+        [None],
+        {"": None},
+        {"1": {}},
+        [1, "a"],
+        [[1], ["a"]],
+        [-1],
+        [2**70],
+    ),
+    *(
+        {"role": "user"},
+        [{"role": "user", "content": "x"}],
+        [{"role": "user", "content": [{"type": "text", "text": None}]}],
+    ),
+]
+FIELDS = [
+    *("model", "prompt", "messages", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed", "stop"),
+    *(
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "stop_token_ids",
+        "min_tokens",
+        "ignore_eos",
+        "max_tokens",
+    ),
+    *(
+        "stream",
+        "stream_options",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+        "tools",
+        "response_format",
+        "chat_template_kwargs",
+    ),
+    *(
+        "max_completion_tokens",
+        "user",
+        "best_of",
+        "suffix",
+        "reasoning_effort",
+        "add_special_tokens",
+        "return_token_ids",
+    ),
+    *("include_stop_str_in_output", "skip_special_tokens", "add_generation_prompt", "nonsense", ""),
+]
+RAW = [
+    *(
+        b"",
+        b"\x00",
+        b"{",
+        b"}",
+        b"null",
+        b'{"prompt"',
+        b"\xff\xfe\x00",
+        b"[" * 50_000,
+        b'{"a":' * 50_000,
+        b'"' + b"a" * 100_000,
+    ),
+    *(rb'{"prompt": "\ud800"}', rb'{"prompt": "a\udfffb"}', rb'{"messages": [{"role": "user", "content": "\ud83d"}]}'),
+    *(b'{"temperature": NaN, "prompt": "x"}', b'{"temperature": -Infinity, "prompt": "x"}', b'{"prompt": "\xc3\x28"}'),
+    *(
+        b'{"n": ' + b"9" * 10_000 + b"}",
+        b'{"temperature": 1e99999, "prompt": "x"}',
+        b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+    ),
+    *(b'{"chat_template_kwargs": {"messages": 1}, "messages": [{"role": "user", "content": "x"}]}',),
+]
+
+
+def hostile_bodies(count):
+    for seed in range(count):
+        rng = random.Random(seed)
+        base = (
+            {"prompt": "x", "max_tokens": 2}
+            if seed % 2
+            else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        )
+        yield json.dumps(
+            {**base, **{rng.choice(FIELDS): rng.choice(VALUES) for _ in range(rng.randrange(1, 4))}}
+        ).encode()
+
+
+def test_no_body_gets_a_500_or_stops_the_engine(folder):
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            paths = [server.v1 + "/completions", server.v1 + "/chat/completions"]
+            headers = {"Content-Type": "application/json"}
+            for index, data in enumerate([*RAW, *RAW, *hostile_bodies(600)]):
+                path = paths[(index + index // len(RAW)) % 2]
+                async with asyncio.timeout(PATIENCE), http.post(path, data=data, headers=headers) as response:
+                    text = await response.text()
+                    assert response.status in (200, 400, 404), f"{response.status} {data[:300]!r} {text[:300]}"
+                    if response.status != 200:
+                        error = json.loads(text)["error"]
+                        assert error.keys() == {"message", "type", "param", "code"}
+                        assert len(error["message"]) < 6000
+            await until(lambda: server.service.client.num_open == 0)
+            async with http.post(paths[0], json=body(reply="alive")) as response:
+                assert (await response.json())["choices"][0]["text"] == "alive"
+            assert await metric(http, server, 'pilotfish_request_rejected_total{reason="internal"}') == 0
+
+    run(story())
+
+
+def test_wrong_content_types_methods_paths_and_sizes(folder):
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            url, data = server.v1 + "/completions", json.dumps(body(reply="x")).encode()
+            cases = [
+                ("POST", url, {"Content-Type": "text/plain"}, data, 400),
+                ("POST", url, {"Content-Type": "application/x-www-form-urlencoded"}, data, 400),
+                ("POST", url, {"Content-Type": "multipart/form-data"}, data, 400),
+                ("POST", url, {"Content-Type": "application/json; charset=utf-8"}, data, 200),
+                ("POST", url, {"Content-Type": "application/json", "Content-Encoding": "gzip"}, b"not gzip", 400),
+                ("GET", url, {}, None, 405),
+                ("DELETE", server.v1 + "/models", {}, None, 405),
+                ("GET", server.url + "/v1/nothing", {}, None, 404),
+                ("GET", server.url + "/%ff%00", {}, None, 404),
+            ]
+            for method, target, headers, content, status in cases:
+                async with http.request(method, target, headers=headers, data=content) as response:
+                    text = await response.text()
+                    assert response.status == status, (method, target, headers, text)
+                    assert status == 200 or json.loads(text)["error"]["message"]
+
+    run(story())
+
+
+def test_bytes_that_are_no_http_leave_the_server_up(folder):
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            for data in (
+                b"\x00" * 100,
+                b"GET\r\n\r\n",
+                b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+                b"A" * 100_000,
+            ):
+                await exchange(server, data)
+            async with http.get(server.url + "/ping") as response:
+                assert response.status == 200
+
+    run(story())
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(folder):
+    async def story():
+        async with serving(folder) as server:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            answer = await exchange(server, f"{head}Content-Length: {33 << 20}\r\n\r\n".encode())
+            assert answer.startswith(b"HTTP/1.1 413") and b'"invalid_request_error"' in answer
+            chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+            answer = await exchange(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 33)
+            assert answer.startswith(b"HTTP/1.1 413") and b'"invalid_request_error"' in answer
+
+    run(story())
