@@ -1,0 +1,113 @@
+"""Matrix products: right to rounding, and the same bits for a row wherever it stands and whatever its neighbours hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.engine.checkpoint.nvfp4 import quantize
+from pilotfish.kernels.linear import TILE_ROWS, Linear, QuantizedLinear, make_linear, padded_rows
+
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = ((1, 7), (33, 65), (96, 64), (257, 130), (320, 64), (1000, 33))
+
+
+def random(shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(got, x, weight):
+    """Against float64. A bf16 result is rounded once (2^-8 relative); sums of K terms are held in fp32."""
+    wanted = x.double() @ weight.double().T
+    rounding = 2**-8 if got.dtype == torch.bfloat16 else 0
+    scale = x.double().abs() @ weight.double().abs().T
+    assert ((got.double() - wanted).abs() <= rounding * wanted.abs() + 1e-6 * scale).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_rows_match_float64(out_features, in_features, dtype):
+    weight, x = random((out_features, in_features), dtype), random((2 * TILE_ROWS, in_features), dtype, 1)
+    assert_close(Linear(weight).rows(x), x, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", (1, 5, 16, 65))
+def test_bulk_matches_float64(num_rows, dtype):
+    weight, x = random((33, 65), dtype), random((num_rows, 65), dtype, 1)
+    assert_close(Linear(weight).bulk(x), x, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_a_row_keeps_its_bits_at_every_position_of_every_tile(out_features, in_features, dtype):
+    linear = Linear(random((out_features, in_features), dtype))
+    row = random((1, in_features), dtype, 1)
+    alone = linear.rows(torch.cat((row, row.new_zeros(TILE_ROWS - 1, in_features))))[0]
+    for tiles in (1, 2, 3):
+        for position in range(tiles * TILE_ROWS):
+            x = random((tiles * TILE_ROWS, in_features), dtype, 2)
+            x[position] = row
+            assert torch.equal(linear.rows(x)[position], alone), (tiles, position)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_other_rows_is_not_seen(dtype):
+    linear = Linear(random((33, 65), dtype))
+    x = random((2 * TILE_ROWS, 65), dtype, 1)
+    clean = linear.rows(x)
+    spoiled = x.clone()
+    spoiled[1::2] = float("nan")
+    assert torch.equal(linear.rows(spoiled)[::2], clean[::2])
+
+
+def test_the_weight_may_be_a_view_of_another():
+    wide = random((40, 130), torch.bfloat16)
+    x = random((TILE_ROWS, 65), torch.bfloat16, 1)
+    assert torch.equal(Linear(wide[::2, 1::2]).rows(x), Linear(wide[::2, 1::2].clone()).rows(x))
+
+
+def test_rows_want_whole_tiles():
+    with pytest.raises(AssertionError, match="whole tiles"):
+        Linear(random((3, 4), torch.float32)).rows(torch.zeros(TILE_ROWS + 1, 4))
+
+
+def test_a_weight_that_is_no_matrix_is_refused():
+    with pytest.raises(ValueError, match="got shape"):
+        Linear(torch.zeros(3))
+
+
+@pytest.mark.parametrize(("rows", "tiles"), ((0, 1), (1, 1), (TILE_ROWS, 1), (TILE_ROWS + 1, 2), (4 * TILE_ROWS, 4)))
+def test_padded_rows(rows, tiles):
+    assert padded_rows(rows) == tiles * TILE_ROWS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_parts_equal_their_expanded_weights(dtype):
+    parts = [quantize(random((24, 32), torch.float32)), random((5, 32), torch.float32, 1)]
+    weight = torch.cat((parts[0].dequantize(dtype), parts[1].to(dtype)))
+    linear, x = QuantizedLinear(parts, dtype), random((2 * TILE_ROWS, 32), dtype, 2)
+    assert (linear.out_features, linear.in_features) == tuple(weight.shape)
+    # another library path than Linear's, so sums may be in another order: equal up to rounding
+    assert_close(linear.rows(x), x, weight)
+    assert_close(linear.bulk(x[:7]), x[:7], weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_packed_part_on_the_cpu_is_the_linear_of_its_expanded_weight(dtype):
+    part = quantize(random((24, 32), torch.float32))
+    made, x = make_linear([part], dtype, torch.device("cpu")), random((TILE_ROWS, 32), dtype, 2)
+    assert torch.equal(made.rows(x), Linear(part.dequantize(dtype)).rows(x))
+
+
+def test_packed_weights_stay_packed_off_the_cpu():
+    part = quantize(random((24, 32), torch.float32))
+    made = make_linear([part], torch.bfloat16, torch.device("meta"))
+    assert isinstance(made, QuantizedLinear)
+    assert made.num_bytes == part.num_bytes < 24 * 32
+
+
+def test_parts_of_one_product_keep_their_order():
+    parts = [random((n, 16), torch.float32, n) for n in (3, 1, 5)]
+    x = random((TILE_ROWS, 16), torch.float32, 9)
+    assert_close(make_linear(list(parts), torch.float32, torch.device("cpu")).rows(x), x, torch.cat(parts))
