@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pilotfish.kernels.activation import silu
 from pilotfish.kernels.linear import TILE_ROWS, AnyLinear
 
 
@@ -32,7 +33,7 @@ class GatedMlp:
 
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return silu(gate) * up
 
 
 def route(logits_RE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.window import Span, Window
+from pilotfish.kernels.activation import sigmoid
 from pilotfish.kernels.attention import prefill_attention, window_attention, write_kv
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.norm import rms_norm
@@ -56,4 +57,4 @@ class GatedAttention:
         return q.contiguous(), k, v.reshape(-1, kv, dim), gate
 
     def _gate(self, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return (mixed * gate.float().sigmoid()).to(self.dtype)
+        return (mixed * sigmoid(gate.float())).to(self.dtype)

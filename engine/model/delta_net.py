@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pilotfish.engine.model.window import Window
+from pilotfish.kernels.activation import sigmoid, silu, softplus
 from pilotfish.kernels.conv import causal_conv
 from pilotfish.kernels.delta_net import delta_prefill, delta_window
 from pilotfish.kernels.linear import AnyLinear
@@ -71,7 +72,7 @@ class GatedDeltaNet:
             [projected.shape[1] - value_dim - 2 * self.num_value_heads, value_dim, 2 * self.num_value_heads], -1
         )
         b, a = (part.float() for part in ba.chunk(2, dim=-1))
-        return u, z, b.sigmoid(), self.decay_rate * F.softplus(a + self.dt_bias)
+        return u, z, sigmoid(b), self.decay_rate * softplus(a + self.dt_bias)
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (normed and scaled), k (normed), v of the convolved channels, fp32 [..., Hv, width] each."""
@@ -83,4 +84,4 @@ class GatedDeltaNet:
 
     def _gate(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         normed = rms_norm(read, self.gate_norm, self.eps, torch.float32)
-        return (normed.flatten(1) * F.silu(z.float())).to(self.dtype)
+        return (normed.flatten(1) * silu(z.float())).to(self.dtype)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pilotfish.kernels.activation import sigmoid
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp, expert_bulk, expert_rows, route
 
@@ -48,4 +49,4 @@ class MoeMlp:
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits, gate = logits.float().split([len(self.experts), 1], dim=-1)
-        return *route(logits, self.top_k), gate.contiguous().sigmoid()
+        return *route(logits, self.top_k), sigmoid(gate)

@@ -1,4 +1,4 @@
-"""Matrix products: right to rounding, and the same bits for a row wherever it stands and whatever its neighbours hold."""
+"""Matrix products: right to rounding, and a row's bits wherever it stands and whatever its neighbours hold."""
 
 from __future__ import annotations
 
