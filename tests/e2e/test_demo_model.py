@@ -1,0 +1,120 @@
+"""The demo model behind the real server: speculated and plain answers are the same, and /metrics says what it gave."""
+
+import importlib.util
+from pathlib import Path
+
+import openai
+import pytest
+from serving import serving_in_thread
+
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+CODE = "def is_prime(number):\n    "
+TOKENS = 24
+TIMEOUT = 240
+
+pytestmark = [
+    pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="demo/model is not in this checkout"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("pilotfish.engine.loop") is None, reason="pilotfish.engine.loop does not exist yet"
+    ),
+]
+
+
+def client_of(server):
+    return openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def speculated():
+    engine = {"num_speculative_tokens": 3, "max_model_len": 2048, "max_num_seqs": 4}
+    with serving_in_thread(MODEL, core="pilotfish.engine.loop:make_core", engine=engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answers(speculated):
+    """The same requests to a plain server and to the speculating one, side by side in its batch."""
+    engine = {"num_speculative_tokens": 0, "max_model_len": 2048, "max_num_seqs": 1}
+    with serving_in_thread(MODEL, core="pilotfish.engine.loop:make_core", engine=engine) as plain:
+        return [complete(plain), complete(speculated)]
+
+
+def complete(server):
+    with client_of(server) as client:
+        base = {"model": "scripted", "max_tokens": TOKENS, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+        return [
+            client.completions.create(prompt=CODE, temperature=0, **base),
+            client.completions.create(prompt=CODE, temperature=0.8, seed=11, n=3, **base),
+            client.completions.create(prompt=CODE, temperature=0, frequency_penalty=0.7, presence_penalty=0.3, **base),
+        ]
+
+
+def test_k_changes_no_token(answers):
+    plain, speculated = answers
+    for expected, got in zip(plain, speculated, strict=True):
+        assert [choice.token_ids for choice in got.choices] == [choice.token_ids for choice in expected.choices]
+        assert [choice.text for choice in got.choices] == [choice.text for choice in expected.choices]
+        assert got.usage.completion_tokens == expected.usage.completion_tokens
+    assert all(answer.usage.completion_tokens_details.accepted_prediction_tokens == 0 for answer in plain)
+
+
+def test_sampled_choices_differ_from_each_other(answers):
+    choices = answers[1][1].choices
+    assert len({tuple(choice.token_ids) for choice in choices}) > 1
+
+
+def test_streamed_text_is_the_whole_text(speculated, answers):
+    with client_of(speculated) as client:
+        stream = client.completions.create(
+            model="scripted",
+            prompt=CODE,
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        assert "".join(chunk.choices[0].text for chunk in stream) == answers[1][0].choices[0].text
+
+
+def test_a_stop_string_from_inside_the_text_cuts_it_there(speculated, answers):
+    whole = answers[1][0].choices[0].text
+    stop = whole[len(whole) // 2 :][:3]
+    with client_of(speculated) as client:
+        answer = client.completions.create(
+            model="scripted",
+            prompt=CODE,
+            max_tokens=TOKENS,
+            temperature=0,
+            stop=stop,
+            logprobs=1,
+            extra_body={"ignore_eos": True},
+        )
+    (choice,) = answer.choices
+    assert choice.text == whole[: whole.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert len(choice.logprobs.tokens) == answer.usage.completion_tokens < TOKENS
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs)
+
+
+def test_chat_through_the_checkpoints_template(speculated):
+    with client_of(speculated) as client:
+        answer = client.chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": "Hello"}], max_tokens=12, temperature=0
+        )
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert 1 <= answer.usage.completion_tokens <= 12
+
+
+def test_metrics_and_usage_count_the_same_drafts(speculated, answers):
+    import urllib.request
+
+    with urllib.request.urlopen(speculated.url + "/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    series = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+    drafted = series['pilotfish_spec_decode_num_draft_tokens_total{synthetic="0"}']
+    accepted = series['pilotfish_spec_decode_num_accepted_tokens_total{synthetic="0"}']
+    assert drafted > 0
+    details = [answer.usage.completion_tokens_details for answer in answers[1]]
+    # later tests of this file may have added to the counters, none takes away
+    assert accepted >= sum(entry.accepted_prediction_tokens for entry in details)
+    assert drafted - accepted >= sum(entry.rejected_prediction_tokens for entry in details)
