@@ -9,7 +9,7 @@ from serving import serving_in_thread
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 CODE = "def is_prime(number):\n    "
-TOKENS = 24
+TOKENS = 16
 TIMEOUT = 240
 
 pytestmark = [
@@ -26,7 +26,7 @@ def client_of(server):
 
 @pytest.fixture(scope="module")
 def speculated():
-    engine = {"num_speculative_tokens": 3, "max_model_len": 2048, "max_num_seqs": 4}
+    engine = {"num_speculative_tokens": 3, "max_model_len": 2048, "max_num_seqs": 4, "num_threads": 1}
     with serving_in_thread(MODEL, core="pilotfish.engine.loop:make_core", engine=engine) as server:
         yield server
 
@@ -34,7 +34,7 @@ def speculated():
 @pytest.fixture(scope="module")
 def answers(speculated):
     """The same requests to a plain server and to the speculating one, side by side in its batch."""
-    engine = {"num_speculative_tokens": 0, "max_model_len": 2048, "max_num_seqs": 1}
+    engine = {"num_speculative_tokens": 0, "max_model_len": 2048, "max_num_seqs": 1, "num_threads": 1}
     with serving_in_thread(MODEL, core="pilotfish.engine.loop:make_core", engine=engine) as plain:
         return [complete(plain), complete(speculated)]
 
@@ -44,7 +44,7 @@ def complete(server):
         base = {"model": "scripted", "max_tokens": TOKENS, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
         return [
             client.completions.create(prompt=CODE, temperature=0, **base),
-            client.completions.create(prompt=CODE, temperature=0.8, seed=11, n=3, **base),
+            client.completions.create(prompt=CODE, temperature=0.8, seed=11, n=2, **base),
             client.completions.create(prompt=CODE, temperature=0, frequency_penalty=0.7, presence_penalty=0.3, **base),
         ]
 
