@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
@@ -86,7 +87,17 @@ def _read_one(opened: Any, info: TensorInfo) -> torch.Tensor:
 def _place(tensor: torch.Tensor, suffix: str, device: str | torch.device) -> torch.Tensor:
     """An own copy on the device; a global scale stays on the host, where it becomes a number."""
     target = torch.device("cpu" if suffix == ".weight_global_scale" else device)
-    return torch.empty_like(tensor, device=target).copy_(tensor)
+    own = torch.empty_like(tensor, device=target)
+    if target.type != "cpu":
+        return own.copy_(tensor)
+    # Not copy_: it splits each small tensor over all threads, which on a busy machine takes ten times as long.
+    np.copyto(_bytes(own), _bytes(tensor))
+    return own
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """A contiguous tensor's memory, uint8 [n]."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _assemble(module: Module, parts: dict[str, torch.Tensor]) -> dict[str, Weight]:
