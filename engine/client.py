@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -88,6 +89,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
+        self._last_news = 0.0
         self.state: State = "loading"
         self.failure: Failure | None = None
 
@@ -107,6 +109,11 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def seconds_silent(self) -> float:
+        """How long requests have been open without any report; 0 when none is. Each step reports."""
+        return time.monotonic() - self._last_news if self._open else 0.0
 
     @property
     def pid(self) -> int | None:
@@ -200,6 +207,8 @@ class EngineClient:
         if request.request_id in self._open:
             raise ValueError(f"want a new request id, got {request.request_id!r} twice")
         self._send(request)
+        if not self._open:
+            self._last_news = time.monotonic()
         self._open[request.request_id] = receive
 
     def abort(self, request_id: str) -> None:
@@ -264,6 +273,7 @@ class EngineClient:
 
     def _dispatch(self, report: StepReport) -> None:
         """Outputs of requests that have ended here are over-produced: neither delivered nor reported."""
+        self._last_news = time.monotonic()
         counted = []
         for output in report.outputs:
             receive = self._open.get(output.request_id)

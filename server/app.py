@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 import pilotfish
 from pilotfish.engine.client import EngineClient, EngineUnavailable
+from pilotfish.engine.messages import StepReport
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers
@@ -22,6 +23,7 @@ from pilotfish.server.auth import check_key
 from pilotfish.server.errors import ApiError, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.model_files import ModelFiles
+from pilotfish.server.throughput import ThroughputLog
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions
@@ -47,9 +49,13 @@ def make_app(
 ) -> web.Application:
     """Starting the application starts the engine process; it answers from then on, /ready once it has loaded."""
     metrics = Collector(registry or CollectorRegistry(), pilotfish.__version__)
-    client = EngineClient(
-        engine, core=options.core, on_report=metrics.on_report, environment=options.engine_environment
-    )
+    throughput = ThroughputLog()
+
+    def on_report(report: StepReport) -> None:
+        metrics.on_report(report)
+        throughput.on_report(report)
+
+    client = EngineClient(engine, core=options.core, on_report=on_report, environment=options.engine_environment)
     app = web.Application(
         middlewares=[_errors(metrics), _auth(options.api_keys)],
         client_max_size=handlers.MAX_BODY_BYTES,

@@ -16,7 +16,7 @@ from pilotfish.metrics.collectors import Collector
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.plan import Plan, plan_chat, plan_completion
+from pilotfish.server.plan import Context, Plan, plan_chat, plan_completion
 from pilotfish.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -30,6 +30,8 @@ from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, joi
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STALLED_SECONDS = 60.0
+"""An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
 
@@ -88,7 +90,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     ready = service.engine()
     wanted = decode_request(body, CompletionRequest, ignore_unknown=service.ignore_unknown_fields)
     model = service.check_model(wanted.model)
-    plan = await plan_completion(wanted, model, service.files, ready, arrived)
+    context = Context(model=model, files=service.files, ready=ready, arrived=arrived)
+    plan = await plan_completion(wanted, context)
     return await _answer(request, service, plan, CompletionFormat(plan, service.files.tokenizer, service.fingerprint))
 
 
@@ -99,7 +102,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     lenient = service.ignore_unknown_fields
     wanted = decode_request(body, ChatRequest, ignore_unknown=lenient)
     model = service.check_model(wanted.model)
-    plan = await plan_chat(wanted, model, service.files, ready, arrived, ignore_unknown=lenient)
+    context = Context(model=model, files=service.files, ready=ready, arrived=arrived, ignore_unknown=lenient)
+    plan = await plan_chat(wanted, context)
     return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint))
 
 
@@ -202,18 +206,20 @@ async def health(request: web.Request) -> web.Response:
     """200 while the engine loads or serves; the body says which part fails."""
     service = request.app[SERVICE]
     client, ready = service.client, service.client.ready
+    stalled = client.healthy and client.seconds_silent > STALLED_SECONDS
     body = {
-        "status": {"ready": "ok", "loading": "loading", "failed": "failed", "closed": "closed"}[client.state],
+        "status": "stalled" if stalled else "ok" if client.state == "ready" else client.state,
         "version": pilotfish.__version__,
         "http": {"status": "ok"},
         "engine": {
             "status": client.state,
             "part": client.failure.part if client.failure else None,
             "message": client.failure.message if client.failure else None,
+            "seconds_silent": round(client.seconds_silent, 3),
         },
         "speculation": _speculation(ready) if ready else None,
     }
-    return _json(body, status=200 if client.healthy else 503)
+    return _json(body, status=200 if client.healthy and not stalled else 503)
 
 
 def _speculation(ready: Ready) -> dict[str, object]:

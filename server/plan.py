@@ -16,16 +16,18 @@ from pilotfish.engine.messages import Ready, SamplingParams
 from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.messages import check_messages
-from pilotfish.server.model_files import ModelFiles, SamplingDefaults
+from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from pilotfish.server.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
+LOWEST_TEMPERATURE = 1e-5
+"""Below it sampling is greedy, as in vLLM: logits divided by less overflow."""
 MAX_SEQUENCES = 128
 SLOW_TEXT = 8192
 """Longer texts are tokenised in a thread, so that other streams go on."""
-MAX_CHARACTERS_A_TOKEN = 512
-"""No vocabulary has longer tokens: beyond max_model_len times this a text is refused before it is tokenised."""
+MAX_COMPOSED = 4
+"""Characters that a normaliser may join into one."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -58,7 +60,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stops: StopRules
     stream: bool
     include_usage: bool
-    echo: bool = False
     return_token_ids: bool = False
 
     @property
@@ -66,86 +67,84 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling[0].seed
 
 
-async def plan_completion(request: CompletionRequest, model: str, files: ModelFiles, ready: Ready, now: float) -> Plan:
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request is planned against. `model` is the name it asked for, `arrived` the clock when it came."""
+
+    model: str
+    files: ModelFiles
+    ready: Ready
+    arrived: float
+    ignore_unknown: bool = False
+
+
+async def plan_completion(request: CompletionRequest, context: Context) -> Plan:
     """Raises BadRequest naming the field."""
-    echo = bool(request.echo)
-    if echo and request.logprobs is not None:
+    if request.echo and request.logprobs is not None:
         raise BadRequest("Log-probabilities of an echoed prompt are not supported yet.", param="echo")
-    prompts = await _read_prompts(request, files.tokenizer, ready, echo)
-    limit = request.max_tokens or files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
-    return _plan(
-        "cmpl-", request, model, files, ready, now, prompts, limit, request.max_tokens is not None, request.logprobs
-    )
+    prompts = await _read_prompts(request, context.files.tokenizer, context.ready)
+    sampling = _sampling(request, context, request.logprobs)
+    limit = request.max_tokens or context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
+    limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]
+    return _plan("cmpl-", request, context, prompts, sampling, limits)
 
 
-async def plan_chat(
-    request: ChatRequest, model: str, files: ModelFiles, ready: Ready, now: float, *, ignore_unknown: bool = False
-) -> Plan:
+async def plan_chat(request: ChatRequest, context: Context) -> Plan:
     """Raises BadRequest naming the field."""
-    if files.chat_template is None:
+    template, ready = context.files.chat_template, context.ready
+    if template is None:
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
-    messages = check_messages(request.messages, ignore_unknown=ignore_unknown)
-    text = files.chat_template.render(
-        messages,
-        add_generation_prompt=request.add_generation_prompt is not False,
-        values=_template_values(request, files.chat_template),
-    )
-    prompt = Prompt(await _tokenize(text, files.tokenizer, ready, "messages", add_special_tokens=False))
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    text = template.render(
+        check_messages(request.messages, ignore_unknown=context.ignore_unknown),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        values=_template_values(request, template),
+    )
+    prompt = Prompt(await _tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
+    sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None)
     asked = request.max_completion_tokens or request.max_tokens
-    limit = asked or files.defaults.max_new_tokens or ready.max_model_len
-    return _plan("chatcmpl-", request, model, files, ready, now, [prompt], limit, asked is not None, logprobs)
+    limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
+    limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
+    return _plan("chatcmpl-", request, context, [prompt], sampling, limits)
 
 
 def _plan(
     prefix: str,
     request: SamplingFields,
-    model: str,
-    files: ModelFiles,
-    ready: Ready,
-    now: float,
+    context: Context,
     prompts: list[Prompt],
-    limit: int,
-    asked: bool,
-    logprobs: int | None,
+    sampling: SamplingParams,
+    limits: list[int],
 ) -> Plan:
+    """What both endpoints share once prompts and limits are known."""
     n = request.n or 1
     if len(prompts) * n > MAX_SEQUENCES:
         raise BadRequest(
             f"Want at most {MAX_SEQUENCES} sequences a request, got {len(prompts)} prompts x n = {n}.", param="n"
         )
-    base = _sampling(request, files.defaults, files.eos_token_ids, ready.vocab_size, logprobs)
-    sampling = [
-        msgspec.structs.replace(base, max_tokens=_limit(len(prompt.token_ids), limit, asked, ready))
-        for prompt in prompts
-    ]
-    if base.min_tokens > min(params.max_tokens for params in sampling):
-        raise BadRequest(f"Want min_tokens <= max_tokens, got {base.min_tokens}.", param="min_tokens")
+    if sampling.min_tokens > min(limits):
+        raise BadRequest(f"Want min_tokens <= max_tokens, got {sampling.min_tokens}.", param="min_tokens")
     stream = bool(request.stream)
     if request.stream_options is not None and not stream:
         raise BadRequest("'stream_options' wants 'stream' to be true.", param="stream_options")
     return Plan(
         id=prefix + secrets.token_hex(12),
-        model=model,
+        model=context.model,
         created=int(time.time()),
-        arrived=now,
+        arrived=context.arrived,
         prompts=prompts,
-        sampling=sampling,
+        sampling=[msgspec.structs.replace(sampling, max_tokens=limit) for limit in limits],
         n=n,
-        stops=_stop_rules(request, base),
+        stops=_stop_rules(request, sampling),
         stream=stream,
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        echo=isinstance(request, CompletionRequest) and bool(request.echo),
         return_token_ids=bool(request.return_token_ids),
     )
 
 
-def _sampling(
-    request: SamplingFields, defaults: SamplingDefaults, eos: tuple[int, ...], vocab_size: int, logprobs: int | None
-) -> SamplingParams:
-    """The request's values, then the checkpoint's, then neutral ones."""
+def _sampling(request: SamplingFields, context: Context, logprobs: int | None) -> SamplingParams:
+    """The request's values, then the checkpoint's, then neutral ones. max_tokens is filled in for each prompt."""
+    defaults, vocab_size = context.files.defaults, context.ready.vocab_size
 
     def choose(value: Any, default: Any, neutral: Any) -> Any:
         return value if value is not None else default if default is not None else neutral
@@ -153,8 +152,9 @@ def _sampling(
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids or ()))
     for token_id in stop_ids:
         _check_id(token_id, vocab_size, "stop_token_ids")
+    temperature = choose(request.temperature, defaults.temperature, 1.0)
     return SamplingParams(
-        temperature=choose(request.temperature, defaults.temperature, 1.0),
+        temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
         top_p=choose(request.top_p, defaults.top_p, 1.0),
         top_k=max(choose(request.top_k, defaults.top_k, 0), 0),
         min_p=choose(request.min_p, defaults.min_p, 0.0),
@@ -164,7 +164,7 @@ def _sampling(
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         min_tokens=request.min_tokens or 0,
         stop_token_ids=stop_ids,
-        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < vocab_size),
+        eos_token_ids=tuple(token_id for token_id in context.files.eos_token_ids if 0 <= token_id < vocab_size),
         ignore_eos=bool(request.ignore_eos),
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         logprobs=logprobs,
@@ -193,7 +193,7 @@ def _stop_rules(request: SamplingFields, sampling: SamplingParams) -> StopRules:
     )
 
 
-def _limit(num_prompt: int, limit: int, asked: bool, ready: Ready) -> int:
+def _limit(num_prompt: int, limit: int, asked: int | None, ready: Ready) -> int:
     """max_tokens for a prompt: what was asked or a 400; a default shrinks to what fits."""
     room = ready.max_model_len - num_prompt
     if room < 1:
@@ -205,7 +205,7 @@ def _limit(num_prompt: int, limit: int, asked: bool, ready: Ready) -> int:
         )
     # the cache holds the whole sequence and one window of drafts, reserved before it starts
     cache_room = ready.kv_pages_total * ready.page_size - num_prompt - ready.num_speculative_tokens - 1
-    if not asked:
+    if asked is None:
         return max(1, min(limit, room, cache_room))
     if limit > min(room, cache_room):
         bound, name = (
@@ -225,9 +225,9 @@ def _limit(num_prompt: int, limit: int, asked: bool, ready: Ready) -> int:
 # -- prompts -----------------------------------------------------------------------------------------------------
 
 
-async def _read_prompts(request: CompletionRequest, tokenizer: Tokenizer, ready: Ready, echo: bool) -> list[Prompt]:
+async def _read_prompts(request: CompletionRequest, tokenizer: Tokenizer, ready: Ready) -> list[Prompt]:
     """text, [text, ...], [id, ...] or [[id, ...], ...]."""
-    given = request.prompt
+    given, echo = request.prompt, bool(request.echo)
     if given is None or given == []:
         raise BadRequest("Want a prompt.", param="prompt", code="missing_parameter")
     entries: list[Any] = [given] if isinstance(given, str) or _is_id(given[0]) else given
@@ -260,8 +260,8 @@ def _id_prompt(entry: list[Any], tokenizer: Tokenizer, ready: Ready, where: str,
 async def _tokenize(
     text: str, tokenizer: Tokenizer, ready: Ready, where: str, *, add_special_tokens: bool
 ) -> list[int]:
-    if len(text) > ready.max_model_len * MAX_CHARACTERS_A_TOKEN:
-        _check_length(len(text) // MAX_CHARACTERS_A_TOKEN, ready, where)
+    # so many tokens it has at least: a giant text is refused before it is tokenised
+    _check_length(len(text) // (MAX_COMPOSED * tokenizer.longest_token) + 1, ready, where)
     if len(text) > SLOW_TEXT:
         ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     else:

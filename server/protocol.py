@@ -131,8 +131,9 @@ def decode_request(body: bytes, kind: type[AnyRequest], *, ignore_unknown: bool 
     if not isinstance(raw, dict):
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
     known = {name: value for name, value in raw.items() if name in kind.__struct_fields__}
-    for name in raw.keys() - known.keys() - ACCEPTED_AND_UNUSED:
-        _check_unserved(name, raw[name], ignore_unknown)
+    for name, value in raw.items():
+        if name not in known and name not in ACCEPTED_AND_UNUSED:
+            _check_unserved(name, value, ignore_unknown)
     if not ignore_unknown:
         _check_stream_options(known.get("stream_options"))
     try:

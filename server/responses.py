@@ -108,7 +108,7 @@ class CompletionFormat(_Base):
     object = chunk_object = "text_completion"
 
     def opening(self) -> list[Response]:
-        if not self._plan.echo and not self._plan.return_token_ids:
+        if not self._plan.return_token_ids and not any(prompt.text for prompt in self._plan.prompts):
             return []
         choices = []
         for index in range(len(self._plan.prompts) * self._plan.n):

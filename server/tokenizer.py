@@ -35,6 +35,7 @@ class Tokenizer:
         self._raw = raw
         self.special_ids = special_ids
         self.token_bytes = _token_bytes(raw)
+        self.longest_token = max(map(len, self.token_bytes), default=1)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:

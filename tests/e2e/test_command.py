@@ -10,11 +10,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from serving import ENVIRONMENT, script
 
 PATIENCE = 20
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "pilotfish.server.cli"]
 SCRIPTED = ["--core", "scripted_core:make_core"]
 
@@ -139,6 +141,14 @@ def test_generate_prints_the_text_then_the_numbers(folder):
     assert process.returncode == 0
     assert out == "some € text\n"
     assert "13 tokens" in errors and "acceptance length 3.00" in errors
+
+
+def test_the_demo_asks_twice_and_ends_clean(folder):
+    demo = [sys.executable, str(ROOT / "demo" / "try_it.py"), "--model", str(folder), "--", *SCRIPTED]
+    done = subprocess.run(demo, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("13 tokens") == done.stdout.count("acceptance length 1.00") == 2
+    assert done.stdout.count("Hello, world!") == 2 and "make audit" in done.stdout
 
 
 @pytest.mark.parametrize(

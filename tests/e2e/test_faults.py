@@ -130,6 +130,25 @@ def test_an_engine_that_dies_ends_every_stream_with_an_error_and_turns_health_re
     run(story())
 
 
+def test_an_engine_that_hangs_turns_health_red(folder, monkeypatch):
+    monkeypatch.setattr("pilotfish.server.handlers.STALLED_SECONDS", 0.3)
+
+    async def story():
+        async with serving(folder, close_seconds=0.2) as server, aiohttp.ClientSession() as http:
+            asked = asyncio.create_task(http.post(server.url + "/v1/completions", json=body(fault="hang")))
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    async with http.get(server.url + "/health") as response:
+                        health = await response.json()
+                    if response.status == 503:
+                        break
+                    await asyncio.sleep(0.05)
+            assert health["status"] == "stalled" and health["engine"]["seconds_silent"] > 0.3
+            asked.cancel()
+
+    run(story())
+
+
 def test_while_it_loads_health_is_green_ready_is_not_and_requests_are_told_to_wait(folder):
     async def story():
         core = "scripted_core:make_core_that_loads_forever"

@@ -13,7 +13,6 @@ from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavai
 from pilotfish.server.generation import Choice
 from pilotfish.server.plan import StopRules
 
-
 # making series costs more than everything these tests do with them
 COLLECTOR = Collector(CollectorRegistry())
 

@@ -10,7 +10,7 @@ from byte_model import END, IM_END
 from pilotfish.engine.messages import Ready
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import SamplingDefaults
-from pilotfish.server.plan import plan_chat, plan_completion
+from pilotfish.server.plan import Context, plan_chat, plan_completion
 from pilotfish.server.protocol import ChatRequest, CompletionRequest, decode_request
 
 READY = Ready(
@@ -34,12 +34,12 @@ USER = [{"role": "user", "content": "hi"}]
 
 def complete(files, ready=READY, **fields):
     request = decode_request(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
-    return asyncio.run(plan_completion(request, "m", files, ready, 0.0))
+    return asyncio.run(plan_completion(request, Context(model="m", files=files, ready=ready, arrived=0.0)))
 
 
 def chat(files, ready=READY, **fields):
     request = decode_request(json.dumps({"messages": USER, **fields}).encode(), ChatRequest)
-    return asyncio.run(plan_chat(request, "m", files, ready, 0.0))
+    return asyncio.run(plan_chat(request, Context(model="m", files=files, ready=ready, arrived=0.0)))
 
 
 def refusal(call, files, **fields):
