@@ -1,0 +1,198 @@
+"""Small engines over tiny random models, and rounds whose drafts agree for a chosen number of tokens.
+
+`Driver` runs a runner without scheduler or loop. `transcript` is what a request gives alone at k = 0: its tokens, and
+for every position the logits, the recurrent state, and the keys and values, the head's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.round import run_round
+from pilotfish.engine.runner import Batch, Runner, SequenceReport
+from pilotfish.engine.start import Engine, Plan, assemble
+from pilotfish.kernels.attention import PAGE
+from tests.support.tiny_models import VOCAB_SIZE, build_tiny
+
+CPU = torch.device("cpu")
+MAX_DEPTH = 8
+GREEDY = SamplingParams(temperature=0)
+MODES = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(temperature=0.9, seed=7),
+    "every feature": SamplingParams(
+        temperature=1.1,
+        top_k=50,
+        top_p=0.95,
+        min_p=0.01,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        logit_bias={3: 2.0, 17: -5.0},
+        min_tokens=5,
+        stop_token_ids=(319,),
+        seed=-11,
+        choice=2,
+    ),
+}
+MODELS = [(kind, dtype) for kind in ("hv_gt_hk", "moe") for dtype in ("float32", "bfloat16")]
+"""Dense and MoE, both with more value heads than key heads."""
+
+
+@cache
+def _checkpoint(kind: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+    with TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(build_tiny(folder, kind, dtype=dtype))
+        return checkpoint.config, load_weights(checkpoint, progress=False)
+
+
+def make_engine(
+    kind: str = "moe",
+    dtype: str = "float32",
+    *,
+    depth: int = MAX_DEPTH,
+    max_num_seqs: int = 4,
+    max_model_len: int = 2048,
+    num_pages: int = 12,
+    prefill_chunk: int = 64,
+    max_waiting: int = 8,
+) -> Engine:
+    """An engine with caches of its own, full of NaN. depth 0: no head."""
+    config, weights = _checkpoint(kind, dtype)
+    kept = {name: weight for name, weight in weights.items() if depth or not name.startswith("mtp.")}
+    torch_dtype = getattr(torch, dtype)
+    model = build_model(kept, config, CacheSizes(num_pages + 1, max_num_seqs + 1, depth + 1), torch_dtype, CPU)
+    plan = Plan(CPU, torch_dtype, depth, None, max_model_len, max_num_seqs, "configured", num_pages, prefill_chunk)
+    return assemble(model, plan, max_waiting, 0, 0.0)
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Driver:
+    """Runs sequences by slot; keeps each one's tokens and, by position of the row, its logits."""
+
+    def __init__(self, engine: Engine):
+        self.runner: Runner = engine.runner
+        self.state = engine.runner.state
+        self.trunk = engine.runner.model.trunk
+        self.chunk = engine.scheduler.prefill_chunk
+        self.tables: dict[int, list[int]] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.logits: dict[int, dict[int, torch.Tensor]] = {}
+        self.runner.observers.append(self._observe)
+
+    def _observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+        if name == "logits":
+            for row, slot, position in zip(rows, slots, positions, strict=True):
+                self.logits[slot][position] = row.clone()
+
+    @torch.inference_mode()
+    def start(
+        self,
+        slot: int,
+        prompt: list[int],
+        table: list[int],
+        params: SamplingParams = GREEDY,
+        *,
+        max_tokens: int = 64,
+        own_k: int = MAX_DEPTH,
+        depth: int = 1,
+        logprobs: int | None = None,
+    ) -> SequenceReport:
+        """Admits and prefills. depth >= 1 fills the head's cache up to the prompt's end, if there is a head."""
+        self.prompts[slot], self.tables[slot] = prompt, table
+        self.tokens[slot], self.logits[slot] = [], {}
+        self.runner.admit(slot, prompt, params, len(prompt) + max_tokens, own_k)
+        report = None
+        for start in range(0, len(prompt), self.chunk):
+            end = min(start + self.chunk, len(prompt))
+            report = self.runner.prefill(slot, table, prompt, start, end, depth, logprobs)
+        assert report is not None
+        self.tokens[slot] += report.token_ids
+        return report
+
+    def force(self, slot: int, drafts: Sequence[int]) -> None:
+        """What the next round verifies, all of it offered."""
+        self.state.drafts[slot, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
+        self.state.num_offered[slot] = len(drafts)
+
+    @torch.inference_mode()
+    def round(self, slots: list[int], depth: int = 0, next_depth: int = 0) -> list[SequenceReport]:
+        tables = [self.tables[slot] for slot in slots]
+        reports, _ = run_round(self.runner, Batch(slots, tables, depth, [None] * len(slots)), next_depth)
+        for report in reports:
+            self.tokens[report.slot] += report.token_ids
+        return reports
+
+    def length(self, slot: int) -> int:
+        return int(self.state.length[slot])
+
+    def entries(self, cache: Any, slot: int, end: int) -> torch.Tensor:
+        """Keys and values of positions 0..end-1, [2, kv, end, D]."""
+        pages = self.tables[slot][: -(-end // PAGE)]
+        return torch.stack([t[pages].transpose(0, 1).flatten(1, 2)[:, :end].clone() for t in (cache.k, cache.v)])
+
+    def memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every buffer that rounds change, and a copy of it; `restore` takes it back."""
+        caches = [*self.trunk.kv, *([self.runner.model.head.cache] if self.runner.model.head else [])]
+        state, pending = self.trunk.state, self.trunk.state.pending
+        buffers = [value for value in vars(self.state).values() if isinstance(value, torch.Tensor)]
+        buffers += [state.s, state.conv, *vars(pending).values(), *(t for c in caches for t in (c.k, c.v))]
+        self._kept_tokens = {slot: list(tokens) for slot, tokens in self.tokens.items()}
+        return [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self, memory: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for buffer, kept in memory:
+            buffer.copy_(kept)
+        self.tokens = {slot: list(tokens) for slot, tokens in self._kept_tokens.items()}
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One request alone, one row a round. `logits[p]` and the entries are those of the row at position p; `states[n]`
+    is (S, convolution inputs) after n tokens."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: dict[int, torch.Tensor]
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    kv: torch.Tensor | None = None
+    head_kv: torch.Tensor | None = None
+
+    def drafts(self, num_tokens: int, depth: int, agreeing: int) -> list[int]:
+        """Drafts after the first num_tokens tokens: right but for the one at `agreeing`."""
+        right = self.tokens[num_tokens : num_tokens + depth]
+        right += [0] * (depth - len(right))
+        return [(token + 1) % VOCAB_SIZE if i == agreeing else token for i, token in enumerate(right)]
+
+
+@cache
+def transcript(
+    kind: str, dtype: str, length: int, *, seed: int = 0, mode: str = "greedy", num_tokens: int = 40, chunk: int = 64
+) -> Transcript:
+    """random_prompt(length, seed) decoded alone at k = 0, with a head that repairs one row a round."""
+    driver = Driver(make_engine(kind, dtype, num_pages=6, max_num_seqs=1, prefill_chunk=chunk))
+    prompt = random_prompt(length, seed)
+    driver.start(1, prompt, [1, 2, 3, 4, 5, 6], MODES[mode], max_tokens=num_tokens)
+    states = {}
+    while not bool(driver.state.done[1]):
+        start = driver.length(1)
+        driver.round([1])
+        states[start] = (driver.trunk.state.s[:, 1].clone(), driver.trunk.state.conv[:, 1].clone())
+    end = driver.length(1)
+    (full,) = driver.trunk.kv
+    head_kv = driver.entries(driver.runner.model.head.cache, 1, end)
+    return Transcript(prompt, driver.tokens[1], driver.logits[1], states, driver.entries(full, 1, end), head_kv)
