@@ -7,25 +7,41 @@ plain decoding from the prompt. All agree bit for bit, as do the head's keys and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
 import torch
 
 from pilotfish.engine.model.window import Window
+from pilotfish.engine.runner import SequenceReport
 from pilotfish.kernels.linear import padded_rows
 from tests.support.rounds import MODELS, Driver, make_engine, transcript
 
 SLOT, TABLE = 2, [5, 1, 3]
 PROMPT_LENGTH = 21
+NUM_TOKENS = 24
 NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forced round left: the states as the next round reads them, keys and values of trunk and head."""
+
+    drafts: list[int]
+    report: SequenceReport
+    end: int
+    logits: dict[int, torch.Tensor]
+    state: tuple[torch.Tensor, ...]
+    kv: torch.Tensor
+    head_kv: torch.Tensor
 
 
 class Scene:
     """A sequence some rounds into its text, two rows of the last round accepted and pending."""
 
     def __init__(self, kind, dtype):
-        self.reference = transcript(kind, dtype, PROMPT_LENGTH)
+        self.reference = transcript(kind, dtype, PROMPT_LENGTH, num_tokens=NUM_TOKENS)
         self.driver = Driver(make_engine(kind, dtype))
         self.driver.start(SLOT, self.reference.prompt, TABLE)
         self.driver.force(SLOT, self.reference.drafts(1, 4, 3))
@@ -35,20 +51,35 @@ class Scene:
         self.memory = self.driver.memory()
         self.pending = int(self.driver.state.pending_count[SLOT])
         self.start = self.driver.length(SLOT)
+        self.last = self.driver.tokens[SLOT][-1]
+        self.outcomes: dict[tuple[int, int], Outcome] = {}
         assert (self.pending, self.start) == (2, PROMPT_LENGTH + 6)
 
-    def forced_round(self, depth, accepted, next_depth=2):
-        """The drafts of a round from the base that accepts this many, and its report."""
-        self.driver.restore(self.memory)
-        drafts = self.reference.drafts(len(self.driver.tokens[SLOT]), depth, accepted)
-        self.driver.force(SLOT, drafts)
-        (report,) = self.driver.round([SLOT], depth, next_depth)
-        return drafts, report
+    @property
+    def head_cache(self):
+        return self.driver.runner.model.head.cache
 
-    def replay(self):
-        """S and convolution inputs as the next round would read them."""
-        counts = [int(self.driver.state.pending_count[SLOT])]
-        states = self.driver.trunk.state.replay(torch.tensor([SLOT]), counts)
+    def force(self, depth, agreeing):
+        drafts = self.reference.drafts(len(self.driver.tokens[SLOT]), depth, agreeing)
+        self.driver.force(SLOT, drafts)
+        return drafts
+
+    def outcome(self, depth, accepted):
+        """From the base, a round of `depth` drafts of which this many agree; run once."""
+        if (depth, accepted) not in self.outcomes:
+            driver = self.driver
+            driver.restore(self.memory)
+            drafts = self.force(depth, accepted)
+            (report,) = driver.round([SLOT], depth, next_depth=min(depth, 3))
+            end, (full,) = driver.length(SLOT), driver.trunk.kv
+            entries = [driver.entries(cache_, SLOT, end) for cache_ in (full, self.head_cache)]
+            state = self.replay(int(driver.state.pending_count[SLOT]))
+            self.outcomes[depth, accepted] = Outcome(drafts, report, end, dict(driver.logits[SLOT]), state, *entries)
+        return self.outcomes[depth, accepted]
+
+    def replay(self, count):
+        """S and convolution inputs as the next round would read and store them."""
+        states = self.driver.trunk.state.replay(torch.tensor([SLOT]), [count])
         return tuple(state[:, 0].clone() for state in states)
 
     @torch.inference_mode()
@@ -60,24 +91,21 @@ class Scene:
         window = Window.build(len(tokens), torch.tensor([SLOT]), [start], [TABLE], model.inv_freq)
         return model.trunk.logits(model.trunk.rows(rows, window, [pending]))[: len(tokens)].clone()
 
-    def commit_pending(self, count):
-        return tuple(s[:, 0].clone() for s in self.driver.trunk.state.replay(torch.tensor([SLOT]), [count]))
-
-    def snapshots(self, tokens):
-        """From the base, one row at a time: logits of every row and the state after it."""
+    def one_at_a_time(self, tokens):
+        """From the base, one row a window: logits of every row, and a snapshot of the state after it."""
         self.driver.restore(self.memory)
         pending, logits, states = self.pending, [], []
         for offset, token in enumerate(tokens):
             logits.append(self.window([token], self.start + offset, pending)[0])
-            states.append(self.commit_pending(1))
+            states.append(self.replay(1))
             pending = 0
         return logits, states
 
     def rerun(self, tokens):
-        """From the base, the accepted prefix as one window: the state after it."""
+        """From the base, these tokens as one window, all of them kept: the state after it."""
         self.driver.restore(self.memory)
         self.window(tokens, self.start, self.pending)
-        return self.commit_pending(len(tokens))
+        return self.replay(len(tokens))
 
 
 @cache
@@ -91,130 +119,155 @@ def assert_same(got, wanted, what):
 
 
 models = pytest.mark.parametrize(("kind", "dtype"), MODELS)
+two_models = pytest.mark.parametrize(("kind", "dtype"), (MODELS[1], MODELS[2]))
 depths = pytest.mark.parametrize("depth", range(9))
 
 
 @models
 @depths
-def test_the_replayed_state_is_that_of_snapshots_of_a_rerun_and_of_plain_decoding(kind, dtype, depth):
+def test_a_round_commits_what_agrees_and_one_more(kind, dtype, depth):
     base = scene(kind, dtype)
     for accepted in range(depth + 1):
-        drafts, report = base.forced_round(depth, accepted)
+        report = base.outcome(depth, accepted).report
         assert (report.num_drafted, report.num_accepted) == (depth, accepted)
-        last = base.driver.tokens[SLOT][-accepted - 2]
-        state = base.replay()
-        _, snapshots = base.snapshots([last, *drafts])
-        assert_same(state, snapshots[accepted], ("snapshot", accepted))
-        assert_same(state, base.rerun([last, *drafts[:accepted]]), ("rerun", accepted))
-        assert_same(state, base.reference.states[base.start + accepted + 1], ("plain", accepted))
+        assert report.token_ids == base.reference.tokens[7 : 7 + accepted + 1]
 
 
 @models
 @depths
-def test_every_row_of_a_window_has_the_logits_of_that_row_alone(kind, dtype, depth):
+def test_the_replayed_state_is_plain_decoding_s(kind, dtype, depth):
     base = scene(kind, dtype)
-    for accepted in {0, depth // 2, depth}:
-        drafts, report = base.forced_round(depth, accepted)
-        rows = dict(base.driver.logits[SLOT])
-        last = base.driver.tokens[SLOT][-accepted - 2]
-        # the rejected rows too: what they hold is as well defined
-        alone, _ = base.snapshots([last, *drafts])
-        for offset, logits in enumerate(alone):
-            assert torch.equal(rows[base.start + offset], logits), (accepted, offset)
-        for offset in range(accepted + 1):
-            assert torch.equal(rows[base.start + offset], base.reference.logits[base.start + offset])
-        assert report.token_ids == base.reference.tokens[6 + 1 : 6 + 1 + accepted + 1]
-
-
-@models
-@depths
-def test_keys_and_values_of_trunk_and_head_are_those_of_plain_decoding(kind, dtype, depth):
-    base = scene(kind, dtype)
-    (full,) = base.driver.trunk.kv
-    head = base.driver.runner.model.head.cache
     for accepted in range(depth + 1):
-        base.forced_round(depth, accepted, next_depth=depth)
-        end = base.driver.length(SLOT)
-        assert end == base.start + accepted + 1
-        assert torch.equal(base.driver.entries(full, SLOT, end), base.reference.kv[:, :, :end]), accepted
-        assert torch.equal(base.driver.entries(head, SLOT, end), base.reference.head_kv[:, :, :end]), accepted
+        outcome = base.outcome(depth, accepted)
+        assert_same(outcome.state, base.reference.states[outcome.end], accepted)
+
+
+@models
+def test_the_replayed_state_is_the_snapshot_after_the_last_accepted_row(kind, dtype):
+    base = scene(kind, dtype)
+    # right drafts: after n of them a snapshot is that of any window that accepts n
+    _, snapshots = base.one_at_a_time([base.last, *base.outcome(8, 8).drafts])
+    for depth in range(9):
+        for accepted in range(depth + 1):
+            assert_same(base.outcome(depth, accepted).state, snapshots[accepted], (depth, accepted))
 
 
 @models
 @pytest.mark.parametrize("accepted", range(9))
+def test_the_replayed_state_is_that_of_the_accepted_prefix_run_again(kind, dtype, accepted):
+    base = scene(kind, dtype)
+    wanted = base.rerun([base.last, *base.outcome(8, accepted).drafts[:accepted]])
+    for depth in range(accepted, 9):
+        assert_same(base.outcome(depth, accepted).state, wanted, depth)
+
+
+@models
+@depths
+def test_keys_and_values_of_trunk_and_head_are_plain_decoding_s(kind, dtype, depth):
+    base = scene(kind, dtype)
+    for accepted in range(depth + 1):
+        outcome = base.outcome(depth, accepted)
+        assert outcome.end == base.start + accepted + 1
+        assert torch.equal(outcome.kv, base.reference.kv[:, :, : outcome.end]), accepted
+        assert torch.equal(outcome.head_kv, base.reference.head_kv[:, :, : outcome.end]), accepted
+
+
+@models
+@depths
+def test_accepted_rows_have_plain_decoding_s_logits(kind, dtype, depth):
+    base = scene(kind, dtype)
+    for accepted in range(depth + 1):
+        outcome = base.outcome(depth, accepted)
+        for position in range(base.start, outcome.end):
+            assert torch.equal(outcome.logits[position], base.reference.logits[position]), (accepted, position)
+
+
+@models
+@pytest.mark.parametrize(("depth", "accepted"), ((3, 0), (8, 2)))
+def test_rejected_rows_too_have_the_logits_of_that_row_alone(kind, dtype, depth, accepted):
+    base = scene(kind, dtype)
+    outcome = base.outcome(depth, accepted)
+    alone, _ = base.one_at_a_time([base.last, *outcome.drafts])
+    for offset, logits in enumerate(alone):
+        assert torch.equal(outcome.logits[base.start + offset], logits), offset
+
+
+@two_models
+@pytest.mark.parametrize("accepted", range(9))
 def test_k_may_change_every_round(kind, dtype, accepted):
     """8, 1, 0, 5 on one runner, two sequences of different lengths that accept different counts."""
-    references = {1: transcript(kind, dtype, 5, seed=3), 3: transcript(kind, dtype, PROMPT_LENGTH)}
+    references = {
+        1: transcript(kind, dtype, 5, seed=3, num_tokens=NUM_TOKENS),
+        3: transcript(kind, dtype, PROMPT_LENGTH, num_tokens=NUM_TOKENS),
+    }
     driver = Driver(make_engine(kind, dtype))
     for slot, table in ((1, [2, 4]), (3, [6, 1])):
         driver.start(slot, references[slot].prompt, table)
-    head, (full,) = driver.runner.model.head.cache, driver.trunk.kv
+    head, (full,), state = driver.runner.model.head.cache, driver.trunk.kv, driver.trunk.state
     depths = (8, 1, 0, 5, 0)
     for depth, next_depth in zip(depths, (*depths[1:], 0), strict=True):
         counts = {1: min(accepted, depth), 3: (depth + 8 - accepted) % (depth + 1)}
         for slot, count in counts.items():
             driver.force(slot, references[slot].drafts(len(driver.tokens[slot]), depth, count))
+        stored = {slot: driver.length(slot) for slot in references}
         reports = driver.round([1, 3], depth, next_depth)
         assert {report.slot: report.num_accepted for report in reports} == counts
         for slot, reference in references.items():
-            end = driver.length(slot)
             assert driver.tokens[slot] == reference.tokens[: len(driver.tokens[slot])]
-            for position in range(len(reference.prompt), end):
-                assert torch.equal(driver.logits[slot][position], reference.logits[position]), (depth, slot, position)
-            stored = end - counts[slot] - 1
-            if stored in reference.states:
-                state = driver.trunk.state
-                assert_same((state.s[:, slot], state.conv[:, slot]), reference.states[stored], (depth, slot))
-            assert torch.equal(driver.entries(full, slot, end), reference.kv[:, :, :end])
-            assert torch.equal(driver.entries(head, slot, end), reference.head_kv[:, :, :end])
+            assert_same((state.s[:, slot], state.conv[:, slot]), reference.states[stored[slot]], (depth, slot))
+    for slot, reference in references.items():
+        end = driver.length(slot)
+        for position in range(len(reference.prompt), end):
+            assert torch.equal(driver.logits[slot][position], reference.logits[position]), (slot, position)
+        assert torch.equal(driver.entries(full, slot, end), reference.kv[:, :, :end])
+        assert torch.equal(driver.entries(head, slot, end), reference.head_kv[:, :, :end])
 
 
-@models
-@pytest.mark.parametrize("junk", (NAN, 1e30))
-def test_what_rejected_rows_left_behind_is_never_read(kind, dtype, junk):
+@two_models
+@pytest.mark.parametrize(("junk", "accepted"), ((NAN, 0), (1e30, 3), (NAN, 5)))
+def test_what_rejected_rows_left_behind_is_never_read(kind, dtype, junk, accepted):
     base = scene(kind, dtype)
-    for accepted in (0, 3, 6):
-        base.forced_round(6, accepted)
-        end, state = base.driver.length(SLOT), base.driver.trunk.state
-        plant_junk(base.driver, end, junk)
-        for buffer in vars(state.pending).values():
-            buffer[:, SLOT, accepted + 1 :] = junk
-        base.driver.force(SLOT, base.reference.drafts(len(base.driver.tokens[SLOT]), 3, 2))
-        base.driver.round([SLOT], depth=3, next_depth=4)
-        base.driver.round([SLOT], depth=0, next_depth=4)
-        tokens = base.driver.tokens[SLOT]
-        assert tokens == base.reference.tokens[: len(tokens)]
-        for position in range(end, base.driver.length(SLOT)):
-            assert torch.equal(base.driver.logits[SLOT][position], base.reference.logits[position])
-        now = base.driver.length(SLOT)
-        head = base.driver.entries(base.driver.runner.model.head.cache, SLOT, now)
-        assert torch.equal(head, base.reference.head_kv[:, :, :now])
+    driver = base.driver
+    driver.restore(base.memory)
+    base.force(6, accepted)
+    driver.round([SLOT], depth=6, next_depth=2)
+    end = driver.length(SLOT)
+    plant_junk(driver, end, junk)
+    for buffer in vars(driver.trunk.state.pending).values():
+        buffer[:, SLOT, accepted + 1 :] = junk
+    base.force(3, 2)
+    driver.round([SLOT], depth=3, next_depth=4)
+    driver.round([SLOT], depth=0, next_depth=1)
+    now, tokens = driver.length(SLOT), driver.tokens[SLOT]
+    assert tokens == base.reference.tokens[: len(tokens)]
+    for position in range(end, now):
+        assert torch.equal(driver.logits[SLOT][position], base.reference.logits[position])
+    assert torch.equal(driver.entries(base.head_cache, SLOT, now), base.reference.head_kv[:, :, :now])
 
 
 def plant_junk(driver, end, junk):
     """Overwrites keys and values past `end` in the sequence's pages, and every page that is not its own."""
-    for cache_ in (*driver.trunk.kv, driver.runner.model.head.cache):
-        for tensor in (cache_.k, cache_.v):
-            tensor[[page for page in range(len(tensor)) if page not in TABLE]] = junk
+    for kv in (*driver.trunk.kv, driver.runner.model.head.cache):
+        for tensor in (kv.k, kv.v):
+            tensor[[page for page in range(len(tensor)) if page != TABLE[0]]] = junk
             tensor[TABLE[0], :, end:] = junk
-            tensor[TABLE[1:]] = junk
 
 
-@models
+@two_models
 def test_drafts_do_not_depend_on_what_rejected_rows_left_behind(kind, dtype):
     base = scene(kind, dtype)
     drawn = []
     for junk in (0.0, NAN):
         base.driver.restore(base.memory)
         plant_junk(base.driver, base.start, junk)
-        base.driver.force(SLOT, base.reference.drafts(len(base.driver.tokens[SLOT]), 6, 2))
+        base.force(6, 2)
         base.driver.round([SLOT], depth=6, next_depth=8)
         drawn.append(base.driver.state.drafts[SLOT].tolist())
     assert drawn[0] == drawn[1]
 
 
-@models
-def test_other_slots_keep_every_bit(kind, dtype):
+@two_models
+def test_a_round_touches_no_other_slot(kind, dtype):
     base = scene(kind, dtype)
     base.driver.restore(base.memory)
     state = base.driver.trunk.state
@@ -222,7 +275,7 @@ def test_other_slots_keep_every_bit(kind, dtype):
     buffers = (state.s, state.conv, *vars(state.pending).values())
     for buffer in buffers:
         buffer[:, others] = 0.125
-    base.driver.force(SLOT, base.reference.drafts(len(base.driver.tokens[SLOT]), 8, 5))
+    base.force(8, 5)
     base.driver.round([SLOT], depth=8, next_depth=3)
     base.driver.round([SLOT], depth=0)
     assert all((buffer[:, others] == 0.125).all() for buffer in buffers)
