@@ -206,6 +206,21 @@ def test_a_full_queue_is_503_with_retry_after(folder, stream):
     run(story())
 
 
+def test_a_full_queue_is_told_at_once_even_while_a_step_is_long(folder):
+    async def story():
+        limits = {"max_num_seqs": 1, "max_waiting": 1}
+        async with serving(folder, engine=limits, close_seconds=0.2) as server, aiohttp.ClientSession() as http:
+            url = server.url + "/v1/completions"
+            stuck = [asyncio.create_task(http.post(url, json=body(fault="hang"))) for _ in range(2)]
+            await until(lambda: server.service.client.num_open == 2)
+            async with asyncio.timeout(1), http.post(url, json=body(True)) as response:
+                assert response.status == 503
+            for task in stuck:
+                task.cancel()
+
+    run(story())
+
+
 def test_keys_guard_the_api_and_nothing_else(folder):
     async def story():
         async with serving(folder, api_keys=("secret",)) as server, aiohttp.ClientSession() as http:

@@ -1,6 +1,8 @@
 """The official client, unmodified: what it sends we take, what we answer it parses."""
 
 import asyncio
+import json
+import urllib.request
 
 import openai
 import pytest
@@ -63,6 +65,26 @@ def test_chat_stream(client):
 def test_without_include_usage_no_chunk_has_any(client):
     chunks = list(client.chat.completions.create(model="scripted", messages=ask(), stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_the_events_of_a_stream_byte_by_byte(server, usage):
+    body = {"prompt": script(reply="ab", runs=[1]), "stream": True}
+    if usage:
+        body["stream_options"] = {"include_usage": True}
+    request = urllib.request.Request(
+        server.v1 + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["Cache-Control"] == "no-cache"
+        *events, done, end = response.read().decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    # asked for, every chunk has the field, null but in the last
+    assert [chunk.get("usage", "absent") is None for chunk in chunks[:-1]] == [usage] * (len(chunks) - 1)
+    assert ("usage" in chunks[-1]) == usage
 
 
 def test_completion_and_its_stream_agree(client):

@@ -20,7 +20,11 @@ from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.model_files import load_model_files
 
 SUPPORT = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SUPPORT), "PYTHONDONTWRITEBYTECODE": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 
 
 def script(text: str = "", **commands: Any) -> str:

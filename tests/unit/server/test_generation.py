@@ -68,19 +68,22 @@ def compositions(total, largest=3):
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "rules"),
+    ("text", "stops", "rules", "shown", "num_tokens"),
     [
-        ("ab€cdSTOPef", ["STOP"], {}),
-        ("ab€cdSTOPef", ["STOP"], {"include": True}),
-        ("ab€cdSTOPef", ["€c", "STOP"], {}),
-        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 7}),
-        ("abcdefghST", ["STOP"], {}),
-        ("STOP", ["STOP"], {}),
+        ("ab€cdSTOPef", ["STOP"], {}, "ab€cd", 10),
+        ("ab€cdSTOPef", ["STOP"], {"include": True}, "ab€cdSTOP", 10),
+        ("ab€cdSTOPef", ["€c", "STOP"], {}, "ab", 5),
+        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 5}, "aa", 6),
+        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 6}, "aaSTOPb", 11),
+        ("abcdefghST", ["STOP"], {}, "abcdefghST", 10),
+        ("STOP", ["STOP"], {}, "", 4),
     ],
 )
-def test_runs_do_not_change_what_the_client_sees(tokenizer, text, stops, rules):
+def test_runs_do_not_change_what_the_client_sees(tokenizer, text, stops, rules, shown, num_tokens):
     tokens = tokenizer.encode(text, add_special_tokens=False)
     plain = run(make_choice(tokenizer, stops, **rules), outputs_of(tokens, [1] * len(tokens)))
+    assert plain[:2] == (shown, tokens[:num_tokens])
+    assert plain[4] == num_tokens
     for runs in compositions(len(tokens) - 1):
         for read_every in (1, 3, 100):
             choice = make_choice(tokenizer, stops, **rules)
