@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -105,6 +106,9 @@ def run_engine(socket_path: str, make_core: Callable[[], EngineCore]) -> int:
         core = make_core()
     except (Exception, SystemExit) as error:
         return _report_fatal(channel, "load", error)
+    # what loading made lives as long as the process: a collection that walks it would stall rounds
+    gc.collect()
+    gc.freeze()
     channel.send(core.ready)
     try:
         return _serve(core, inbox, channel)

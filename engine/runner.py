@@ -19,8 +19,8 @@ from pilotfish.kernels.linear import padded_rows
 from pilotfish.spec.accept import Verdict, accept
 from pilotfish.spec.sampling import choose
 
-Observer = Callable[[str, torch.Tensor, Window], None]
-"""Sees named tensors of a round, rows first, in the order they are computed; the audit compares runs by them."""
+Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
+"""Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Runner:
         slots = torch.tensor([slot], device=device)
         self.state.length[slot] = end
         logits = trunk.logits(_tile(hidden[-1:]))[:1]
+        self._observe("prefill.logits", logits, [slot], [end - 1])
         features = self.state.features[slot]
         position = torch.tensor([[end]], device=device)
         empty = position.new_zeros((1, 0))
@@ -115,7 +116,8 @@ class Runner:
         drafts = state.drafts[slots, : batch.depth]
         tokens = drafts.new_zeros(padded_rows(window.num_rows))
         tokens[: window.num_rows] = torch.cat((state.last_token[slots][:, None], drafts), dim=1).flatten()
-        hidden = self.model.trunk.rows(tokens, window, counts)
+        trace = (lambda name, rows: self._see(name, rows, window)) if self.observers else None
+        hidden = self.model.trunk.rows(tokens, window, counts, trace)
         logits = self.model.trunk.logits(hidden)[: window.num_rows]
         self._see("logits", logits, window)
         return Verified(window, state.batch_features(batch.slots), drafts, hidden, logits)
@@ -125,6 +127,8 @@ class Runner:
         window = verified.window
         positions = (window.positions + 1).view(window.num_sequences, window.width)
         rows = self.state.sampling_rows(window.slots, verified.features, positions, verified.drafts)
+        if rows.counts is not None:
+            self._see("history", rows.counts, window)
         chosen = choose(verified.logits, rows, positions.flatten())
         self._see("tokens", chosen, window)
         return chosen.view_as(positions)
@@ -147,7 +151,7 @@ class Runner:
         tokens = chosen.new_zeros(len(verified.hidden))
         tokens[: window.num_rows] = chosen.flatten()
         hidden = self.model.head.repair(tokens, verified.hidden, window)
-        self._see("head", hidden[: window.num_rows], window)
+        self._see("head", hidden, window)
         first = torch.arange(window.num_sequences, device=tokens.device) * window.width
         return _tile(hidden[first + verdict.num_accepted])
 
@@ -190,7 +194,9 @@ class Runner:
             starts = [length + step - 1 for length in lengths]
             return Window.build(1, slots, starts, tables, self.model.inv_freq)
 
-        state.set_drafts(slots, self.model.head.propose(hidden, depth, choose_draft, step_window))
+        drafts = self.model.head.propose(hidden, depth, choose_draft, step_window)
+        state.set_drafts(slots, drafts)
+        self._observe("draft", drafts[:, :1], slots.tolist(), lengths)
 
     def _reports(
         self,
@@ -215,8 +221,13 @@ class Runner:
         return reports
 
     def _see(self, name: str, rows: torch.Tensor, window: Window) -> None:
+        if self.observers:
+            slots = window.slots.repeat_interleave(window.width).tolist()
+            self._observe(name, rows[: window.num_rows], slots, window.positions.tolist())
+
+    def _observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
         for observer in self.observers:
-            observer(name, rows, window)
+            observer(name, rows, slots, positions)
 
 
 def _tile(rows: torch.Tensor) -> torch.Tensor:

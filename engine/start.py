@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -56,8 +57,7 @@ class Plan:
 def start_engine(options: EngineOptions) -> Engine:
     """Opens, plans, loads and allocates. Raises PilotfishError naming the option or file at fault."""
     started = perf_counter()
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
+    torch.set_num_threads(_num_threads(options))
     checkpoint = open_checkpoint(options.model)
     logger.info(checkpoint.summary())
     plan = make_plan(options, checkpoint)
@@ -93,7 +93,7 @@ def assemble(model: Model, plan: Plan, max_waiting: int, weight_bytes: int, load
         load_seconds=load_seconds,
         ledger=_ledger(model, weight_bytes),
     )
-    return Engine(Runner(model, state, plan.depth > 0), scheduler, ready)
+    return Engine(Runner(model, state, plan.depth > 0 and model.head is not None), scheduler, ready)
 
 
 def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
@@ -115,6 +115,15 @@ def _device(options: EngineOptions) -> torch.device:
         raise OptionError("device: want a CUDA device, torch finds none")
     use_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if use_cuda else "cpu")
+
+
+def _num_threads(options: EngineOptions) -> int:
+    """By default one core is left to the HTTP process: two that spin for one core are slower by far than one."""
+    if options.num_threads is None:
+        return max(1, len(os.sched_getaffinity(0)) - 1)
+    if options.num_threads < 1:
+        raise OptionError(f"num_threads: want at least 1, got {options.num_threads}")
+    return options.num_threads
 
 
 def _dtype(options: EngineOptions, config: ModelConfig) -> torch.dtype:

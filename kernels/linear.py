@@ -7,6 +7,7 @@ R = rows (a multiple of TILE_ROWS), K = input width, N = output width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -62,8 +63,11 @@ class Linear:
 class QuantizedMatrix(Protocol):
     """A packed weight [N, K]; what a checkpoint's loader hands over."""
 
-    shape: torch.Size
-    num_bytes: int
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -72,7 +76,7 @@ class QuantizedLinear:
     """Weights that stay packed; each part keeps its own global scale. Expanded into scratch, one part at a time, for
     each product: the plain torch reference of the fused kernels, right but slow."""
 
-    def __init__(self, parts: list[QuantizedMatrix | torch.Tensor], dtype: torch.dtype):
+    def __init__(self, parts: Sequence[QuantizedMatrix | torch.Tensor], dtype: torch.dtype):
         self.parts, self.dtype = parts, dtype
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         self.num_bytes = sum(_num_bytes(part) for part in parts)
@@ -95,7 +99,7 @@ def _num_bytes(part: QuantizedMatrix | torch.Tensor) -> int:
     return part.nbytes if isinstance(part, torch.Tensor) else part.num_bytes
 
 
-def make_linear(parts: list[QuantizedMatrix | torch.Tensor], dtype: torch.dtype, device: torch.device) -> AnyLinear:
+def make_linear(parts: Sequence[QuantizedMatrix | torch.Tensor], dtype: torch.dtype, device: torch.device) -> AnyLinear:
     """One product for the rows of all parts. On a GPU packed parts stay packed; on the CPU they are expanded once to
     `dtype` (rounded there as the format's own library does), since no CPU instruction reads them."""
     if device.type != "cpu" and not all(isinstance(part, torch.Tensor) for part in parts):

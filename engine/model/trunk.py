@@ -6,7 +6,7 @@ R = rows of a decode window padded to whole tiles, T = rows of a prompt span, H 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.norm import rms_norm
 
 Trace = Callable[[str, torch.Tensor], None]
-"""Sees each named tensor of a decode window, rows first; the audit compares them between runs."""
+"""Sees named tensors of a decode window in the order they are computed, rows first; the audit compares runs by them."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,15 @@ class Layer:
 
     def attention_rows(self, x: torch.Tensor, window: Window, cache: KvCache) -> torch.Tensor:
         """A full-attention layer over a window; the MTP head's layer is one too."""
+        x = x + self.mix_attention(x, window, cache)
+        return x + self.feed_forward(x, window)
+
+    def mix_attention(self, x: torch.Tensor, window: Window, cache: KvCache) -> torch.Tensor:
         assert isinstance(self.mixer, GatedAttention)
-        x = x + self.mixer.rows(self.input_norm(x), window, cache)
-        return x + self.mlp.rows(self.post_norm(x), window.num_rows)
+        return self.mixer.rows(self.input_norm(x), window, cache)
+
+    def feed_forward(self, x: torch.Tensor, window: Window) -> torch.Tensor:
+        return self.mlp.rows(self.post_norm(x), window.num_rows)
 
     def attention_bulk(self, x: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
         """A full-attention layer over a prompt span."""
@@ -59,7 +65,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Trunk:
-    """`kv` and `state` hold every sequence; `trace`, when set, sees each layer's output rows."""
+    """`kv` (one cache a full layer, in order) and `state` hold every sequence."""
 
     embedding: torch.Tensor
     layers: list[Layer]
@@ -67,9 +73,10 @@ class Trunk:
     lm_head: AnyLinear
     kv: list[KvCache]
     state: RecurrentState
-    trace: list[Trace] = field(default_factory=list)
 
-    def rows(self, tokens_R: torch.Tensor, window: Window, pending_counts: list[int]) -> torch.Tensor:
+    def rows(
+        self, tokens_R: torch.Tensor, window: Window, pending_counts: list[int], trace: Trace | None = None
+    ) -> torch.Tensor:
         """Final-norm hidden [R, H] of a window; row-invariant.
 
         Replays each sequence's pending rows, stores that state once, runs on through the window without storing, and
@@ -81,14 +88,18 @@ class Trunk:
         caches = iter(self.kv)
         for index, layer in enumerate(self.layers):
             if isinstance(layer.mixer, GatedAttention):
-                x = layer.attention_rows(x, window, next(caches))
+                mixed, kind = layer.mix_attention(x, window, next(caches)), "self_attn"
             else:
-                number = len(pending)
-                mixed, rows = layer.mixer.rows(layer.input_norm(x), window, states[number], histories[number])
+                state, history = states[len(pending)], histories[len(pending)]
+                mixed, rows = layer.mixer.rows(layer.input_norm(x), window, state, history)
                 pending.append(rows)
-                x = x + mixed
-                x = x + layer.mlp.rows(layer.post_norm(x), window.num_rows)
-            self._see(f"layers.{index}", x, window)
+                kind = "linear_attn"
+            x = x + mixed
+            out = layer.feed_forward(x, window)
+            x = x + out
+            if trace is not None:
+                trace(f"layers.{index}.{kind}", mixed)
+                trace(f"layers.{index}.mlp", out)
         self.state.pending.store(window.slots, pending)
         return self.norm(x)
 
@@ -116,7 +127,3 @@ class Trunk:
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """fp32 [R, V]; row-invariant, R a multiple of the tile."""
         return self.lm_head.rows(hidden_RH).float()
-
-    def _see(self, name: str, x: torch.Tensor, window: Window) -> None:
-        for see in self.trace:
-            see(name, x[: window.num_rows])

@@ -1,0 +1,138 @@
+"""The audit passes on a sound engine and names what is wrong with an unsound one: one planted fault a test."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import pilotfish.engine.cache.tensors as cache_tensors
+import pilotfish.engine.model.window as window_module
+import pilotfish.spec.sampling as sampling
+from pilotfish.engine import audit as audit_module
+from pilotfish.engine.audit import _parse, audit, main, make_auditor
+from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.runner import Runner
+from pilotfish.kernels.linear import TILE_ROWS, Linear
+from tests.support.tiny_models import build_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp("audit") / "moe", "moe")
+
+
+@torch.inference_mode()
+def run_audit(folder, depths=(3,), batches=(2,)):
+    auditor = make_auditor(_parse([str(folder), "--max-depth", "4", "--num-prompts", "4", "--max-tokens", "16"]))
+    return list(audit(auditor, list(depths), list(batches)))
+
+
+def findings(results):
+    return [finding for result in results for finding in result.findings]
+
+
+def test_a_sound_engine_passes_at_every_depth_and_batch(folder):
+    results = run_audit(folder, depths=(1, 2, 4), batches=(1, 3))
+    assert findings(results) == []
+    assert all(result.num_rows > 1000 and result.num_tokens == 12 * 16 for result in results)
+    forced = [result for result in results if "forced" in result.name]
+    # n = 0..k in turn: the mean of accepted drafts is near k / 2
+    assert all(result.num_accepted > result.num_rounds / 3 for result in forced)
+
+
+def test_conv_history_off_by_one_is_named(folder, monkeypatch):
+    real = cache_tensors._advance_conv
+    monkeypatch.setattr(
+        cache_tensors, "_advance_conv", lambda conv, u, counts: real(conv, u, [c - (c > 1) for c in counts])
+    )
+    found = findings(run_audit(folder))
+    assert found and {f.tensor for f in found} == {"layers.0.linear_attn"}
+
+
+def test_one_replayed_row_lost_is_named(folder, monkeypatch):
+    real = cache_tensors.delta_replay
+    monkeypatch.setattr(cache_tensors, "delta_replay", lambda *args: real(*args[:-1], [c - (c > 1) for c in args[-1]]))
+    found = findings(run_audit(folder))
+    assert found and {f.tensor for f in found} == {"layers.0.linear_attn"}
+
+
+def test_a_key_that_a_row_must_not_read_is_named(folder, monkeypatch):
+    real = window_module.row_tiles
+
+    def one_column_too_far(starts, tables, width, device):
+        tiles = real(starts, tables, width, device)
+        if width == 1:
+            return tiles
+        return [dataclasses.replace(t, hidden={c: h & h.roll(1, -1) for c, h in t.hidden.items()}) for t in tiles]
+
+    monkeypatch.setattr(window_module, "row_tiles", one_column_too_far)
+    found = findings(run_audit(folder))
+    # layer 3 is the first with full attention
+    assert found and {f.tensor for f in found} == {"layers.3.self_attn"}
+
+
+def test_a_head_that_is_not_repaired_is_named_and_changes_no_token(folder, monkeypatch):
+    real = Runner.repair
+
+    def forgetful(self, verified, chosen, verdict):
+        cache = self.model.head.cache
+        before = cache.k.clone(), cache.v.clone()
+        rows = real(self, verified, chosen, verdict)
+        if verified.window.width > 1:
+            cache.k.copy_(before[0])
+            cache.v.copy_(before[1])
+        return rows
+
+    monkeypatch.setattr(Runner, "repair", forgetful)
+    found = findings(run_audit(folder))
+    assert found and {f.tensor for f in found} <= {"head", "draft"}
+
+
+def test_a_row_count_dependent_product_is_named(folder, monkeypatch):
+    real = Linear.rows
+
+    def uneven(self, x):
+        result = real(self, x)
+        return result * (1 + 2.0**-20) if x.shape[0] > TILE_ROWS else result
+
+    monkeypatch.setattr(Linear, "rows", uneven)
+    assert findings(run_audit(folder, depths=(3,), batches=(2,))) == []
+    found = findings(run_audit(folder, depths=(3,), batches=(3,)))
+    assert found and {f.tensor for f in found} <= {"layers.0.linear_attn", "layers.0.mlp"}
+
+
+def test_noise_keyed_by_step_is_named(folder, monkeypatch):
+    real, calls = sampling.gumbel_noise, iter(range(1 << 30))
+    monkeypatch.setattr(
+        sampling,
+        "gumbel_noise",
+        lambda seed, choice, position, vocab: real(seed, choice, position * 0 + next(calls), vocab),
+    )
+    with pytest.raises(RuntimeError, match=r"tokens differs"):
+        # the reference runs each request twice, and already they disagree
+        run_audit(folder)
+
+
+def test_penalty_history_that_misses_a_draft_is_named(folder, monkeypatch):
+    def without_drafts(self, slots, width, drafts):
+        counts = self.counts[slots][:, None].repeat(1, width, 1)
+        seen = self.seen[slots][:, None].repeat(1, width, 1)
+        return counts.flatten(0, 1), seen.flatten(0, 1)
+
+    monkeypatch.setattr(BatchState, "_history", without_drafts)
+    found = findings(run_audit(folder))
+    assert found and {f.tensor for f in found} == {"history"}
+    assert all(f.request.endswith("-penalised") for f in found)
+
+
+def test_exit_status_says_pass_fail_and_cannot_run(folder, monkeypatch, capsys, tmp_path):
+    small = ["--max-depth", "1", "--max-batch", "1", "--num-prompts", "1", "--max-tokens", "4"]
+    assert main([str(folder), *small]) == 0
+    assert "PASS" in capsys.readouterr().out
+    assert main([str(tmp_path), *small]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    broken = audit_module.Finding("k = 1", "0-greedy", 7, "logits")
+    monkeypatch.setattr(audit_module, "compare", lambda run, *_: [broken] if run.startswith("k = 1") else [])
+    assert main([str(folder), *small]) == 1
+    out = capsys.readouterr().out
+    assert "request 0-greedy, position 7: logits differs" in out and "FAIL" in out
