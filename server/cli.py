@@ -94,6 +94,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="auto|vllm|PATH",
         help="sampling defaults: the checkpoint's (auto), none (vllm), or another folder's",
     )
+    parser.add_argument(
+        "--override-generation-config",
+        type=_overrides,
+        metavar="JSON",
+        help='single defaults, e.g. {"max_new_tokens": 4096}, which bounds what a chat without max_tokens reserves',
+    )
     parser.add_argument("--chat-template", type=Path, metavar="PATH", help="a Jinja file in place of the checkpoint's")
 
 
@@ -130,6 +136,19 @@ def _speculative_config(text: str) -> int:
     if method not in SPECULATIVE_METHODS:
         raise argparse.ArgumentTypeError(f"want method {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
     return _count_or_zero(str(config["num_speculative_tokens"]))
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    from pilotfish.server.model_files import SamplingDefaults
+
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    names = SamplingDefaults.__struct_fields__
+    if not isinstance(values, dict) or values.keys() - set(names):
+        raise argparse.ArgumentTypeError(f"want an object with some of {', '.join(names)}")
+    return values
 
 
 def engine_options(args: argparse.Namespace) -> Any:

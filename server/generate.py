@@ -26,7 +26,10 @@ def run(args: argparse.Namespace, engine: EngineOptions, core_name: str) -> int:
     """Prints the text as it comes, then tokens/s and the acceptance length. The exit status."""
     try:
         files = load_model_files(
-            Path(args.model), generation_config=args.generation_config, chat_template=args.chat_template
+            Path(args.model),
+            generation_config=args.generation_config,
+            override=args.override_generation_config,
+            chat_template=args.chat_template,
         )
         core: EngineCore = load_factory(core_name)(engine)
     except (ModelFilesError, TokenizerError, TemplateError, PilotfishError) as error:

@@ -35,8 +35,15 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingDefaults
 
 
-def load_model_files(folder: Path, *, generation_config: str = "auto", chat_template: Path | None = None) -> ModelFiles:
+def load_model_files(
+    folder: Path,
+    *,
+    generation_config: str = "auto",
+    override: dict[str, Any] | None = None,
+    chat_template: Path | None = None,
+) -> ModelFiles:
     """`generation_config`: "auto" reads the folder's defaults, "vllm" none, anything else is a folder to read.
+    `override` then replaces single values.
 
     The end ids of config.json, generation_config.json and the tokenizer all stop, whichever is chosen.
     """
@@ -57,7 +64,7 @@ def load_model_files(folder: Path, *, generation_config: str = "auto", chat_temp
         tokenizer=tokenizer,
         chat_template=load_chat_template(folder, tokenizer_config, chat_template),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        defaults=_defaults(chosen),
+        defaults=_defaults({**chosen, **(override or {})}),
     )
 
 

@@ -32,7 +32,10 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         files = load_model_files(
-            Path(args.model), generation_config=args.generation_config, chat_template=args.chat_template
+            Path(args.model),
+            generation_config=args.generation_config,
+            override=args.override_generation_config,
+            chat_template=args.chat_template,
         )
     except (ModelFilesError, TokenizerError, TemplateError) as error:
         print(f"pilotfish: {error}", file=sys.stderr)

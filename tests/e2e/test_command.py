@@ -98,6 +98,16 @@ def test_a_second_signal_ends_it_at_once(folder):
             assert process.wait(5) == 130
 
 
+def test_a_signal_while_the_model_loads_ends_it_clean(folder):
+    port = str(free_port())
+    core = ["--core", "scripted_core:make_core_that_loads_forever"]
+    with command("serve", str(folder), "--port", port, *core) as process:
+        while "loading the model" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
 def test_names_and_keys(folder):
     env = {**ENVIRONMENT, "PILOTFISH_API_KEY": "from-environment"}
     with served(folder, "--served-model-name", "a", "b", env=env) as (_, url):
@@ -175,6 +185,8 @@ def test_help_needs_no_torch(args, words):
         (["serve", "m", "--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'], "eagle"),
         (["serve", "m", "--speculative-config", '{"num_speculative_tokens": 2, "draft": 1}'], "draft"),
         (["serve", "m", "--gpu-memory-utilization", "1.5"], "share"),
+        (["serve", "m", "--override-generation-config", '{"heat": 1}'], "temperature"),
+        (["serve", "m", "--override-generation-config", "7"], "want an object"),
         (
             ["serve", "m", "--num-speculative-tokens", "1", "--speculative-config", '{"num_speculative_tokens": 2}'],
             "not allowed",

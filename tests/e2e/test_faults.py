@@ -248,73 +248,60 @@ def test_lenient_relays_may_send_fields_nobody_knows(folder):
     run(story())
 
 
+def counted_rounds(transcript, kept):
+    """Plain arithmetic over the engine's own log: (drafted, accepted) of every round, each request cut after
+    `kept[i]` tokens, as a decoder without runs would have cut it."""
+    order = list(dict.fromkeys(output["request_id"] for step in transcript for output in step["outputs"]))
+    left = dict(zip(order, kept, strict=True))
+    for step in transcript:
+        for output in step["outputs"]:
+            shown = min(len(output.get("token_ids", [])), left[output["request_id"]])
+            left[output["request_id"]] -= shown
+            if shown and output.get("round", True):
+                yield output.get("num_drafted", 0), min(output.get("num_accepted", 0), shown)
+
+
 def test_acceptance_on_metrics_equals_the_engines_transcript(folder):
-    """Requests that end in every way, then every series against what the engine really did."""
+    """Requests that end in every way, a stop string inside a run among them."""
+    reply = "abcdefghijkl"
+    asked = [
+        ({"runs": [1]}, {}, 12),
+        ({"runs": [4]}, {}, 12),
+        ({"runs": [2, 3]}, {"max_tokens": 10}, 10),
+        ({"runs": [4, 1]}, {"stop": "gh"}, 8),
+        ({"runs": [4]}, {"stop": ["fg", "zz"]}, 7),
+        ({"runs": [3]}, {"stop_token_ids": [ord("e")]}, 5),
+        ({"runs": [3], "drafted": 0}, {"stream": True}, 12),
+    ]
 
     async def story():
         async with serving(folder) as server, aiohttp.ClientSession() as http:
-            url, wanted = server.url + "/v1/completions", []
-            for runs, extra in (
-                ([1], {}),
-                ([4], {}),
-                ([2, 3], {"max_tokens": 10}),
-                ([4, 1], {"stop": "gh"}),
-                ([3], {"stream": True}),
-            ):
-                async with http.post(url, json={**body(reply="abcdefghijkl", runs=runs), **extra}) as response:
+            for commands, extra, kept in asked:
+                url = server.url + "/v1/completions"
+                async with http.post(url, json={**body(reply=reply, delay=0.002, **commands), **extra}) as response:
                     assert response.status == 200
+                    if not extra.get("stream"):
+                        assert (await response.json())["usage"]["completion_tokens"] == kept
                     await response.read()
-                wanted.append(extra)
-            await until(lambda: server.service.client.num_open == 0)
-            seen, ended = [], set()
-            for step in server.transcript():
-                for output in step["outputs"]:
-                    # the stop string of the fourth request ends in its third output: later ones are over-produced
-                    if output["request_id"] not in ended and output.get("round", True):
-                        seen.append(output)
-                    if _completes_stop(server.transcript(), output, wanted):
-                        ended.add(output["request_id"])
-            offered = [o for o in seen if o.get("num_drafted")]
-            prefix = "pilotfish_spec_decode_"
-            assert await metric(http, server, prefix + 'num_drafts_total{synthetic="0"}') == len(offered)
-            assert await metric(http, server, prefix + 'num_draft_tokens_total{synthetic="0"}') == 3 * len(offered)
-            for position in range(3):
-                labels = f'{{position="{position}",synthetic="0"}}'
-                accepted = sum(_accepted(o, wanted, server.transcript()) > position for o in seen)
-                assert await metric(http, server, prefix + "num_draft_tokens_per_pos_total" + labels) == len(offered)
-                assert await metric(http, server, prefix + "num_accepted_tokens_per_pos_total" + labels) == accepted
+            async with http.get(server.url + "/metrics") as response:
+                lines = (await response.text()).splitlines()
+            return lines, server.transcript()
 
-    def _tokens_before(transcript, output):
-        tokens = []
-        for step in transcript:
-            for other in step["outputs"]:
-                if other is output or other == output:
-                    return tokens
-                if other["request_id"] == output["request_id"]:
-                    tokens += other.get("token_ids", [])
-        return tokens
-
-    def _kept(output, wanted, transcript):
-        """How many of an output's tokens a decoder without runs would have produced."""
-        ids = output.get("token_ids", [])
-        order = list(dict.fromkeys(o["request_id"] for step in transcript for o in step["outputs"]))
-        stop = wanted[order.index(output["request_id"])].get("stop")
-        before = bytes(_tokens_before(transcript, output)).decode()
-        for count in range(1, len(ids) + 1):
-            if stop and stop in before + bytes(ids[:count]).decode():
-                return count
-        return len(ids)
-
-    def _completes_stop(transcript, output, wanted):
-        order = list(dict.fromkeys(o["request_id"] for step in transcript for o in step["outputs"]))
-        stop = wanted[order.index(output["request_id"])].get("stop")
-        text = bytes(_tokens_before(transcript, output) + output.get("token_ids", [])).decode()
-        return stop is not None and stop in text
-
-    def _accepted(output, wanted, transcript):
-        return min(output.get("num_accepted", 0), _kept(output, wanted, transcript))
-
-    run(story())
+    lines, transcript = run(story())
+    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    rounds = list(counted_rounds(transcript, [kept for _, _, kept in asked]))
+    spec = "pilotfish_spec_decode_"
+    assert values[spec + 'num_drafts_total{synthetic="0"}'] == sum(drafted > 0 for drafted, _ in rounds)
+    assert values[spec + 'num_draft_tokens_total{synthetic="0"}'] == sum(drafted for drafted, _ in rounds)
+    assert values[spec + 'num_accepted_tokens_total{synthetic="0"}'] == sum(accepted for _, accepted in rounds)
+    for position in range(3):
+        labels = f'{{position="{position}",synthetic="0"}}'
+        drafts = sum(drafted > position for drafted, _ in rounds)
+        assert values[spec + "num_draft_tokens_per_pos_total" + labels] == drafts
+        accepts = sum(accepted > position for _, accepted in rounds)
+        assert values[spec + "num_accepted_tokens_per_pos_total" + labels] == accepts
+    assert values[spec + 'committed_tokens_per_round_count{synthetic="0"}'] == len(rounds)
+    assert values["pilotfish_generation_tokens_total"] == sum(kept for _, _, kept in asked)
 
 
 # -- hostile bodies ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from byte_model import END, IM_END, write_model
 
@@ -38,6 +39,9 @@ def test_defaults_come_from_the_checkpoint_from_nowhere_or_from_another_folder(f
     files = load_model_files(folder, generation_config=str(other))
     assert files.defaults == SamplingDefaults(temperature=0.1)
     assert 65 in files.eos_token_ids
+    assert load_model_files(folder, override={"temperature": 0.2}).defaults == msgspec.structs.replace(
+        expected, temperature=0.2
+    )
 
 
 def test_files_that_are_missing_or_wrong_are_named(folder, tmp_path):
