@@ -130,9 +130,11 @@ class Driver:
         self.state.num_offered[slot] = len(drafts)
 
     @torch.inference_mode()
-    def round(self, slots: list[int], depth: int = 0, next_depth: int = 0) -> list[SequenceReport]:
+    def round(
+        self, slots: list[int], depth: int = 0, next_depth: int = 0, logprobs: int | None = None
+    ) -> list[SequenceReport]:
         tables = [self.tables[slot] for slot in slots]
-        reports, _ = run_round(self.runner, Batch(slots, tables, depth, [None] * len(slots)), next_depth)
+        reports, _ = run_round(self.runner, Batch(slots, tables, depth, [logprobs] * len(slots)), next_depth)
         for report in reports:
             self.tokens[report.slot] += report.token_ids
         return reports

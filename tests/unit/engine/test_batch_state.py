@@ -1,0 +1,253 @@
+"""The buffers of every slot: histories against a Python twin, bans, commits, offers, and buffers that come late."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from pilotfish.engine.batch_state import MAX_STOP_IDS, BatchState, Features, stop_ids_of
+from pilotfish.engine.messages import SamplingParams
+from pilotfish.spec import sampling
+from pilotfish.spec.accept import Verdict
+
+VOCAB, SLOTS, DEPTH = 12, 5, 4
+PENALISED = SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
+GREEDY = SamplingParams(temperature=0)
+
+
+def make_state():
+    return BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"))
+
+
+def admit(state, slot, prompt, params=GREEDY, limit=100, own_k=DEPTH):
+    """A slot as after its prompt's prefill."""
+    state.admit(slot, prompt, params, limit, own_k)
+    state.length[slot] = len(prompt)
+
+
+def commit(state, slots, chosen, counts, pending=True, done=None):
+    counts = torch.tensor(counts)
+    flags = torch.zeros(len(slots), dtype=torch.bool) if done is None else torch.tensor(done)
+    verdict = Verdict(counts, counts, flags, flags)
+    state.commit(torch.tensor(slots), torch.tensor(chosen), verdict, pending)
+
+
+def rows_of(state, slots, first_positions, drafts, width):
+    """sampling_rows of windows of `width`, the last of drafts + 1 rows."""
+    positions = torch.tensor(first_positions)[:, None] + torch.arange(width)
+    drafts = torch.tensor(drafts, dtype=torch.int64).view(len(slots), -1)
+    return state.sampling_rows(torch.tensor(slots), state.batch_features(slots), positions, drafts)
+
+
+def assert_history(rows, row, prompt, output):
+    counts = Counter(output)
+    assert rows.counts[row].tolist() == [counts[token] for token in range(VOCAB)], row
+    assert rows.seen[row].tolist() == [token in prompt or token in output for token in range(VOCAB)], row
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_histories_equal_a_twin_s_through_random_rounds(seed):
+    generator = random.Random(seed)
+    state, slots = make_state(), [1, 3, 4]
+    prompts = {slot: generator.choices(range(VOCAB), k=generator.randint(1, 6)) for slot in slots}
+    outputs = {slot: [] for slot in slots}
+    for slot in slots:
+        admit(state, slot, prompts[slot], PENALISED)
+    for _ in range(6):
+        depth = generator.randint(0, DEPTH)
+        drafts = [generator.choices(range(VOCAB), k=depth) for _ in slots]
+        # a verified window: row j has the sequence's tokens and drafts 0 .. j-1
+        rows = rows_of(state, slots, [0] * 3, drafts, depth + 1)
+        for b, slot in enumerate(slots):
+            for j in range(depth + 1):
+                assert_history(rows, b * (depth + 1) + j, prompts[slot], outputs[slot] + drafts[b][:j])
+        # a drafted row: one row with all the drafts so far
+        rows = rows_of(state, slots, [0] * 3, drafts, 1)
+        for b, slot in enumerate(slots):
+            assert_history(rows, b, prompts[slot], outputs[slot] + drafts[b])
+        chosen = [generator.choices(range(VOCAB), k=depth + 1) for _ in slots]
+        counts = [generator.randint(0, depth + 1) for _ in slots]
+        commit(state, slots, chosen, counts)
+        for b, slot in enumerate(slots):
+            outputs[slot] += chosen[b][: counts[b]]
+
+
+def test_the_token_that_prefill_chose_counts_as_output():
+    state = make_state()
+    admit(state, 2, [1, 1, 5], PENALISED)
+    commit(state, [2], [[7]], [1], pending=False)
+    assert_history(rows_of(state, [2], [4], [[]], 1), 0, [1, 5], [7])
+
+
+def test_a_new_request_starts_without_its_slot_s_old_history():
+    state = make_state()
+    admit(state, 2, [1, 2], PENALISED)
+    commit(state, [2], [[3, 4]], [2])
+    admit(state, 2, [6], PENALISED)
+    assert_history(rows_of(state, [2], [1], [[]], 1), 0, [6], [])
+
+
+def test_buffers_come_with_the_first_request_that_needs_them():
+    state = make_state()
+    admit(state, 1, [1, 2])
+    assert state.counts is state.seen is state.bias is None
+    admit(state, 2, [3], PENALISED)
+    assert state.counts.shape == state.seen.shape == (SLOTS, VOCAB)
+    assert state.bias is None
+    admit(state, 3, [4], SamplingParams(temperature=0, logit_bias={4: 1.5}))
+    assert state.bias.shape == (SLOTS, VOCAB)
+
+
+def test_an_earlier_request_stays_neutral_when_a_later_one_brings_penalties():
+    state = make_state()
+    admit(state, 1, [1, 2])
+    commit(state, [1], [[3, 3]], [2])
+    admit(state, 2, [5, 5, 6], PENALISED)
+    commit(state, [1, 2], [[4, 7], [5, 8]], [2, 1])
+    rows = rows_of(state, [1, 2], [6, 4], [[9], [9]], 2)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    penalised = sampling._penalise(logits, rows)
+    assert torch.equal(penalised[:2], logits[:2])
+    assert_history(rows, 2, [5, 6], [5])
+    assert_history(rows, 3, [5, 6], [5, 9])
+
+
+def test_bias_is_the_request_s_own_and_goes_with_it():
+    state = make_state()
+    admit(state, 1, [1], SamplingParams(temperature=0, logit_bias={2: 1.5, 11: -4.0}))
+    admit(state, 2, [1])
+    rows = rows_of(state, [1, 2], [1, 1], [[], []], 1)
+    assert rows.bias[0].nonzero().flatten().tolist() == [2, 11]
+    assert rows.bias[0, [2, 11]].tolist() == [1.5, -4.0]
+    assert not rows.bias[1].any()
+    admit(state, 1, [1], SamplingParams(temperature=0, logit_bias={3: 1.0}))
+    assert rows_of(state, [1], [1], [[]], 1).bias[0].nonzero().flatten().tolist() == [3]
+
+
+def test_stop_ids_are_banned_before_min_tokens_and_not_after():
+    state = make_state()
+    params = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=(4,), eos_token_ids=(0, 9))
+    admit(state, 1, [1, 2], params)
+    admit(state, 2, [1, 2], SamplingParams(temperature=0, stop_token_ids=(5,)))
+    # the prompt is positions 0 and 1: generated tokens 1, 2, 3 are positions 2, 3, 4
+    rows = rows_of(state, [1, 2], [2, 2], [[1] * 4, [1] * 4], 5)
+    for j, banned in enumerate((True, True, True, False, False)):
+        assert rows.banned[j].nonzero().flatten().tolist() == ([0, 4, 9] if banned else [])
+    assert not rows.banned[5:].any()
+
+
+def test_no_stop_ids_ban_nothing():
+    state = make_state()
+    admit(state, 1, [1], SamplingParams(temperature=0, min_tokens=3))
+    assert not rows_of(state, [1], [1], [[]], 1).banned.any()
+
+
+def test_stop_ids_are_the_request_s_and_the_model_s_unless_it_ignores_them():
+    params = {"stop_token_ids": (7, 3), "eos_token_ids": (3, 1)}
+    assert stop_ids_of(SamplingParams(**params)) == [1, 3, 7]
+    assert stop_ids_of(SamplingParams(**params, ignore_eos=True)) == [3, 7]
+
+
+def test_too_many_stop_ids_are_refused():
+    state = BatchState(2, 1, 1000, torch.device("cpu"))
+    state.admit(1, [1], SamplingParams(stop_token_ids=tuple(range(MAX_STOP_IDS))), 9, 1)
+    with pytest.raises(ValueError, match=f"at most {MAX_STOP_IDS}"):
+        state.admit(1, [1], SamplingParams(stop_token_ids=tuple(range(MAX_STOP_IDS + 1))), 9, 1)
+
+
+def test_a_new_request_starts_without_its_slot_s_old_stop_ids():
+    state = make_state()
+    admit(state, 1, [1], SamplingParams(stop_token_ids=(3, 4, 5)))
+    admit(state, 1, [1], SamplingParams(stop_token_ids=(6,)))
+    assert [token for token in state.stop_ids[1].tolist() if token >= 0] == [6]
+
+
+def test_commit_moves_length_pending_and_last_token():
+    state = make_state()
+    for slot in (1, 2, 3):
+        admit(state, slot, [1, 2, 3])
+        state.last_token[slot] = 11
+    commit(state, [1, 2, 3], [[4, 5, 6], [7, 8, 9], [10, 1, 2]], [3, 1, 0], done=[False, False, True])
+    assert state.length[[1, 2, 3]].tolist() == [6, 4, 3]
+    assert state.pending_count[[1, 2, 3]].tolist() == [3, 1, 0]
+    assert state.last_token[[1, 2, 3]].tolist() == [6, 7, 11]
+    assert state.done[[1, 2, 3]].tolist() == [False, False, True]
+
+
+def test_what_prefill_commits_waits_for_no_replay():
+    state = make_state()
+    admit(state, 1, [1, 2, 3])
+    commit(state, [1], [[4]], [1], pending=False)
+    assert (int(state.length[1]), int(state.pending_count[1]), int(state.last_token[1])) == (3, 0, 4)
+
+
+@pytest.mark.parametrize(("own_k", "limit", "offered"), ((4, 100, 4), (2, 100, 2), (0, 100, 0), (4, 9, 2), (4, 7, 0)))
+def test_offers_are_bound_by_the_request_s_k_and_by_what_it_may_still_commit(own_k, limit, offered):
+    state = make_state()
+    # 5 tokens in the caches and one committed beyond them: limit - 6 may come, one of them without a draft
+    admit(state, 1, [1] * 5, limit=limit, own_k=own_k)
+    state.set_drafts(torch.tensor([1]), torch.tensor([[3, 4, 5, 6]]))
+    assert int(state.num_offered[1]) == offered
+    assert state.drafts[1].tolist() == [3, 4, 5, 6]
+
+
+def test_fewer_drafts_than_k_are_offered_as_they_are():
+    state = make_state()
+    admit(state, 1, [1])
+    state.set_drafts(torch.tensor([1]), torch.tensor([[3, 4]]))
+    assert int(state.num_offered[1]) == 2
+
+
+def test_a_done_sequence_is_offered_nothing():
+    state = make_state()
+    admit(state, 1, [1])
+    state.done[1] = True
+    state.set_drafts(torch.tensor([1]), torch.tensor([[3, 4]]))
+    assert int(state.num_offered[1]) == 0
+
+
+FEATURES = (
+    ({}, set()),
+    ({"temperature": 1.0}, {"sampled"}),
+    ({"temperature": 1.0, "top_k": 5}, {"sampled", "filtered"}),
+    ({"temperature": 1.0, "top_p": 0.9}, {"sampled", "filtered"}),
+    ({"temperature": 1.0, "min_p": 0.1}, {"sampled", "min_p"}),
+    ({"top_k": 5, "top_p": 0.9, "min_p": 0.1}, set()),
+    ({"top_k": -1}, set()),
+    ({"presence_penalty": -0.1}, {"penalised"}),
+    ({"frequency_penalty": 0.1}, {"penalised"}),
+    ({"repetition_penalty": 0.9}, {"penalised"}),
+    ({"logit_bias": {1: 1.0}}, {"biased"}),
+    ({"min_tokens": 1}, {"min_tokens"}),
+)
+
+
+@pytest.mark.parametrize(("fields", "used"), FEATURES, ids=str)
+def test_features_of_a_request(fields, used):
+    features = Features.of(SamplingParams(**{"temperature": 0} | fields))
+    assert {name for name in Features.__dataclass_fields__ if getattr(features, name)} == used
+
+
+def test_a_batch_runs_what_any_of_its_requests_uses():
+    state = make_state()
+    admit(state, 1, [1], SamplingParams(temperature=1.0, top_k=3))
+    admit(state, 2, [1], PENALISED)
+    admit(state, 3, [1])
+    assert state.batch_features([1, 2, 3]) == Features(sampled=True, filtered=True, penalised=True)
+    assert state.batch_features([3]) == Features()
+
+
+def test_parameters_repeat_for_every_row_of_their_sequence():
+    state = make_state()
+    admit(state, 1, [1], SamplingParams(temperature=0.5, seed=-3, choice=2, top_k=4, top_p=0.9, min_p=0.1))
+    admit(state, 2, [1], SamplingParams(temperature=0.25, seed=8, top_k=-1))
+    rows = rows_of(state, [2, 1], [1, 1], [[1, 1], [1, 1]], 3)
+    assert rows.temperature.tolist() == [0.25] * 3 + [0.5] * 3
+    assert rows.seed.tolist() == [8] * 3 + [-3] * 3
+    assert rows.choice.tolist() == [0] * 3 + [2] * 3
+    assert rows.top_k.tolist() == [VOCAB] * 3 + [4] * 3
+    assert rows.top_p.tolist() == pytest.approx([1.0] * 3 + [0.9] * 3)
+    assert rows.min_p.tolist() == pytest.approx([0.0] * 3 + [0.1] * 3)
