@@ -1,0 +1,188 @@
+"""The MTP head: repair by rows, recursion, prompt fill, and where each writes in its cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.engine.model.window import Span, Window
+from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.linear import padded_rows
+from tests.support.rounds import MODELS, make_engine
+
+TABLES = ([3, 5], [2, 6], [4, 1])
+models = pytest.mark.parametrize(("kind", "dtype"), MODELS)
+
+
+class Head:
+    """A head with a context of `lengths` pairs a sequence, and random pairs to go on with."""
+
+    def __init__(self, kind, dtype, lengths):
+        self.model = make_engine(kind, dtype).runner.model
+        self.head, self.cache, self.lengths = self.model.head, self.model.head.cache, lengths
+        self.generator = torch.Generator().manual_seed(0)
+        for b, length in enumerate(lengths):
+            self.fill(b, 0, *self.pairs(length))
+
+    def pairs(self, *shape):
+        """Random tokens and trunk hidden states."""
+        tokens = torch.randint(0, self.model.config.vocab_size, shape, generator=self.generator)
+        hidden = torch.randn(*shape, self.model.config.hidden_size, generator=self.generator)
+        return tokens, hidden.to(self.model.dtype)
+
+    @torch.inference_mode()
+    def fill(self, b, start, tokens, hidden):
+        span = Span.build(b + 1, start, len(tokens), TABLES[b], self.model.inv_freq)
+        return self.head.fill(tokens, hidden, span)
+
+    def window(self, sequences, starts, width):
+        tables = [TABLES[b] for b in sequences]
+        return Window.build(width, torch.tensor(sequences) + 1, starts, tables, self.model.inv_freq)
+
+    @torch.inference_mode()
+    def repair(self, sequences, starts, tokens, hidden):
+        """Head rows [B, W, H] of windows of pairs [B, W, ...]."""
+        batch, width = tokens.shape
+        padding = padded_rows(batch * width) - batch * width
+        rows = torch.nn.functional.pad(tokens.flatten(), (0, padding))
+        padded = torch.nn.functional.pad(hidden.flatten(0, 1), (0, 0, 0, padding))
+        output = self.head.repair(rows, padded, self.window(sequences, starts, width))
+        return output[: batch * width].view(batch, width, -1).clone()
+
+    def entries(self, b, start, end):
+        pages = [t[TABLES[b]].transpose(0, 1).flatten(1, 2)[:, start:end] for t in (self.cache.k, self.cache.v)]
+        return torch.stack(pages).clone()
+
+    def written(self):
+        """Positions of each sequence whose entry is whole."""
+        whole = self.cache.k.isfinite().all(-1).all(1) & self.cache.v.isfinite().all(-1).all(1)
+        return [whole[table].flatten().nonzero().flatten().tolist() for table in TABLES]
+
+
+@models
+@pytest.mark.parametrize("length", (7, PAGE - 3))
+def test_repaired_rows_have_the_bits_of_one_row_at_a_time(kind, dtype, length):
+    width = 6
+    head = Head(kind, dtype, (length,))
+    tokens, hidden = head.pairs(1, width)
+    together = head.repair([0], [length], tokens, hidden)
+    entries = head.entries(0, length, length + width)
+    for start in range(length, length + width):
+        head.cache.k[TABLES[0][start // PAGE], :, start % PAGE] = float("nan")
+    for j in range(width):
+        alone = head.repair([0], [length + j], tokens[:, j : j + 1], hidden[:, j : j + 1])
+        assert torch.equal(alone[0, 0], together[0, j]), j
+    assert torch.equal(head.entries(0, length, length + width), entries)
+
+
+@models
+def test_sequences_of_a_batch_are_repaired_as_each_alone(kind, dtype):
+    lengths, width = (7, 40, 3), 4
+    head = Head(kind, dtype, lengths)
+    tokens, hidden = head.pairs(3, width)
+    together = head.repair([0, 1, 2], list(lengths), tokens, hidden)
+    entries = [head.entries(b, length, length + width) for b, length in enumerate(lengths)]
+    for b, length in enumerate(lengths):
+        alone = head.repair([b], [length], tokens[b : b + 1], hidden[b : b + 1])
+        assert torch.equal(alone[0], together[b]), b
+        assert torch.equal(head.entries(b, length, length + width), entries[b]), b
+
+
+@models
+def test_repair_overwrites_what_drafting_left(kind, dtype):
+    head = Head(kind, dtype, (9,))
+    tokens, hidden = head.pairs(1, 3)
+    wanted = head.repair([0], [9], tokens, hidden)
+    head.repair([0], [9], *head.pairs(1, 5))
+    assert torch.equal(head.repair([0], [9], tokens, hidden), wanted)
+
+
+@models
+def test_fill_agrees_with_repair(kind, dtype):
+    head = Head(kind, dtype, (5,))
+    tokens, hidden = head.pairs(1, 6)
+    rows = head.repair([0], [5], tokens, hidden)[0]
+    by_rows = head.entries(0, 5, 11)
+    bulk = head.fill(0, 5, tokens[0], hidden[0])
+    # another product shape and another attention: equal up to the dtype's rounding
+    tolerance = 0.06 if dtype == "bfloat16" else 1e-4
+    torch.testing.assert_close(bulk, rows, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(head.entries(0, 5, 11), by_rows, rtol=tolerance, atol=tolerance)
+
+
+def test_fill_writes_its_span_alone():
+    head = Head("moe", "float32", (5, 0))
+    head.fill(1, 0, *head.pairs(3))
+    head.fill(1, PAGE - 1, *head.pairs(2))
+    assert head.written() == [list(range(5)), [0, 1, 2, PAGE - 1, PAGE], []]
+
+
+class Rule:
+    """Chooses drafts from lm_head greedily, and keeps what it was asked."""
+
+    def __init__(self, head, batch):
+        self.head, self.batch, self.asked = head, batch, []
+
+    def __call__(self, hidden, step):
+        self.asked.append((step, hidden.clone()))
+        return self.head.model.trunk.logits(hidden)[: self.batch].argmax(-1)
+
+
+@torch.inference_mode()
+def propose(head, lengths, num_drafts, hidden):
+    batch = len(lengths)
+    rule = Rule(head, batch)
+    rows = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(batch) - batch))
+
+    def step_window(step):
+        return head.window(list(range(batch)), [length + step - 1 for length in lengths], 1)
+
+    return head.head.propose(rows, num_drafts, rule, step_window), rule.asked
+
+
+@models
+def test_drafts_come_by_recursion_over_the_head_s_own_hidden(kind, dtype):
+    lengths = (7, 40)
+    head = Head(kind, dtype, lengths)
+    _, hidden = head.pairs(2)
+    drafts, asked = propose(head, lengths, 4, hidden)
+    assert [step for step, _ in asked] == [0, 1, 2, 3]
+    assert torch.equal(asked[0][1][:2], hidden)
+    for step in range(1, 4):
+        before = asked[step - 1][1][:2]
+        positions = [length + step - 1 for length in lengths]
+        wanted = head.repair([0, 1], positions, drafts[:, step - 1 : step], before[:, None])
+        assert torch.equal(asked[step][1][:2], wanted[:, 0]), step
+    logits = [head.model.trunk.logits(rows)[:2].argmax(-1) for _, rows in asked]
+    assert torch.equal(drafts, torch.stack(logits, dim=1))
+
+
+@pytest.mark.parametrize("num_drafts", (1, 2, 5))
+def test_every_draft_but_the_last_appends_an_entry(num_drafts):
+    lengths = (7, 40)
+    head = Head("moe", "float32", lengths)
+    _, hidden = head.pairs(2)
+    drafts, _ = propose(head, lengths, num_drafts, hidden)
+    assert drafts.shape == (2, num_drafts)
+    assert [positions[length:] for positions, length in zip(head.written(), lengths, strict=False)] == [
+        list(range(length, length + num_drafts - 1)) for length in lengths
+    ]
+
+
+@models
+def test_fewer_drafts_are_the_first_of_more(kind, dtype):
+    head = Head(kind, dtype, (7,))
+    _, hidden = head.pairs(1)
+    many, _ = propose(head, (7,), 5, hidden)
+    few, _ = propose(head, (7,), 2, hidden)
+    assert torch.equal(few, many[:, :2])
+
+
+@models
+def test_a_sequence_s_drafts_do_not_depend_on_its_neighbours(kind, dtype):
+    lengths = (7, 40, 3)
+    head = Head(kind, dtype, lengths)
+    _, hidden = head.pairs(3)
+    together, _ = propose(head, lengths, 4, hidden)
+    alone, _ = propose(head, lengths[:1], 4, hidden[:1])
+    assert torch.equal(alone[0], together[0])
