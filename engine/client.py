@@ -159,6 +159,10 @@ class EngineClient:
     def _close_socket(self) -> None:
         if self._connection:
             self._connection.close()
+        self._close_listener()
+
+    def _close_listener(self) -> None:
+        """One connection is all there will be: the path leaves nothing behind, even if this process is killed."""
         if self._listener:
             self._listener.close()
         if self._folder:
@@ -250,8 +254,7 @@ class EngineClient:
             connection.close()
             return
         self._connection = connection
-        if self._listener:
-            self._listener.close()
+        self._close_listener()
 
     def _disconnected(self, connection: _Connection) -> None:
         if connection is self._connection:

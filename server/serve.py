@@ -26,10 +26,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pilotfish")
 
+BACKLOG = 1024
+"""Connections that wait to be accepted: a burst of clients meets our queue and its 503, not the kernel's."""
+
 
 def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Sequence[str]) -> int:
     """Serves until SIGINT or SIGTERM, or until the engine fails to load. The exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # its errors are malformed requests; what fails in a handler is logged by ours
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     try:
         files = load_model_files(
             Path(args.model),
@@ -62,7 +67,7 @@ async def _run(app: web.Application, host: str, port: int, shutdown_seconds: flo
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             print(f"pilotfish: cannot listen on {host}:{port}: {error}", file=sys.stderr)
             return 1

@@ -1,11 +1,14 @@
 """The demo model behind the real server: speculated and plain answers are the same, and /metrics says what it gave."""
 
 import importlib.util
+import random
 from pathlib import Path
 
 import openai
 import pytest
 from serving import serving_in_thread
+
+from pilotfish.server.model_files import load_model_files
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 CODE = "def is_prime(number):\n    "
@@ -13,7 +16,7 @@ TOKENS = 16
 TIMEOUT = 240
 
 pytestmark = [
-    pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="demo/model is not in this checkout"),
+    pytest.mark.skipif(not list(MODEL.glob("*.safetensors")), reason="demo/model has no weights in this checkout"),
     pytest.mark.skipif(
         importlib.util.find_spec("pilotfish.engine.loop") is None, reason="pilotfish.engine.loop does not exist yet"
     ),
@@ -103,6 +106,26 @@ def test_chat_through_the_checkpoints_template(speculated):
         )
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert 1 <= answer.usage.completion_tokens <= 12
+
+
+@pytest.mark.parametrize("values", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_prompt_and_text_are_those_of_transformers(values):
+    from transformers import AutoTokenizer
+
+    files, reference = load_model_files(MODEL), AutoTokenizer.from_pretrained(MODEL)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "é € 😀 <b>"},
+        {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nbecause"},
+        {"role": "user", "content": "and?"},
+    ]
+    text = files.chat_template.render(messages, values=values)
+    assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **values)
+    ids = files.tokenizer.encode(text, add_special_tokens=False)
+    assert ids == reference.encode(text, add_special_tokens=False)
+    for seed in range(100):
+        ids = random.Random(seed).choices(range(len(files.tokenizer.token_bytes)), k=30)
+        assert files.tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True), f"seed {seed}"
 
 
 def test_metrics_and_usage_count_the_same_drafts(speculated, answers):

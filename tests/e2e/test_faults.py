@@ -304,6 +304,49 @@ def test_acceptance_on_metrics_equals_the_engines_transcript(folder):
     assert values["pilotfish_generation_tokens_total"] == sum(kept for _, _, kept in asked)
 
 
+def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(folder):
+    """Streams and whole answers, stop strings, several choices, and every third client leaves early."""
+
+    async def one(http, server, seed):
+        rng = random.Random(seed)
+        reply = "".join(rng.choices("abc€ ", k=rng.randrange(1, 60)))
+        stop, stream, leaves = rng.choice([None, "ab", "€c"]), rng.random() < 0.5, rng.random() < 0.33
+        commands = {"reply": reply, "runs": [rng.randrange(1, 5), rng.randrange(1, 5)], "delay": 0.001}
+        fields = {"stop": stop, "n": rng.randrange(1, 3)}
+        await asyncio.sleep(rng.random() * 0.5)
+        asked = http.post(server.url + "/v1/completions", json={**body(stream, **commands), **fields})
+        try:
+            async with asyncio.timeout(rng.random() * 0.3 if leaves else PATIENCE), asked as response:
+                assert response.status == 200
+                text = (await response.read()).decode()
+        except TimeoutError:
+            assert leaves
+            return False
+        expected = reply.split(stop)[0] if stop else reply
+        texts = dict.fromkeys(range(fields["n"]), "")
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        for chunk in chunks if stream else [json.loads(text)]:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == dict.fromkeys(range(fields["n"]), expected), f"seed {seed}"
+        return True
+
+    async def story():
+        async with serving(folder, engine={"max_num_seqs": 6}) as server:
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(connector=connector) as http:
+                done = await asyncio.gather(*(one(http, server, seed) for seed in range(150)))
+                assert 20 < sum(done) < 150
+                await until(lambda: server.service.client.num_open == 0)
+                name = "pilotfish_num_requests_running"
+                async with asyncio.timeout(PATIENCE):
+                    while await metric(http, server, name):
+                        await asyncio.sleep(0.02)
+                assert server.service.client.healthy
+
+    run(story())
+
+
 # -- hostile bodies ----------------------------------------------------------------------------------------------
 
 VALUES = [
