@@ -22,7 +22,8 @@ class Head:
         self.head, self.cache, self.lengths = self.model.head, self.model.head.cache, lengths
         self.generator = torch.Generator().manual_seed(0)
         for b, length in enumerate(lengths):
-            self.fill(b, 0, *self.pairs(length))
+            if length:
+                self.fill(b, 0, *self.pairs(length))
 
     def pairs(self, *shape):
         """Random tokens and trunk hidden states."""
