@@ -36,14 +36,14 @@ class RowTile:
     """Up to TILE_ROWS consecutive rows of one sequence, and its pages up to the last of these rows, in order.
 
     For the chunks that some row does not see whole: `hidden` bool [TILE_ROWS, PAGE], columns past the row (padding rows
-    see what the last row sees), and `unwritten` bool [PAGE, 1], columns past every row.
+    see what the last row sees), and `num_written`, the columns that some row sees.
     """
 
     first_row: int
     num_rows: int
     pages: list[int]
     hidden: dict[int, torch.Tensor]
-    unwritten: dict[int, torch.Tensor]
+    num_written: dict[int, int]
 
 
 def row_tiles(starts: list[int], tables: list[list[int]], width: int, device: torch.device) -> list[RowTile]:
@@ -57,8 +57,8 @@ def row_tiles(starts: list[int], tables: list[list[int]], width: int, device: to
             rows = torch.arange(TILE_ROWS, device=device).clamp_(max=count - 1) + first
             partial = range(first // PAGE, num_chunks)
             hidden = {c: columns + c * PAGE > rows[:, None] for c in partial}
-            unwritten = {c: (columns + c * PAGE >= first + count)[:, None] for c in partial}
-            tiles.append(RowTile(b * width + offset, count, table[:num_chunks], hidden, unwritten))
+            num_written = {c: min(PAGE, first + count - c * PAGE) for c in partial}
+            tiles.append(RowTile(b * width + offset, count, table[:num_chunks], hidden, num_written))
     return tiles
 
 
@@ -79,12 +79,12 @@ def _attend(q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, t
     q = q.reshape(kv, group * TILE_ROWS, dim)
     best, weight, total = None, None, None
     for chunk, page in enumerate(tile.pages):
-        k, v = k_cache[page].float(), v_cache[page].float()
+        k, v = k_cache[page].float(), v_cache[page].to(torch.float32, copy=True)
         scores = q @ k.mT
         if chunk in tile.hidden:
             # filled, not added: what an unwritten slot gave may be NaN
             scores.view(kv, group, TILE_ROWS, PAGE).masked_fill_(tile.hidden[chunk], float("-inf"))
-            v = v.masked_fill(tile.unwritten[chunk], 0.0)
+            v[:, tile.num_written[chunk] :] = 0
         highest = scores.amax(-1, keepdim=True)
         new_best = highest if best is None else torch.maximum(best, highest)
         probabilities = scores.sub_(new_best).exp_()
