@@ -20,7 +20,7 @@ from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers
 from pilotfish.server.auth import check_key
-from pilotfish.server.errors import ApiError, from_status
+from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.throughput import ThroughputLog
@@ -137,6 +137,8 @@ def _errors(metrics: Collector) -> Callable:
             if error.status < 400:
                 raise
             return _refuse(from_status(error.status, f"{error.reason}: {request.method} {request.path[:200]}"), metrics)
+        except RecursionError:
+            return _refuse(BadRequest("The body is nested too deeply.", code="invalid_json"), metrics)
         except ConnectionError:
             raise
         except Exception:

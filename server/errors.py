@@ -17,6 +17,9 @@ import http
 
 import msgspec
 
+MAX_MESSAGE = 2000
+MAX_PARAM = 200
+
 
 class ErrorDetail(msgspec.Struct, frozen=True):
     message: str
@@ -38,8 +41,8 @@ class ApiError(Exception):
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _printable(message, MAX_MESSAGE)
+        self.param = None if param is None else _printable(param, MAX_PARAM)
         self.code = code
         self.headers: dict[str, str] = {}
 
@@ -92,6 +95,12 @@ class EngineFailed(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="engine_failed")
+
+
+def _printable(text: str, limit: int) -> str:
+    """Short enough to send back, and free of the lone surrogates that undecodable headers become."""
+    shown = text if len(text) <= limit else text[: limit - 3] + "..."
+    return shown.encode("utf-8", "replace").decode("utf-8")
 
 
 def from_status(status: int, message: str) -> ApiError:

@@ -70,6 +70,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A short quotation for a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A short quotation for a message; of containers only what they are."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return repr(value[:60]) if isinstance(value, str) else repr(value)

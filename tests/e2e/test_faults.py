@@ -484,6 +484,55 @@ def test_no_body_gets_a_500_or_stops_the_engine(folder):
     run(story())
 
 
+def nested_bodies(depth):
+    """A value of this depth in every place where a request may hold one, and where it may not."""
+    user = '{"role": "user", "content": "x"}'
+    for value in ("[" * depth + "1" + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        for field in ("stop", "logit_bias", "metadata", "response_format", "unknown", "stream_options"):
+            yield "/completions", f'{{"prompt": "x", "max_tokens": 1, "{field}": {value}}}'
+        yield "/completions", f'{{"prompt": {value}}}'
+        yield "/chat/completions", f'{{"messages": {value}}}'
+        yield "/chat/completions", f'{{"messages": [{{"role": "user", "content": {value}}}]}}'
+        yield "/chat/completions", f'{{"messages": [{{"role": {value}, "content": "x"}}]}}'
+        yield "/chat/completions", f'{{"messages": [{{"role": "user", "content": [{{"type": {value}}}]}}]}}'
+        values = f'{{"a": {value}}}'
+        yield "/chat/completions", f'{{"messages": [{user}], "chat_template_kwargs": {values}, "max_tokens": 1}}'
+
+
+def test_no_depth_of_nesting_gets_a_500(folder):
+    """Deep enough to decode, too deep for what comes after, and everything around it."""
+
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            headers = {"Content-Type": "application/json"}
+            for depth in (*range(10, 1000, 45), *range(900, 1000, 7), 3000):
+                for path, data in nested_bodies(depth):
+                    async with http.post(server.v1 + path, data=data, headers=headers) as response:
+                        assert response.status in (200, 400), (depth, data[:80], await response.text())
+
+    run(story())
+
+
+def test_undecodable_headers_and_endless_names_are_answered_in_shape(folder):
+    async def story():
+        async with serving(folder, api_keys=("secret",)) as server:
+            key = b"Authorization: Bearer secret\r\n"
+            cases = [
+                (b"Content-Type: \xff\xfe/\xe2\x82\r\n" + key, b"{}", b"400"),
+                (b"Content-Type: application/json\r\nAuthorization: Bearer \xff\xfe\r\n", b"{}", b"401"),
+                (b"Content-Type: application/json\r\n" + key, b'{"' + b"n" * 1_000_000 + b'": 1}', b"400"),
+                (b"Content-Type: application/json\r\n" + key, b'{"model": "' + b"m" * 1_000_000 + b'"}', b"404"),
+            ]
+            for headers, data, status in cases:
+                size = b"Content-Length: %d\r\n\r\n" % len(data)
+                answer = await exchange(server, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + headers + size + data)
+                assert answer.startswith(b"HTTP/1.1 " + status), answer[:300]
+                assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["message"]
+                assert len(answer) < 4000
+
+    run(story())
+
+
 def test_wrong_content_types_methods_paths_and_sizes(folder):
     async def story():
         async with serving(folder) as server, aiohttp.ClientSession() as http:
