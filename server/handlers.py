@@ -46,9 +46,9 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     ignore_unknown_fields: bool = False
 
-    @property
-    def fingerprint(self) -> str:
-        return f"pilotfish-{pilotfish.__version__}"
+    def fingerprint(self, ready: Ready) -> str:
+        """What the text of a seed depends on besides the model."""
+        return f"pilotfish-{pilotfish.__version__}-{ready.device}-{ready.dtype}"
 
     def engine(self) -> Ready:
         """Raises Unavailable unless the engine can take requests."""
@@ -92,7 +92,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = service.check_model(wanted.model)
     context = Context(model=model, files=service.files, ready=ready, arrived=arrived)
     plan = await plan_completion(wanted, context)
-    return await _answer(request, service, plan, CompletionFormat(plan, service.files.tokenizer, service.fingerprint))
+    return await _answer(
+        request, service, plan, CompletionFormat(plan, service.files.tokenizer, service.fingerprint(ready))
+    )
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -104,7 +106,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model = service.check_model(wanted.model)
     context = Context(model=model, files=service.files, ready=ready, arrived=arrived, ignore_unknown=lenient)
     plan = await plan_chat(wanted, context)
-    return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint))
+    return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint(ready)))
 
 
 async def read_body(request: web.Request) -> bytes:
