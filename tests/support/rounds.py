@@ -1,7 +1,7 @@
 """Small engines over tiny random models, and rounds whose drafts agree for a chosen number of tokens.
 
 `Driver` runs a runner without scheduler or loop. `transcript` is what a request gives alone at k = 0: its tokens, and
-for every position the logits, the recurrent state, and the keys and values, the head's too.
+for every position the logits, the recurrent state, the keys and values, the head's too, and the head's first draft.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Driver:
 @dataclass(frozen=True)
 class Transcript:
     """One request alone, one row a round. `logits[p]` and the entries are those of the row at position p; `states[n]`
-    is (S, convolution inputs) after n tokens."""
+    is (S, convolution inputs) after n tokens, `first_drafts[n]` the head's first draft when n are in the caches."""
 
     prompt: list[int]
     tokens: list[int]
@@ -173,6 +173,7 @@ class Transcript:
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     kv: torch.Tensor | None = None
     head_kv: torch.Tensor | None = None
+    first_drafts: dict[int, int] = field(default_factory=dict)
 
     def drafts(self, num_tokens: int, depth: int, agreeing: int) -> list[int]:
         """Drafts after the first num_tokens tokens: right but for the one at `agreeing`."""
@@ -189,12 +190,14 @@ def transcript(
     driver = Driver(make_engine(kind, dtype, num_pages=6, max_num_seqs=1, prefill_chunk=chunk))
     prompt = random_prompt(length, seed)
     driver.start(1, prompt, [1, 2, 3, 4, 5, 6], MODES[mode], max_tokens=num_tokens)
-    states = {}
+    states, first_drafts = {}, {}
     while not bool(driver.state.done[1]):
         start = driver.length(1)
-        driver.round([1])
+        driver.round([1], next_depth=1)
+        first_drafts[driver.length(1)] = int(driver.state.drafts[1, 0])
         states[start] = (driver.trunk.state.s[:, 1].clone(), driver.trunk.state.conv[:, 1].clone())
     end = driver.length(1)
     (full,) = driver.trunk.kv
     head_kv = driver.entries(driver.runner.model.head.cache, 1, end)
-    return Transcript(prompt, driver.tokens[1], driver.logits[1], states, driver.entries(full, 1, end), head_kv)
+    kv = driver.entries(full, 1, end)
+    return Transcript(prompt, driver.tokens[1], driver.logits[1], states, kv, head_kv, first_drafts)

@@ -167,17 +167,21 @@ class TestLimits:
 class TestLogprobs:
     def test_every_token_of_every_run_has_those_of_its_logits(self):
         driver = LoopDriver(depth=8, agreeing=3)
-        request = driver.ask("a", 21, mode="every feature", logprobs=2)
-        other = driver.ask("b", 40, seed=2)
+        requests = [
+            driver.ask("none", 40, seed=2),
+            driver.ask("two", 21, mode="every feature", logprobs=2),
+            driver.ask("five", 5, seed=3, logprobs=5),
+        ]
         driver.run()
-        entries = [entry for output in request.outputs for entry in output.logprobs or ()]
-        assert [entry.token_id for entry in entries] == request.tokens
-        # the first token's logits are prefill's, which the transcript does not keep
-        for offset, entry in enumerate(entries[1:]):
-            table = request.reference.logits[21 + offset].double().log_softmax(0)
-            assert entry.logprob == pytest.approx(float(table[entry.token_id]), abs=1e-5)
-            assert [value for _, value in entry.top] == pytest.approx(table.topk(2).values.tolist(), abs=1e-5)
-        assert all(output.logprobs is None for output in other.outputs)
+        assert all(output.logprobs is None for output in requests[0].outputs)
+        for request, wanted in zip(requests[1:], (2, 5), strict=True):
+            entries = [entry for output in request.outputs for entry in output.logprobs or ()]
+            assert [entry.token_id for entry in entries] == request.tokens
+            # the first token's logits are prefill's, which the transcript does not keep
+            for position, entry in enumerate(entries[1:], len(request.reference.prompt)):
+                table = request.reference.logits[position].double().log_softmax(0)
+                assert entry.logprob == pytest.approx(float(table[entry.token_id]), abs=1e-5)
+                assert [value for _, value in entry.top] == pytest.approx(table.topk(wanted).values.tolist(), abs=1e-5)
 
     def test_zero_asks_for_the_token_alone(self):
         driver = LoopDriver(depth=2, agreeing=1)

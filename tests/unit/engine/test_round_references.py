@@ -35,6 +35,7 @@ class Outcome:
     state: tuple[torch.Tensor, ...]
     kv: torch.Tensor
     head_kv: torch.Tensor
+    next_drafts: list[int]
 
 
 class Scene:
@@ -74,7 +75,9 @@ class Scene:
             end, (full,) = driver.length(SLOT), driver.trunk.kv
             entries = [driver.entries(cache_, SLOT, end) for cache_ in (full, self.head_cache)]
             state = self.replay(int(driver.state.pending_count[SLOT]))
-            self.outcomes[depth, accepted] = Outcome(drafts, report, end, dict(driver.logits[SLOT]), state, *entries)
+            drawn = driver.state.drafts[SLOT, : min(depth, 3)].tolist()
+            logits = dict(driver.logits[SLOT])
+            self.outcomes[depth, accepted] = Outcome(drafts, report, end, logits, state, *entries, drawn)
         return self.outcomes[depth, accepted]
 
     def replay(self, count):
@@ -174,6 +177,17 @@ def test_keys_and_values_of_trunk_and_head_are_plain_decoding_s(kind, dtype, dep
 
 @models
 @depths
+def test_the_head_drafts_on_from_the_last_accepted_row(kind, dtype, depth):
+    base = scene(kind, dtype)
+    for accepted in range(depth + 1):
+        outcome = base.outcome(depth, accepted)
+        assert outcome.next_drafts[:1] == [base.reference.first_drafts[outcome.end]][:depth], accepted
+        # the others follow from the first, however many rows were rejected
+        assert outcome.next_drafts == base.outcome(3, accepted).next_drafts[:depth] or accepted > 3
+
+
+@models
+@depths
 def test_accepted_rows_have_plain_decoding_s_logits(kind, dtype, depth):
     base = scene(kind, dtype)
     for accepted in range(depth + 1):
@@ -215,6 +229,8 @@ def test_k_may_change_every_round(kind, dtype, accepted):
         for slot, reference in references.items():
             assert driver.tokens[slot] == reference.tokens[: len(driver.tokens[slot])]
             assert_same((state.s[:, slot], state.conv[:, slot]), reference.states[stored[slot]], (depth, slot))
+            if next_depth:
+                assert int(driver.state.drafts[slot, 0]) == reference.first_drafts[driver.length(slot)]
     for slot, reference in references.items():
         end = driver.length(slot)
         for position in range(len(reference.prompt), end):

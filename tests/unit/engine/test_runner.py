@@ -10,6 +10,7 @@ import torch
 
 from pilotfish.engine.messages import SamplingParams
 from pilotfish.engine.runner import Runner
+from pilotfish.spec.sampling import SamplingRows, choose
 from tests.support.rounds import GREEDY, MODELS, MODES, Driver, make_engine, random_prompt, transcript
 
 two_models = pytest.mark.parametrize(("kind", "dtype"), (MODELS[1], MODELS[2]))
@@ -60,12 +61,15 @@ class TestPrefill:
         assert_follows(driver, 1, reference)
 
     def test_a_prompt_s_cut_changes_no_more_than_rounding(self):
-        states = []
+        states, entries = [], []
         for chunk in (64, 256):
             driver = Driver(make_engine(prefill_chunk=chunk))
             driver.start(1, random_prompt(200, 5), [1])
             states.append(driver.trunk.state.s[:, 1])
+            caches = (driver.trunk.kv[0], driver.runner.model.head.cache)
+            entries.append(torch.stack([driver.entries(cache, 1, 200) for cache in caches]))
         torch.testing.assert_close(*states, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(*entries, rtol=1e-3, atol=1e-4)
 
     def test_first_drafts_are_offered_within_the_limits(self):
         driver = Driver(make_engine())
@@ -73,6 +77,16 @@ class TestPrefill:
         assert int(driver.state.num_offered[1]) == 2
         driver.start(2, random_prompt(9), [2], own_k=5, depth=8)
         assert int(driver.state.num_offered[2]) == 5
+
+    def test_the_first_token_is_drawn_for_the_position_after_the_prompt(self):
+        driver, seen = Driver(make_engine()), []
+        driver.runner.observers.append(lambda name, rows, *_: seen.append(rows.clone()) if "prefill" in name else None)
+        params = MODES["sampled"]
+        report = driver.start(1, random_prompt(70), [1], params)
+        rows = SamplingRows(
+            torch.tensor([params.temperature]), torch.tensor([params.seed]), torch.tensor([params.choice])
+        )
+        assert report.token_ids == choose(seen[0], rows, torch.tensor([70])).tolist()
 
     def test_a_first_token_that_stops_ends_the_sequence(self):
         token = transcript("moe", "float32", 21).tokens[0]
@@ -135,6 +149,16 @@ class TestRounds:
         for _ in range(5):
             driver.round([1], depth=5, next_depth=5)
         assert_follows(driver, 1, reference)
+
+    def test_a_token_is_drawn_for_its_absolute_position(self):
+        reference = transcript("moe", "float32", 21, mode="sampled")
+        params = MODES["sampled"]
+        rows = SamplingRows(
+            torch.tensor([params.temperature]), torch.tensor([params.seed]), torch.tensor([params.choice])
+        )
+        for position, logits in reference.logits.items():
+            chosen = choose(logits[None], rows, torch.tensor([position + 1]))
+            assert int(chosen) == reference.tokens[position + 1 - 21]
 
     @pytest.mark.parametrize(("max_tokens", "accepted"), ((2, 8), (5, 8), (5, 2), (9, 8)))
     def test_max_tokens_is_never_overshot(self, max_tokens, accepted):

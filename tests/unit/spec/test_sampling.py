@@ -82,6 +82,14 @@ def test_top_k_ties_go_to_the_lower_id():
     assert set(chosen.tolist()) == {1, 2}
 
 
+def test_ties_of_a_large_vocabulary_go_to_the_lower_id():
+    logits = torch.zeros(500, 1009)
+    logits[:, [700, 55]] = 1.0
+    assert set(choose(logits, SamplingRows(), torch.arange(500)).tolist()) == {55}
+    chosen = choose(logits, make_rows(500, 1009, temperature=2.0, top_k=4), torch.arange(500))
+    assert set(chosen.tolist()) == {0, 1, 55, 700}
+
+
 @pytest.mark.parametrize("filters", ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}), ids=str)
 def test_the_narrowest_filter_leaves_the_most_likely_token(filters):
     chosen = choose(
