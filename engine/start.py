@@ -21,6 +21,7 @@ from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.runner import Runner
 from pilotfish.engine.scheduler import Scheduler
 from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.linear import cpu_multiplies_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     """Every choice that options leave open. Raises OptionError naming the flag."""
     config = checkpoint.config
     device = _device(options)
-    dtype = _dtype(options, config)
+    dtype = _dtype(options, config, device)
     depth, reason = _depth(options, checkpoint)
     max_model_len = _max_model_len(options, config)
     max_num_seqs, binding = _max_num_seqs(options, depth)
@@ -126,11 +127,16 @@ def _num_threads(options: EngineOptions) -> int:
     return options.num_threads
 
 
-def _dtype(options: EngineOptions, config: ModelConfig) -> torch.dtype:
+def _dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
     if options.dtype != "auto":
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
-    # float16 checkpoints run in bf16: real activations pass 65 504
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+    if config.dtype == "float32":
+        return torch.float32
+    if device.type == "cpu" and not cpu_multiplies_bf16():
+        logger.warning("dtype: this CPU has no bf16 products; the %s checkpoint runs in float32", config.dtype)
+        return torch.float32
+    # float16 checkpoints too: real activations pass 65 504
+    return torch.bfloat16
 
 
 def _depth(options: EngineOptions, checkpoint: Checkpoint) -> tuple[int, str | None]:

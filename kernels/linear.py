@@ -17,7 +17,10 @@ TILE_ROWS = 8
 """Chosen by measurement (docs/benchmarks.md): with AVX-512 but no AMX a bf16 product of 16 rows costs 1.5-2x one of 8,
 one of 4 hardly less than one of 8."""
 
-_linear_packed = torch.ops.mkldnn._linear_pointwise.default
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether oneDNN has bf16 products for this CPU (AVX-512 at least); without them bf16 is slow, and fp32 better."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def padded_rows(num_rows: int) -> int:
@@ -38,13 +41,13 @@ class Linear:
         self.out_features, self.in_features = weight_NK.shape
         self.dtype = weight_NK.dtype
         self.num_bytes = weight_NK.numel() * weight_NK.element_size()
-        self.packed = weight_NK.device.type == "cpu" and self.dtype == torch.bfloat16
+        self.packed = weight_NK.device.type == "cpu" and self.dtype == torch.bfloat16 and cpu_multiplies_bf16()
         weight_NK = weight_NK.contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK, TILE_ROWS) if self.packed else weight_NK
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
-            return _linear_packed(x, self._weight, None, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, None, "none", [], "")
         return F.linear(x, self._weight)
 
     def rows(self, x_RK: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""What options leave open is decided from the checkpoint and the machine, and impossible wishes are refused by name."""
+
+import pytest
+import torch
+
+from pilotfish.engine import start
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.errors import OptionError
+from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.start import make_plan
+from pilotfish.kernels.attention import PAGE
+from tests.support.tiny_models import build_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp("start") / "dense", "dense")
+
+
+def plan(folder, **options):
+    return make_plan(EngineOptions(model=str(folder), device="cpu", **options), open_checkpoint(folder))
+
+
+def test_defaults_draft_three_and_keep_a_round_on_the_fast_path(folder):
+    decided = plan(folder)
+    assert (decided.depth, decided.max_num_seqs, decided.binding_limit) == (3, 4, "fast-path rows")
+    assert decided.disabled_reason is None
+    assert decided.max_model_len == 2048
+    # four sequences of the longest kind fit
+    assert decided.num_pages == 4 * -(-(2048 + 4) // PAGE)
+
+
+def test_a_checkpoint_without_head_is_served_without_speculation_and_says_so(tmp_path, caplog):
+    headless = build_tiny(tmp_path / "dense", "dense", mtp=False)
+    decided = plan(headless, num_speculative_tokens=3)
+    assert decided.depth == 0
+    assert decided.disabled_reason
+    assert "SPECULATION IS OFF" in caplog.text
+
+
+def test_bf16_checkpoints_run_in_fp32_where_the_cpu_has_no_bf16_products(folder, monkeypatch, caplog, tmp_path):
+    bf16 = build_tiny(tmp_path / "bf16", "dense", dtype="bfloat16")
+    monkeypatch.setattr(start, "cpu_multiplies_bf16", lambda: False)
+    assert plan(bf16).dtype == torch.float32
+    assert "float32" in caplog.text
+    monkeypatch.setattr(start, "cpu_multiplies_bf16", lambda: True)
+    assert plan(bf16).dtype == torch.bfloat16
+    assert plan(folder).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens: want 0..8, got 9"),
+        ({"max_model_len": 4096}, "max_model_len: want 2..2048"),
+        ({"max_num_seqs": 0}, "max_num_seqs: want 1..64"),
+        ({"max_num_seqs": 65}, "max_num_seqs: want 1..64"),
+        ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"kv_cache_tokens": 512}, "kv cache: 2 pages of 256 tokens, want at least 9"),
+        ({"num_threads": 0}, "num_threads: want at least 1"),
+    ],
+)
+def test_impossible_wishes_are_refused_by_name(folder, options, named):
+    with pytest.raises(OptionError, match=named):
+        if "num_threads" in options:
+            start.start_engine(EngineOptions(model=str(folder), **options))
+        plan(folder, **options)
