@@ -100,11 +100,13 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `phases` maps a phase of a round (verify, choose, accept, repair, draft, report) or "prefill" to seconds;
     it is empty when the step ran nothing. `num_prefill_tokens` are prompt tokens processed in this step.
+    `graph` is True where a round replayed a captured graph, False where it was launched operator by operator.
     """
 
     phases: dict[str, float] = {}
     step_seconds: float = 0.0
     num_prefill_tokens: int = 0
+    graph: bool = False
     num_running: int = 0
     num_waiting: int = 0
     kv_pages_used: int = 0
@@ -124,7 +126,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Sent once, when the engine can take requests.
 
     `num_speculative_tokens` is the k really served: 0 when the head is missing, and then
-    `speculation_disabled_reason` says why. `binding_limit` names what set `max_num_seqs`.
+    `speculation_disabled_reason` says why. `binding_limit` names what set `max_num_seqs`; `limits` has the sequences
+    that each limit would allow (KV pages: sequences of the full context). `ledger` is engine/ledger.py's, in bytes.
     """
 
     model_type: str
@@ -141,6 +144,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     dtype: str
     load_seconds: float
     ledger: dict[str, int]
+    limits: dict[str, int] = {}
+    kv_bytes_per_token: int = 0
+    bytes_per_sequence: int = 0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -9,6 +9,7 @@ from time import perf_counter
 
 import torch
 
+from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.checkpoint.load import load_weights
@@ -69,7 +70,7 @@ def start_engine(options: EngineOptions) -> Engine:
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
     model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device)
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started)
-    logger.info("ready in %.1f s: %s", engine.ready.load_seconds, engine.ready)
+    logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     return engine
 
 
@@ -78,6 +79,7 @@ def assemble(model: Model, plan: Plan, max_waiting: int, weight_bytes: int, load
     state = BatchState(plan.max_num_seqs + 1, max(1, plan.depth), model.config.vocab_size, plan.device)
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
     scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.prefill_chunk)
+    account = ledger.measure(model, state, plan.device) | {"checkpoint_bytes": weight_bytes}
     ready = Ready(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
@@ -92,7 +94,10 @@ def assemble(model: Model, plan: Plan, max_waiting: int, weight_bytes: int, load
         device=str(plan.device),
         dtype=str(plan.dtype).removeprefix("torch."),
         load_seconds=load_seconds,
-        ledger=_ledger(model, weight_bytes),
+        ledger=account,
+        limits=limits(plan, slots.capacity),
+        kv_bytes_per_token=ledger.bytes_per_token(model),
+        bytes_per_sequence=ledger.bytes_per_sequence(account, slots.total),
     )
     return Engine(Runner(model, state, plan.depth > 0 and model.head is not None), scheduler, ready)
 
@@ -201,14 +206,13 @@ def _num_pages(
     return pages
 
 
-def _ledger(model: Model, weight_bytes: int) -> dict[str, int]:
-    """Bytes by purpose."""
-    trunk = model.trunk
-    caches = [*trunk.kv, *([model.head.cache] if model.head else [])]
-    pending = trunk.state.pending
-    return {
-        "checkpoint_bytes": weight_bytes,
-        "kv_cache_bytes": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
-        "recurrent_state_bytes": trunk.state.s.nbytes + trunk.state.conv.nbytes,
-        "pending_bytes": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u)),
+def limits(plan: Plan, num_slots: int) -> dict[str, int]:
+    """Sequences that each limit would let run. No graphs are captured yet, so none limits."""
+    longest = -(-(plan.max_model_len + plan.depth + 1) // PAGE)
+    counted = {
+        "fast-path rows": FAST_ROWS // (plan.depth + 1),
+        "wide-path rows": MAX_ROWS // (plan.depth + 1),
+        "state slots": num_slots,
+        "KV pages": plan.num_pages // longest,
     }
+    return counted | ({"configured": plan.max_num_seqs} if plan.binding_limit == "configured" else {})

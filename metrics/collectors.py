@@ -6,12 +6,13 @@ are not in them, and a run cut by a stop string arrives cut, so nothing over-pro
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pilotfish.metrics.definitions import FINISH_REASONS, PHASES, REJECTION_REASONS, build
+from pilotfish.metrics.definitions import FINISH_REASONS, PHASES, REJECTION_REASONS, ROUND_PATHS, build
 
 if TYPE_CHECKING:
     from pilotfish.engine.messages import Ready, RequestOutput, StepReport
@@ -38,6 +39,7 @@ class Collector:
         self._series: dict[str, Any] = {**build(registry)}
         self._rounds = {flag: _RoundSeries(self._series, flag) for flag in ("0", "1")}
         self._phases = {name: self._series["round_seconds"].labels(name) for name in PHASES}
+        self._paths = {name: self._series["rounds"].labels(name) for name in ROUND_PATHS}
         self._first_token = self._series["time_to_first_token_seconds"]
         self._inter_token = self._series["inter_token_latency_seconds"]
         for reason in FINISH_REASONS:
@@ -58,8 +60,22 @@ class Collector:
         series["max_num_seqs"].labels(ready.binding_limit).set(ready.max_num_seqs)
         series["kv_pages"].set(ready.kv_pages_total)
         series["engine_load_seconds"].set(ready.load_seconds)
+        series["engine_ready_timestamp_seconds"].set(time.time())
+        self._on_capacity(ready)
         self._rounds["0"].prepare(ready.num_speculative_tokens)
         self.on_engine(True)
+
+    def _on_capacity(self, ready: Ready) -> None:
+        series = self._series
+        for limit, count in ready.limits.items():
+            series["concurrency_limit"].labels(limit).set(count)
+        parts = {name.removesuffix("_bytes"): amount for name, amount in ready.ledger.items()}
+        # the file's size and the sum are no parts
+        for part in parts.keys() - {"total", "checkpoint"}:
+            series["memory_bytes"].labels(part).set(parts[part])
+        series["kv_bytes_per_token"].set(ready.kv_bytes_per_token)
+        series["bytes_per_sequence"].set(ready.bytes_per_sequence)
+        series["state_slots"].set(ready.limits.get("state slots", ready.max_num_seqs))
 
     def on_engine(self, up: bool) -> None:
         self._series["engine_up"].set(int(up))
@@ -79,6 +95,8 @@ class Collector:
             series["prefill_tokens"].inc(stats.num_prefill_tokens)
         if stats.step_seconds:
             series["step_seconds"].observe(stats.step_seconds)
+        if "verify" in stats.phases:
+            self._paths["graph" if stats.graph else "eager"].inc()
         for phase, seconds in stats.phases.items():
             if phase in self._phases:
                 self._phases[phase].observe(seconds)
@@ -108,6 +126,11 @@ class Collector:
         if end.num_rounds:
             length = end.num_round_tokens / end.num_rounds
             self._rounds["1" if end.synthetic else "0"].acceptance_length.observe(length)
+
+    def on_key(self, key: str, num_tokens: int) -> None:
+        """A request has ended, answered or not; `key` is the number of its API key, or "none"."""
+        self._series["key_requests"].labels(key).inc()
+        self._series["key_generation_tokens"].labels(key).inc(num_tokens)
 
     def on_rejection(self, reason: str) -> None:
         self._series["request_rejected"].labels(reason).inc()

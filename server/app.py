@@ -79,6 +79,7 @@ def _routes() -> Sequence[web.AbstractRouteDef]:
         web.post("/v1/chat/completions", handlers.chat_completions),
         web.get("/v1/models", handlers.models),
         web.get("/v1/models/{name:.+}", handlers.model),
+        web.get("/v1/capacity", handlers.capacity),
         web.get("/health", handlers.health),
         web.get("/ready", handlers.ready),
         web.get("/metrics", handlers.metrics),
@@ -159,7 +160,7 @@ def _auth(keys: Sequence[str]) -> Callable:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.startswith("/v1/"):
-            check_key(request.headers.get("Authorization"), keys)
+            handlers.KEY.set(check_key(request.headers.get("Authorization"), keys))
         return await handler(request)
 
     return middleware

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from contextvars import ContextVar
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import pilotfish
 from pilotfish.engine.client import EngineClient, EngineUnavailable
 from pilotfish.engine.messages import Ready
 from pilotfish.metrics.collectors import Collector
+from pilotfish.server.auth import NO_KEY
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.model_files import ModelFiles
@@ -29,6 +31,8 @@ from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, joi
 
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
+KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
+"""The number of the request's API key, left here by the authentication."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STALLED_SECONDS = 60.0
 """An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
@@ -124,13 +128,16 @@ async def read_body(request: web.Request) -> bytes:
 
 async def _answer(request: web.Request, service: Service, plan: Plan, shape: Format) -> web.StreamResponse:
     service.check_room(service.engine(), len(plan.prompts) * plan.n)
+    generation = Generation(plan, service.client, service.files.tokenizer, service.metrics)
     try:
-        with Generation(plan, service.client, service.files.tokenizer, service.metrics) as generation:
+        with generation:
             if plan.stream:
                 return await _stream(request, service, plan, shape, generation)
             return await _whole(plan, shape, generation)
     except EngineUnavailable as error:
         raise Unavailable(f"The engine has failed ({error.part}): {error}", code="engine_failed") from error
+    finally:
+        service.metrics.on_key(KEY.get(), sum(choice.num_tokens for choice in generation.choices))
 
 
 async def _whole(plan: Plan, shape: Format, generation: Generation) -> web.Response:
@@ -202,6 +209,32 @@ def _model(service: Service, name: str) -> Model:
         root=Path(service.files.folder).name,
         max_model_len=ready.max_model_len if ready else None,
     )
+
+
+async def capacity(request: web.Request) -> web.Response:
+    """How many sequences may run, which limit says so, and where the memory went."""
+    service = request.app[SERVICE]
+    ready = service.engine()
+    window = ready.num_speculative_tokens + 1
+    body = {
+        "max_num_seqs": ready.max_num_seqs,
+        "binding_limit": ready.binding_limit,
+        "limits": ready.limits,
+        "max_waiting": ready.max_waiting,
+        "num_open": service.client.num_open,
+        "num_speculative_tokens": ready.num_speculative_tokens,
+        "rows_per_round": ready.max_num_seqs * window,
+        "max_model_len": ready.max_model_len,
+        "kv_cache": {
+            "pages": ready.kv_pages_total,
+            "page_size": ready.page_size,
+            "tokens": ready.kv_pages_total * ready.page_size,
+            "bytes_per_token": ready.kv_bytes_per_token,
+        },
+        "bytes_per_sequence": ready.bytes_per_sequence,
+        "memory": ready.ledger,
+    }
+    return _json(body)
 
 
 async def health(request: web.Request) -> web.Response:

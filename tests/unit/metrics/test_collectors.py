@@ -158,6 +158,45 @@ def test_missing_head_is_a_series(registry):
     assert value(registry, "pilotfish_build_info", **labels) == 1
 
 
+def test_capacity_becomes_series(registry):
+    ready = Ready(
+        model_type="m",
+        vocab_size=1,
+        max_model_len=1,
+        max_num_seqs=4,
+        binding_limit="fast-path rows",
+        num_speculative_tokens=3,
+        speculation_disabled_reason=None,
+        max_waiting=1,
+        kv_pages_total=1,
+        page_size=1,
+        device="cpu",
+        dtype="bfloat16",
+        load_seconds=3.0,
+        ledger={"weights_bytes": 7, "free_bytes": 5, "total_bytes": 12, "checkpoint_bytes": 6},
+        limits={"fast-path rows": 4, "state slots": 4},
+        kv_bytes_per_token=512,
+        bytes_per_sequence=99,
+    )
+    Collector(registry).on_ready(ready)
+    assert value(registry, "pilotfish_concurrency_limit", limit="fast-path rows") == 4
+    assert value(registry, "pilotfish_memory_bytes", part="weights") == 7
+    assert registry.get_sample_value("pilotfish_memory_bytes", {"part": "total"}) is None
+    assert value(registry, "pilotfish_kv_bytes_per_token") == 512
+    assert value(registry, "pilotfish_state_slots") == 4
+    assert value(registry, "pilotfish_engine_ready_timestamp_seconds") > 1e9
+
+
+def test_rounds_by_path_and_load_by_key(registry):
+    collector = Collector(registry)
+    for graph, phases in ((True, {"verify": 0.1}), (False, {"verify": 0.1}), (False, {"prefill": 0.1})):
+        collector.on_report(StepReport(outputs=[], stats=StepStats(graph=graph, phases=phases)))
+    assert [value(registry, "pilotfish_rounds_total", path=path) for path in ("graph", "eager")] == [1, 1]
+    collector.on_key("2", 17)
+    assert value(registry, "pilotfish_key_requests_total", key="2") == 1
+    assert value(registry, "pilotfish_key_generation_tokens_total", key="2") == 17
+
+
 def test_names_follow_the_rules():
     names = [entry.name for entry in DEFINITIONS]
     assert len(names) == len(set(names))

@@ -16,8 +16,9 @@ def test_wrong_keys_are_401(header):
 
 @pytest.mark.parametrize("header", ["Bearer key-1", "bearer key-2", "Bearer  key-2 "])
 def test_each_key_opens(header):
-    check_key(header, ["key-1", "key-2"])
+    # metrics get the key's number, never the key
+    assert check_key(header, ["key-1", "key-2"]) == ("1" if "1" in header else "2")
 
 
 def test_without_keys_everyone_may():
-    check_key(None, [])
+    assert check_key(None, []) == "none"

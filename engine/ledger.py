@@ -1,0 +1,130 @@
+"""Where the memory went and what caps concurrency, as facts a person can add up.
+
+    weights + KV cache + recurrent state + pending + buffers + other + free = total
+
+The first five are the bytes of tensors that this process holds. On a GPU `other` is all else that is in use there (the
+CUDA context, the allocator's reserve, other processes). On a CPU it is what the process has resident beyond its
+tensors, and `total` is what the process has or could get: pages that were allocated and never touched count as used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.cache.tensors import KvCache, RecurrentState
+from pilotfish.engine.messages import Ready
+from pilotfish.engine.model.build import Model
+
+PARTS = ("weights", "kv_cache", "recurrent_state", "pending", "buffers", "other", "free")
+"""The ledger's lines in the order in which they are shown; `total` is their sum."""
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def measure(model: Model, state: BatchState, device: torch.device) -> dict[str, int]:
+    """Bytes by part, as `<part>_bytes`, and `total_bytes`."""
+    trunk = model.trunk
+    pending = trunk.state.pending
+    caches = [*trunk.kv, *([model.head.cache] if model.head else [])]
+    held = {
+        "weights": tensor_bytes(model),
+        "kv_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
+        "recurrent_state": trunk.state.s.nbytes + trunk.state.conv.nbytes,
+        "pending": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u)),
+        "buffers": tensor_bytes(state),
+    }
+    other, free = _rest(sum(held.values()), device)
+    parts = held | {"other": other, "free": free}
+    return {f"{name}_bytes": parts[name] for name in PARTS} | {"total_bytes": sum(parts.values())}
+
+
+def bytes_per_token(model: Model) -> int:
+    """Key-value cache of one token, the head's included."""
+    caches = [*model.trunk.kv, *([model.head.cache] if model.head else [])]
+    return sum((cache.k.nbytes + cache.v.nbytes) // (cache.k.shape[0] * cache.k.shape[2]) for cache in caches)
+
+
+def bytes_per_sequence(ledger: dict[str, int], num_slots: int) -> int:
+    """What a running sequence takes beside its tokens: recurrent state, pending rows, its row of the buffers."""
+    return sum(ledger[f"{name}_bytes"] for name in ("recurrent_state", "pending", "buffers")) // num_slots
+
+
+def show(ready: Ready) -> Iterator[str]:
+    """The ledger and the limits, as lines for the start-up log."""
+    yield "memory:"
+    for name in PARTS:
+        yield f"  {name.replace('_', ' '):<16} {_amount(ready.ledger[f'{name}_bytes'])}"
+    yield f"  {'= total':<16} {_amount(ready.ledger['total_bytes'])}"
+    num_tokens = ready.kv_pages_total * ready.page_size
+    yield f"  {'a token':<16} {_amount(ready.kv_bytes_per_token)} of KV cache, which holds {num_tokens} tokens"
+    yield f"  {'a sequence':<16} {_amount(ready.bytes_per_sequence)} of state, pending and buffers"
+    yield f"sequences that may run at once: {ready.max_num_seqs}; what each limit allows:"
+    for name, count in ready.limits.items():
+        yield f"  {name:<16} {count:>6}{'   <- sets the cap' if name == ready.binding_limit else ''}"
+
+
+def tensor_bytes(root: object) -> int:
+    """Bytes of all tensors that an object reaches, each storage once; the caches are left out."""
+    seen: set[int] = set()
+    total, todo = 0, [root]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, KvCache | RecurrentState) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            # a matrix packed for oneDNN has no storage that can be asked
+            key = id(item) if item.is_mkldnn else item.untyped_storage().data_ptr()
+            total += 0 if key in seen and not item.is_mkldnn else _own_bytes(item)
+            seen.add(key)
+        elif isinstance(item, list | tuple):
+            todo += item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif type(item).__module__.startswith("pilotfish."):
+            todo += getattr(item, "__dict__", {}).values()
+    return total
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_mkldnn:
+        return tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().nbytes()
+
+
+def _rest(held: int, device: torch.device) -> tuple[int, int]:
+    """Bytes of (other, free) such that held + other + free is all there is."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, total - free - held), free
+    resident, available = _resident_bytes(), _available_bytes()
+    return max(0, resident - held), max(0, available - max(0, held - resident))
+
+
+def _resident_bytes() -> int:
+    """0 where the system has no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def _amount(count: int) -> str:
+    if count >= GIB:
+        return f"{count / GIB:10.2f} GiB"
+    if count >= MIB:
+        return f"{count / MIB:10.2f} MiB"
+    return f"{count / 1024:10.2f} KiB"
