@@ -120,7 +120,7 @@ class TestLimits:
         assert sum(output.num_drafted for output in request.outputs) == max(0, max_tokens - 2)
 
     @pytest.mark.parametrize("accepted", (0, 4, 8))
-    @pytest.mark.parametrize("max_model_len", (64, 257))
+    @pytest.mark.parametrize("max_model_len", (64, 256))
     def test_the_model_s_length_is_never_passed(self, max_model_len, accepted):
         length = max_model_len - 12
         driver = LoopDriver(depth=8, agreeing=accepted, max_model_len=max_model_len)

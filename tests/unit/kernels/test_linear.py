@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pilotfish.engine.checkpoint.nvfp4 import quantize
+from pilotfish.kernels import linear as linear_module
 from pilotfish.kernels.linear import TILE_ROWS, Linear, QuantizedLinear, make_linear, padded_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -59,6 +60,21 @@ def test_nan_in_other_rows_is_not_seen(dtype):
     spoiled = x.clone()
     spoiled[1::2] = float("nan")
     assert torch.equal(linear.rows(spoiled)[::2], clean[::2])
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_a_cpu_without_bf16_products_keeps_a_row_s_bits_too(out_features, in_features, monkeypatch):
+    monkeypatch.setattr(linear_module, "cpu_multiplies_bf16", lambda: False)
+    weight, rows = random((out_features, in_features), torch.bfloat16), 3 * TILE_ROWS
+    linear, row = Linear(weight), random((1, in_features), torch.bfloat16, 1)
+    assert not linear.packed
+    alone = linear.rows(row.expand(TILE_ROWS, -1).contiguous())[0]
+    for position in range(rows):
+        x = random((rows, in_features), torch.bfloat16, 2)
+        x[position] = row
+        output = linear.rows(x)
+        assert torch.equal(output[position], alone), position
+    assert_close(output, x, weight)
 
 
 def test_the_weight_may_be_a_view_of_another():
