@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("server_flags", nargs="*", metavar="-- FLAG", help="more flags for pilotfish serve")
     args = parser.parse_args()
     port = free_port()
-    command = [sys.executable, "-m", "pilotfish.server.cli", "serve", str(args.model), "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "pilotfish.server.cli", "serve", str(args.model), "--port", str(port)]
     command += ["--num-speculative-tokens", str(args.k), *args.server_flags]
     say(f"$ pilotfish serve {args.model} --port {port} --num-speculative-tokens {args.k}")
     with running(command) as server:

@@ -128,7 +128,8 @@ class EngineClient:
         self._folder = _private_folder()
         path = str(Path(self._folder, "engine.sock"))
         self._listener = await loop.create_unix_server(lambda: _Connection(self), path)
-        command = ["-m", "pilotfish.engine.process", "--socket", path, "--core", self._core]
+        # -P: the working folder stays off the module path, or its folders could shadow installed packages
+        command = ["-P", "-m", "pilotfish.engine.process", "--socket", path, "--core", self._core]
         command += ["--options", msgspec.json.encode(self._options).decode()]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, env=self._environment

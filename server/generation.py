@@ -243,10 +243,18 @@ class Generation:
             return
         self._raise_errors()
 
-    async def pieces(self) -> AsyncIterator[list[tuple[Choice, Piece]]]:
-        """Batches of news until every choice has ended. Raises ApiError when one fails."""
+    async def pieces(self, patience: float | None = None) -> AsyncIterator[list[tuple[Choice, Piece]]]:
+        """Batches of news until every choice has ended, an empty one after each `patience` seconds without any.
+
+        Raises ApiError when a choice fails.
+        """
         while True:
-            await self._news.wait()
+            try:
+                async with asyncio.timeout(patience):
+                    await self._news.wait()
+            except TimeoutError:
+                yield []
+                continue
             self._news.clear()
             batch = [(choice, piece) for choice in self.choices if (piece := choice.take()) is not None]
             if batch:

@@ -36,6 +36,9 @@ KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STALLED_SECONDS = 60.0
 """An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
+HEARTBEAT_SECONDS = 15.0
+HEARTBEAT = b": waiting\n\n"
+"""An SSE comment: relays cut connections that are silent for long, and a queue or a prompt may take long."""
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
 
@@ -171,8 +174,9 @@ async def _send_events(
     if opening:
         await response.write(opening)
     try:
-        async for batch in generation.pieces():
-            await response.write(b"".join(_event(encode(shape.chunk(choice, piece))) for choice, piece in batch))
+        async for batch in generation.pieces(HEARTBEAT_SECONDS):
+            events = [_event(encode(shape.chunk(choice, piece))) for choice, piece in batch]
+            await response.write(b"".join(events) or HEARTBEAT)
     except ApiError as error:
         # the status line is out: the error is an event, and no [DONE] follows
         service.metrics.on_rejection(error.reason)

@@ -9,6 +9,7 @@ import signal
 import time
 
 import aiohttp
+import openai
 import pytest
 from serving import script, serving
 
@@ -126,6 +127,24 @@ def test_an_engine_that_dies_ends_every_stream_with_an_error_and_turns_health_re
                 assert (await response.json())["error"]["code"] == "engine_failed"
             assert await metric(http, server, "pilotfish_engine_up") == 0
             assert await metric(http, server, 'pilotfish_request_finished_total{finish_reason="error"}') >= 2
+
+    run(story())
+
+
+def test_a_stream_without_news_sends_comments(folder, monkeypatch):
+    monkeypatch.setattr("pilotfish.server.handlers.HEARTBEAT_SECONDS", 0.05)
+
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            async with http.post(server.v1 + "/completions", json=body(True, reply="abc", delay=0.3)) as response:
+                text = (await response.read()).decode()
+            assert text.count(": waiting\n\n") >= 3 and text.endswith("data: [DONE]\n\n")
+            client = openai.AsyncOpenAI(base_url=server.v1, api_key="unused", max_retries=0)
+            async with client:
+                stream = await client.completions.create(
+                    model="scripted", prompt=script(reply="abc", delay=0.2), stream=True
+                )
+                assert "".join([chunk.choices[0].text async for chunk in stream]) == "abc"
 
     run(story())
 
