@@ -124,6 +124,16 @@ def test_the_order_of_pages_does_not_matter(start):
     assert torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_attention_leaves_the_caches_as_they_are(dtype):
+    k, v = draw(40, 2, 8), draw(40, 2, 8, seed=1)
+    cache = caches(2, 8, dtype, k, v)
+    before = [t.clone() for t in cache]
+    attend(draw(1, 3, 2, 8), cache, [TABLE], [30])
+    prefill_attention(draw(10, 2, 8), *cache, TABLE, 30)
+    assert all(torch.equal(t.nan_to_num(7.0), b.nan_to_num(7.0)) for t, b in zip(cache, before, strict=True))
+
+
 def test_large_scores_do_not_overflow():
     k, v = draw(300, 1, 16) * 100, draw(300, 1, 16, seed=1)
     q = draw(1, 1, 2, 16, seed=2) * 100
