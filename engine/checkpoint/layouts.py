@@ -34,15 +34,23 @@ class Layout(Enum):
     LYNN = "Lynn native NVFP4"
     CT_INT_PACKED = "compressed-tensors pack-quantized integers"
     GPTQ_AWQ = "GPTQ or AWQ integers"
+    MLX_PACKED = "MLX affine-quantised integers"
     MX = "MXFP4 or MXFP8 (shared exponents)"
     TRANSFORMERS_NVFP4 = "transformers' own nvfp4"
     OTHER_DTYPE = "unquantised, of a dtype that is not BF16, F16 or F32"
     UNKNOWN = "an unknown combination of tensors"
 
 
-READ = frozenset({Layout.PLAIN, Layout.CT_NVFP4, Layout.CT_NVFP4_W4A4})
-PACKED = frozenset({Layout.CT_NVFP4, Layout.CT_NVFP4_W4A4})
-SUPPORTED = "plain BF16/F16/F32 and compressed-tensors NVFP4 (nvfp4-pack-quantized)"
+NVFP4_CT = frozenset({Layout.CT_NVFP4, Layout.CT_NVFP4_W4A4})
+NVFP4_MODELOPT = frozenset({Layout.MODELOPT_NVFP4, Layout.MODELOPT_NVFP4_W4A4})
+FP8_BLOCKS = frozenset({Layout.FP8_BLOCK_INV, Layout.CT_FP8_BLOCK, Layout.MODELOPT_FP8_BLOCK})
+FP8 = FP8_BLOCKS | {Layout.FP8_TENSOR, Layout.FP8_CHANNEL}
+PACKED = NVFP4_CT | NVFP4_MODELOPT | FP8 | {Layout.LYNN}
+READ = PACKED | {Layout.PLAIN}
+SUPPORTED = "plain BF16/F16/F32, NVFP4 (compressed-tensors, ModelOpt, lynn-engine) or FP8 e4m3 (tensor, channel, block)"
+
+ACTIVATION_SCALES = frozenset({".input_scale", ".input_global_scale"})
+"""Parts that are not read: activations stay 16-bit."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ def describe(name: str, raw_name: str, parts: Mapping[str, TensorInfo]) -> Modul
     if layout is Layout.PLAIN:
         (info,) = parts.values()
         return Module(name, raw_name, layout, info.shape, info.dtype, parts)
-    return Module(name, raw_name, layout, _packed_shape(raw_name, parts), parts[".weight_packed"].dtype, parts)
+    shape = _fp8_shape(layout, parts) if layout in FP8 else _nvfp4_shape(layout, parts)
+    return Module(name, raw_name, layout, shape, _main_part(layout, parts).dtype, parts)
 
 
 def classify(parts: Mapping[str, TensorInfo]) -> Layout:
@@ -93,9 +102,11 @@ def classify(parts: Mapping[str, TensorInfo]) -> Layout:
     if suffixes in ({""}, {".weight"}):
         return _classify_single(next(iter(dtypes.values())))
     if suffixes & {".packed", ".weight.packed"}:
-        return Layout.LYNN
+        return _classify_lynn(dtypes)
     if suffixes & {".qweight", ".qzeros"}:
         return Layout.GPTQ_AWQ
+    if ".scales" in suffixes and dtypes.get(".weight") == "U32":
+        return Layout.MLX_PACKED
     if suffixes & {".weight_sf", ".weight_sf_rowmajor"}:
         return Layout.TRANSFORMERS_NVFP4
     if dtypes.get(".weight_scale") in ("U8", "F8_E8M0") or ".weight_blocks" in suffixes:
@@ -105,6 +116,13 @@ def classify(parts: Mapping[str, TensorInfo]) -> Layout:
     if ".weight" in suffixes:
         return _classify_scaled_weight(parts)
     return Layout.UNKNOWN
+
+
+def _classify_lynn(dtypes: Mapping[str, str]) -> Layout:
+    """All three parts carry the full tensor's name, which ends in .weight but for fused experts."""
+    names = {".packed": "U8", ".scale": "F16", ".global_scale": "F32"}
+    forms = (names, {f".weight{suffix}": dtype for suffix, dtype in names.items()})
+    return Layout.LYNN if dtypes in forms else Layout.UNKNOWN
 
 
 def _classify_single(dtype: str) -> Layout:
@@ -127,9 +145,11 @@ def _classify_ct_packed(suffixes: set[str], dtypes: Mapping[str, str]) -> Layout
 def _classify_scaled_weight(parts: Mapping[str, TensorInfo]) -> Layout:
     weight = parts[".weight"]
     suffixes = set(parts) - {".input_scale"}
-    if suffixes == {".weight", ".weight_scale", ".weight_scale_2"} and weight.dtype == "U8":
+    if suffixes == {".weight", ".weight_scale", ".weight_scale_2"}:
+        if [parts[s].dtype for s in (".weight", ".weight_scale", ".weight_scale_2")] != ["U8", "F8_E4M3", "F32"]:
+            return Layout.UNKNOWN
         return Layout.MODELOPT_NVFP4_W4A4 if ".input_scale" in parts else Layout.MODELOPT_NVFP4
-    if weight.dtype not in FP8_DTYPES:
+    if weight.dtype != "F8_E4M3":
         return Layout.UNKNOWN
     if suffixes == {".weight", ".weight_scale_inv"}:
         return Layout.FP8_BLOCK_INV
@@ -151,15 +171,53 @@ def _classify_fp8_scale(weight: tuple[int, ...], scale: tuple[int, ...]) -> Layo
     return Layout.UNKNOWN
 
 
-def _packed_shape(raw_name: str, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
-    """(N, K) of a compressed-tensors NVFP4 module whose parts fit each other."""
-    packed, scale = parts[".weight_packed"], parts[".weight_scale"]
+def _main_part(layout: Layout, parts: Mapping[str, TensorInfo]) -> TensorInfo:
+    """The tensor that holds the codes."""
+    suffix = {Layout.CT_NVFP4: ".weight_packed", Layout.CT_NVFP4_W4A4: ".weight_packed"}.get(layout, ".weight")
+    if layout is Layout.LYNN:
+        suffix = lynn_prefix(parts) + ".packed"
+    return parts[suffix]
+
+
+def lynn_prefix(parts: Mapping[str, object]) -> str:
+    """What stands between a module's name and lynn-engine's suffixes: nothing for fused experts."""
+    return "" if ".packed" in parts else ".weight"
+
+
+def _nvfp4_shape(layout: Layout, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    """(N, K) of an NVFP4 module whose parts fit each other; leading axes are flattened in a lynn-engine pack."""
+    packed = _main_part(layout, parts)
+    lynn = layout is Layout.LYNN
+    scale = parts[f"{lynn_prefix(parts)}.scale" if lynn else ".weight_scale"]
     if len(packed.shape) != 2 or packed.shape[1] * 2 % GROUP:
-        raise CheckpointError(f"{raw_name}.weight_packed: want [N, K/2] with K a multiple of {GROUP}, got {packed}")
+        raise CheckpointError(f"{packed.name}: want [N, K/2] with K a multiple of {GROUP}, got {packed}")
     rows, columns = packed.shape[0], packed.shape[1] * 2
     if scale.shape != (rows, columns // GROUP):
-        raise CheckpointError(f"{raw_name}.weight_scale: want shape {[rows, columns // GROUP]}, got {scale}")
-    for suffix in (".weight_global_scale", ".input_global_scale"):
-        if suffix in parts and parts[suffix].shape not in ((), (1,)):
-            raise CheckpointError(f"{raw_name}{suffix}: want one number, got {parts[suffix]}")
+        raise CheckpointError(f"{scale.name}: want shape {[rows, columns // GROUP]}, got {scale}")
+    _check_single_numbers(parts, but=(packed, scale))
     return rows, columns
+
+
+def _fp8_shape(layout: Layout, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    """(N, K) of an FP8 module whose scales fit its layout; their number told per tensor and channel apart already."""
+    weight = parts[".weight"]
+    scale = parts[".weight_scale_inv" if layout is Layout.FP8_BLOCK_INV else ".weight_scale"]
+    if len(weight.shape) != 2:
+        raise CheckpointError(f"{weight.name}: want [N, K], got {weight}")
+    rows, columns = weight.shape
+    if scale.dtype not in ("BF16", "F32"):
+        raise CheckpointError(f"{scale.name}: want BF16 or F32 scales, got {scale}")
+    if layout in FP8_BLOCKS:
+        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        wanted = (blocks[0], 1, blocks[1], 1) if layout is Layout.MODELOPT_FP8_BLOCK else blocks
+        if scale.shape != wanted:
+            raise CheckpointError(f"{scale.name}: want shape {list(wanted)}, got {scale}")
+    _check_single_numbers(parts, but=(weight, scale))
+    return rows, columns
+
+
+def _check_single_numbers(parts: Mapping[str, TensorInfo], but: tuple[TensorInfo, ...]) -> None:
+    """Raises CheckpointError unless every other part holds one number."""
+    for info in parts.values():
+        if info not in but and info.shape not in ((), (1,), (1, 1)):
+            raise CheckpointError(f"{info.name}: want one number, got {info}")

@@ -1,8 +1,8 @@
 """Reads the weights of a recognised checkpoint, file by file, onto one device.
 
-Packed weights stay packed. Experts come out one by one whatever form the file has: fused 3-D tensors are split
-into views, gate rows first, then up. Beyond the result, host memory holds at most the mapped pages of the one
-file that is being read.
+Packed weights stay packed, each matrix with the scales its file gives it. Experts come out one by one whatever form
+the file has: fused 3-D tensors are split into views, gate rows first, then up. Beyond the result, host memory holds
+at most the mapped pages of the one file that is being read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from pilotfish.engine.checkpoint import fp8
+from pilotfish.engine.checkpoint.fp8 import Fp8Weight
 from pilotfish.engine.checkpoint.headers import TensorInfo
-from pilotfish.engine.checkpoint.layouts import PACKED, Module
-from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
+from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, Layout, Module, lynn_prefix
+from pilotfish.engine.checkpoint.nvfp4 import LynnWeight, NvFp4Weight
 from pilotfish.engine.checkpoint.recognise import Checkpoint, loaded_parts
-from pilotfish.engine.errors import CheckpointError
+from pilotfish.engine.errors import CheckpointError, LayoutError
 
-Weight = torch.Tensor | NvFp4Weight
+PackedWeight = NvFp4Weight | LynnWeight | Fp8Weight
+Weight = torch.Tensor | PackedWeight
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -32,6 +35,8 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+GLOBAL_SCALES = (".weight_global_scale", ".weight_scale_2", ".global_scale")
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LARGEST_SCALE_BYTE = 0x7E  # e4m3 448; above it come NaN and the negatives
 
 
@@ -40,10 +45,12 @@ def load_weights(
 ) -> dict[str, Weight]:
     """All weights by normalised tensor name, in the dtype the files have; the head's (`mtp.`) if it is complete.
 
-    `model.layers.0.mlp.down_proj.weight` is a tensor, or an NvFp4Weight if stored packed; `lm_head.weight` is
+    `model.layers.0.mlp.down_proj.weight` is a tensor, or a PackedWeight if stored packed; `lm_head.weight` is
     absent when tied. Nothing is shared with the files. `progress` draws a bar over bytes on stderr.
-    Raises CheckpointError if a file changed since it was opened, or a scale is not a finite number above 0.
+    Raises CheckpointError if a file changed since it was opened, or a scale is not a finite number above 0;
+    LayoutError for a layout that the device has no arithmetic for.
     """
+    _refuse_for_device(checkpoint, torch.device(device))
     weights: dict[str, Weight] = {}
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     with tqdm(
@@ -84,9 +91,16 @@ def _read_one(opened: Any, info: TensorInfo) -> torch.Tensor:
     return tensor
 
 
+def _refuse_for_device(checkpoint: Checkpoint, device: torch.device) -> None:
+    """Raises LayoutError for lynn-engine packs on a GPU: their fp16 scales times codes do not fit 16 bits."""
+    module = next((module for module in checkpoint.modules.values() if module.layout is Layout.LYNN), None)
+    if module is not None and device.type != "cpu":
+        raise LayoutError(f"{module.raw_name}: stored as {Layout.LYNN.value}, which is read on the CPU only")
+
+
 def _place(tensor: torch.Tensor, suffix: str, device: str | torch.device) -> torch.Tensor:
     """An own copy on the device; a global scale stays on the host, where it becomes a number."""
-    target = torch.device("cpu" if suffix == ".weight_global_scale" else device)
+    target = torch.device("cpu" if suffix.endswith(GLOBAL_SCALES) else device)
     own = torch.empty_like(tensor, device=target)
     if target.type != "cpu":
         return own.copy_(tensor)
@@ -101,35 +115,71 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _assemble(module: Module, parts: dict[str, torch.Tensor]) -> dict[str, Weight]:
-    if module.layout in PACKED:
-        return {f"{module.name}.weight": _nvfp4(module, parts)}
+    if module.layout is Layout.LYNN:
+        return _split_if_experts(module, _lynn(module, parts))
+    if module.layout is not Layout.PLAIN:
+        return {f"{module.name}.weight": _packed(module, parts)}
     ((suffix, tensor),) = parts.items()
-    prefix, _, last = module.name.rpartition(".experts.")
-    if suffix == "" and prefix and last in ("gate_up_proj", "down_proj"):
-        return _split_experts(f"{prefix}.experts", last, tensor)
-    return {f"{module.name}{suffix}": tensor}
+    return _split_if_experts(module, tensor) if suffix == "" else {f"{module.name}{suffix}": tensor}
 
 
-def _nvfp4(module: Module, parts: dict[str, torch.Tensor]) -> NvFp4Weight:
+def _packed(module: Module, parts: dict[str, torch.Tensor]) -> PackedWeight:
+    if module.layout in FP8:
+        return _fp8(module, parts)
+    assert module.layout in NVFP4_CT | NVFP4_MODELOPT, module.layout
     scale = parts[".weight_scale"]
     if scale.numel() and int(scale.view(torch.uint8).max()) > LARGEST_SCALE_BYTE:
         raise CheckpointError(f"{module.raw_name}.weight_scale: want scales in [0, 448], got a NaN or a negative one")
-    global_scale = float(parts[".weight_global_scale"].reshape(()))
-    if not 0 < global_scale < float("inf"):
-        raise CheckpointError(
-            f"{module.raw_name}.weight_global_scale: want a finite divisor above 0, got {global_scale}"
-        )
-    return NvFp4Weight(parts[".weight_packed"], scale, global_scale)
+    if module.layout in NVFP4_MODELOPT:
+        return NvFp4Weight(parts[".weight"], scale, _number(module, ".weight_scale_2", parts, "factor"), True)
+    return NvFp4Weight(parts[".weight_packed"], scale, _number(module, ".weight_global_scale", parts, "divisor"))
 
 
-def _split_experts(prefix: str, last: str, tensor: torch.Tensor) -> dict[str, Weight]:
-    """Views of gate_up_proj [E, 2*Im, H] or down_proj [E, H, Im], one an expert and projection."""
-    split: dict[str, Weight] = {}
-    for i, matrix in enumerate(tensor.unbind(0)):
-        if last == "down_proj":
-            split[f"{prefix}.{i}.down_proj.weight"] = matrix
-            continue
-        gate, up = matrix.chunk(2)
-        split[f"{prefix}.{i}.gate_proj.weight"] = gate
-        split[f"{prefix}.{i}.up_proj.weight"] = up
-    return split
+def _fp8(module: Module, parts: dict[str, torch.Tensor]) -> Fp8Weight:
+    suffix = ".weight_scale_inv" if module.layout is Layout.FP8_BLOCK_INV else ".weight_scale"
+    _check_scales(module, suffix, parts[suffix])
+    if module.layout is Layout.FP8_TENSOR:
+        return fp8.per_tensor(parts[".weight"], parts[suffix])
+    make = fp8.per_channel if module.layout is Layout.FP8_CHANNEL else fp8.per_block
+    return make(parts[".weight"], parts[suffix])
+
+
+def _lynn(module: Module, parts: dict[str, torch.Tensor]) -> LynnWeight:
+    prefix = lynn_prefix(parts)
+    _check_scales(module, f"{prefix}.scale", parts[f"{prefix}.scale"])
+    number = _number(module, f"{prefix}.global_scale", parts, "factor")
+    return LynnWeight(parts[f"{prefix}.packed"], parts[f"{prefix}.scale"], number)
+
+
+def _check_scales(module: Module, suffix: str, scale: torch.Tensor) -> None:
+    if not bool(torch.isfinite(scale).all() & (scale >= 0).all()):
+        raise CheckpointError(f"{module.raw_name}{suffix}: want finite scales, none negative")
+
+
+def _number(module: Module, suffix: str, parts: dict[str, torch.Tensor], what: str) -> float:
+    number = float(parts[suffix].reshape(()))
+    if not 0 < number < float("inf"):
+        raise CheckpointError(f"{module.raw_name}{suffix}: want a finite {what} above 0, got {number}")
+    return number
+
+
+def _split_if_experts(module: Module, weight: torch.Tensor | LynnWeight) -> dict[str, Weight]:
+    """Fused experts one by one under the names of single ones, as views; another weight under its own name."""
+    prefix, _, last = module.name.rpartition(".experts.")
+    if not prefix or last not in EXPERT_PARTS:
+        return {f"{module.name}.weight" if isinstance(weight, LynnWeight) else module.name: weight}
+    parts = EXPERT_PARTS[last]
+    num_experts, height = module.shape[0], module.shape[1] // len(parts)
+    flat = weight if isinstance(weight, LynnWeight) else weight.flatten(0, 1)
+    return {
+        f"{prefix}.experts.{i}.{part}.weight": _rows(flat, (i * len(parts) + j) * height, height)
+        for i in range(num_experts)
+        for j, part in enumerate(parts)
+    }
+
+
+def _rows(weight: torch.Tensor | LynnWeight, begin: int, count: int) -> torch.Tensor | LynnWeight:
+    part = slice(begin, begin + count)
+    if isinstance(weight, torch.Tensor):
+        return weight[part]
+    return LynnWeight(weight.packed[part], weight.scale[part], weight.global_scale)

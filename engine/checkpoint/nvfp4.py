@@ -1,13 +1,15 @@
-"""NVFP4 as compressed-tensors stores it, in plain torch: what tests and kernels call true.
+"""NVFP4 as compressed-tensors, ModelOpt and lynn-engine store it, in plain torch: what tests and kernels call true.
 
-A matrix [N, K], K a multiple of 16, is kept as 4-bit codes, one e4m3 scale for each 16 columns of a row, and
-one number for the whole:  w = e2m1(code) * scale / global_scale.  In `packed` byte j of a row holds column 2j
-in its low nibble and 2j+1 in its high one. A code is a sign (bit 3) and an index into 0, 0.5, 1, 1.5, 2, 3, 4,
-6. Every product e2m1 * scale is exact in bf16, fp16 and fp32. 4.5 bits a weight.
+A matrix [N, K], K a multiple of 16, is kept as 4-bit codes, one scale for each 16 columns of a row, and one number
+for the whole: w = e2m1(code) * scale / global_scale (compressed-tensors) or * global_scale (ModelOpt, lynn-engine).
+In `packed` byte j of a row holds column 2j in its low nibble and 2j+1 in its high one. A code is a sign (bit 3) and
+an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6. With e4m3 scales every product e2m1 * scale is exact in bf16, fp16 and fp32
+(4.5 bits a weight); with lynn-engine's fp16 scales in fp32 alone (5 bits a weight).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,23 +31,18 @@ _BOUNDARIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, F
 class NvFp4Weight:
     """A packed [N, K] matrix on one device.
 
-    packed: uint8 [N, K/2]; scale: float8_e4m3fn [N, K/16], none negative or NaN; global_scale: the divisor,
-    finite and above 0. Raises ValueError if the parts do not fit each other.
+    packed: uint8 [N, K/2]; scale: float8_e4m3fn [N, K/16], none negative or NaN; global_scale: finite and above 0, a
+    divisor, or a factor if `multiplies`. The two are not turned into one another: that would round.
+    Raises ValueError if the parts do not fit each other.
     """
 
     packed: torch.Tensor
     scale: torch.Tensor
     global_scale: float
+    multiplies: bool = False
 
     def __post_init__(self) -> None:
-        if self.packed.dtype != torch.uint8 or self.packed.dim() != 2:
-            raise ValueError(f"packed: want uint8 [N, K/2], got {self.packed.dtype} {list(self.packed.shape)}")
-        wanted = (self.packed.shape[0], self.packed.shape[1] * 2 // GROUP)
-        if self.packed.shape[1] * 2 % GROUP or self.scale.dtype != torch.float8_e4m3fn or self.scale.shape != wanted:
-            got = f"{self.scale.dtype} {list(self.scale.shape)}"
-            raise ValueError(f"scale: want float8_e4m3fn {list(wanted)} (K a multiple of {GROUP}), got {got}")
-        if not 0 < self.global_scale < float("inf"):
-            raise ValueError(f"global_scale: want a finite number above 0, got {self.global_scale}")
+        _check_parts(self.packed, self.scale, torch.float8_e4m3fn, self.global_scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -61,27 +58,89 @@ class NvFp4Weight:
         return self.packed.nbytes + self.scale.nbytes + 4
 
     def to(self, device: str | torch.device) -> NvFp4Weight:
-        return NvFp4Weight(self.packed.to(device), self.scale.to(device), self.global_scale)
+        return NvFp4Weight(self.packed.to(device), self.scale.to(device), self.global_scale, self.multiplies)
 
     def take_rows(self, rows: torch.Tensor) -> NvFp4Weight:
         """The matrix of these rows, int64 [n] on its device, in their order; the values stay what they were."""
         scale = self.scale.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
-        return NvFp4Weight(self.packed[rows], scale, self.global_scale)
+        return NvFp4Weight(self.packed[rows], scale, self.global_scale, self.multiplies)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[N, K] in `dtype`: the exact fp32 product of code and scale, divided in fp32, then rounded once."""
-        rows, columns = self.shape
-        table = _byte_values(self.device)
+        """[N, K] in `dtype`: the exact product of code and scale, divided or multiplied in fp32, then rounded once."""
         # A tensor, not a number: some devices turn division by a number into a product with its reciprocal.
-        divisor = torch.tensor(self.global_scale, dtype=torch.float32, device=self.device)
-        out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        step = max(1, DEQUANTIZE_BLOCK // max(1, columns))
-        for begin in range(0, rows, step):
-            part = slice(begin, begin + step)
-            values = table[self.packed[part].int()].view(-1, columns // GROUP, GROUP)
-            product = values * self.scale[part].float()[:, :, None]
-            out[part] = (product / divisor).view(-1, columns)
-        return out
+        number = torch.tensor(self.global_scale, dtype=torch.float32, device=self.device)
+        return _expand(self.packed, self.scale, dtype, torch.mul if self.multiplies else torch.div, number)
+
+
+@dataclass(frozen=True, eq=False)
+class LynnWeight:
+    """A packed [N, K] matrix of a lynn-engine pack: like NvFp4Weight, but scale is float16 and global_scale a factor.
+
+    Codes times such scales do not fit 16 bits, so kernels made for e4m3 scales must not be given one.
+    """
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    global_scale: float
+
+    def __post_init__(self) -> None:
+        _check_parts(self.packed, self.scale, torch.float16, self.global_scale)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K) of the matrix it stands for."""
+        return torch.Size((self.packed.shape[0], self.packed.shape[1] * 2))
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes + 4
+
+    def to(self, device: str | torch.device) -> LynnWeight:
+        return LynnWeight(self.packed.to(device), self.scale.to(device), self.global_scale)
+
+    def take_rows(self, rows: torch.Tensor) -> LynnWeight:
+        """The matrix of these rows, int64 [n] on its device, in their order; the values stay what they were."""
+        return LynnWeight(self.packed[rows], self.scale[rows], self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[N, K] in `dtype`: the exact fp32 product of code and scale, times global_scale, rounded once."""
+        number = torch.tensor(self.global_scale, dtype=torch.float32, device=self.device)
+        return _expand(self.packed, self.scale, dtype, torch.mul, number)
+
+
+def _check_parts(packed: torch.Tensor, scale: torch.Tensor, scale_dtype: torch.dtype, global_scale: float) -> None:
+    if packed.dtype != torch.uint8 or packed.dim() != 2:
+        raise ValueError(f"packed: want uint8 [N, K/2], got {packed.dtype} {list(packed.shape)}")
+    wanted = (packed.shape[0], packed.shape[1] * 2 // GROUP)
+    if packed.shape[1] * 2 % GROUP or scale.dtype != scale_dtype or scale.shape != wanted:
+        got = f"{scale.dtype} {list(scale.shape)}"
+        raise ValueError(f"scale: want {scale_dtype} {list(wanted)} (K a multiple of {GROUP}), got {got}")
+    if not 0 < global_scale < float("inf"):
+        raise ValueError(f"global_scale: want a finite number above 0, got {global_scale}")
+
+
+def _expand(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    number: torch.Tensor,
+) -> torch.Tensor:
+    """finish(code * scale, number) in fp32, some rows at a time."""
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    table = _byte_values(packed.device)
+    out = torch.empty((rows, columns), dtype=dtype, device=packed.device)
+    step = max(1, DEQUANTIZE_BLOCK // max(1, columns))
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        values = table[packed[part].int()].view(-1, columns // GROUP, GROUP)
+        product = values * scale[part].float()[:, :, None]
+        out[part] = finish(product, number).view(-1, columns)
+    return out
 
 
 def _byte_values(device: torch.device) -> torch.Tensor:

@@ -1,145 +1,245 @@
-"""What config.json says about quantisation, held against what the headers show.
+"""Reads what config.json, and the files some writers put beside it, declare about quantisation.
 
-The headers decide how a module is read; the config must agree about the trunk, or the checkpoint is refused:
-one of the two is wrong, and a guess would serve garbage. Of the head only a packed module that the config
-leaves out is refused: writers' configs cover the classes they loaded, and those have no head.
+One reader a writer: compressed-tensors (llm-compressor), ModelOpt in its two homes, Qwen's and DeepSeek's fp8,
+lynn-engine. What would change the arithmetic and is not computed is refused by field name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Inventory, Kind
-from pilotfish.engine.checkpoint.layouts import PACKED, SUPPORTED, Module
-from pilotfish.engine.checkpoint.names import is_mtp
+from pilotfish.engine.checkpoint.layouts import FP8, FP8_BLOCKS, NVFP4_CT, NVFP4_MODELOPT, SUPPORTED, Layout
+from pilotfish.engine.checkpoint.rules import Group, Rules, Style
 from pilotfish.engine.config import read_json_object
 from pilotfish.engine.errors import ConfigError, LayoutError
 
+MODELOPT_FILE = "hf_quant_config.json"
+LYNN_FILE = "lynn_quant_manifest.json"
+LYNN_SCHEMA = "lynn-variable-nvfp4-pack-v1"
+LYNN_FORMAT = "nvfp4_e2m1_rowwise_per_16"
 NVFP4_FORMAT = "nvfp4-pack-quantized"
-WEIGHT_ARGS: dict[str, tuple[Any, ...]] = {
+FP8_FORMATS = ("float-quantized", "naive-quantized")
+
+NVFP4_ARGS: dict[str, tuple[Any, ...]] = {
     "num_bits": (4,),
     "type": ("float",),
     "group_size": (16,),
     "strategy": ("tensor_group", "group"),
     "symmetric": (True,),
 }
-# Files that mark a whole checkpoint as another writer's, whatever config.json says.
-MARKER_FILES = {"hf_quant_config.json": "ModelOpt", "lynn_quant_manifest.json": "Lynn native NVFP4"}
+FP8_ARGS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor", "channel", "block"),
+    "symmetric": (True,),
+    "dynamic": (False, None),
+}
+FP8_STRATEGIES = {
+    "tensor": frozenset({Layout.FP8_TENSOR}),
+    "channel": frozenset({Layout.FP8_CHANNEL}),
+    "block": frozenset({Layout.CT_FP8_BLOCK}),
+}
+MODELOPT_ALGORITHMS = {
+    "NVFP4": NVFP4_MODELOPT,
+    "W4A16_NVFP4": NVFP4_MODELOPT,
+    "FP8": frozenset({Layout.FP8_TENSOR}),
+    "FP8_PB_WO": FP8_BLOCKS,
+    "FP8_PER_CHANNEL_PER_TOKEN": frozenset({Layout.FP8_CHANNEL}),
+}
+ALL_LINEAR = ("Linear",)
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Which modules the config calls packed: those that match a target and are not ignored."""
+def read_rules(raw_config: Mapping[str, Any], folder: Path | None = None) -> Rules | None:
+    """The rules of a parsed config.json and of the folder it lies in, None if nothing declares quantisation.
 
-    targets: tuple[str, ...]
-    ignore: tuple[str, ...]
-
-    def packs(self, names: Iterable[str], kind: Kind) -> bool:
-        names = tuple(names) + (("Linear",) if kind in PACKABLE_KINDS else ())
-        return matches(self.targets, names) and not matches(self.ignore, names)
-
-
-def matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    """Whether a pattern fits one of the names: `re:` ones match from the start, others exactly."""
-    names = tuple(names)
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if any(re.match(pattern.removeprefix("re:"), name) for name in names):
-                return True
-        elif pattern in names:
-            return True
-    return False
-
-
-def read_rules(raw_config: Mapping[str, Any]) -> Rules | None:
-    """The rules of a parsed config.json, None if it declares no quantisation.
-
-    Raises LayoutError if it declares another method or format than is read, ConfigError if it is malformed.
+    Raises LayoutError if another method or format is declared than is read, or two files contradict each other;
+    ConfigError if a declaration is malformed.
     """
+    declared = _declaration(raw_config)
+    beside = _modelopt_file(folder)
+    manifest = _lynn_manifest(folder)
+    method = declared.get("quant_method") if declared else None
+    if manifest is not None and method not in (None, "lynn_native"):
+        raise LayoutError(f"{LYNN_FILE} marks the checkpoint as {Layout.LYNN.value}, quant_method is {method!r}")
+    if beside is not None and method not in (None, "modelopt"):
+        raise LayoutError(f"{MODELOPT_FILE} marks the checkpoint as ModelOpt's, quant_method is {method!r}")
+    if declared is None:
+        return _modelopt(beside, MODELOPT_FILE) if beside else _lynn(None, manifest) if manifest else None
+    reader = READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise LayoutError(f"quantization_config.quant_method: {method!r} is not read; want {SUPPORTED}")
+    if method == "modelopt" and beside is not None and beside.get("quant_algo") != declared.get("quant_algo"):
+        mine, other = declared.get("quant_algo"), beside.get("quant_algo")
+        raise LayoutError(f"quantization_config.quant_algo is {mine!r}, in {MODELOPT_FILE} it is {other!r}")
+    return _lynn(declared, manifest) if method == "lynn_native" else reader(declared, "quantization_config")
+
+
+def _declaration(raw_config: Mapping[str, Any]) -> dict[str, Any] | None:
     text = raw_config.get("text_config")
     declared = raw_config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
     if not declared:
         return None
     if not isinstance(declared, dict):
         raise ConfigError(f"quantization_config: want an object, got {type(declared).__name__}")
-    method = declared.get("quant_method")
-    if method != "compressed-tensors":
-        raise LayoutError(f"quantization_config.quant_method: {method!r} is not read; want {SUPPORTED}")
-    _refuse_extras(declared)
+    return declared
+
+
+# compressed-tensors
+
+
+def _compressed_tensors(declared: Mapping[str, Any], where: str) -> Rules:
+    _refuse_extras(declared, where)
     groups = declared.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ConfigError(f"quantization_config.config_groups: want an object with groups, got {groups!r:.80}")
-    targets: list[str] = []
-    for name, group in groups.items():
-        targets += _group_targets(f"quantization_config.config_groups.{name}", group, declared.get("format"))
-    return Rules(tuple(targets), _patterns("quantization_config.ignore", declared.get("ignore") or []))
+        raise ConfigError(f"{where}.config_groups: want an object with groups, got {groups!r:.80}")
+    outer = declared.get("format")
+    read = [_ct_group(f"{where}.config_groups.{name}", group, outer) for name, group in groups.items()]
+    return Rules(tuple(read), _patterns(f"{where}.ignore", declared.get("ignore") or [], Style.EXACT))
 
 
-def _refuse_extras(declared: Mapping[str, Any]) -> None:
+def _refuse_extras(declared: Mapping[str, Any], where: str) -> None:
     """Raises LayoutError for sparsity, transforms or weights that were never compressed."""
     sparsity = declared.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
-        raise LayoutError(f"quantization_config.sparsity_config: {sparsity.get('format')!r} is not read; want dense")
+        raise LayoutError(f"{where}.sparsity_config: {sparsity.get('format')!r} is not read; want dense")
     if declared.get("transform_config"):
-        raise LayoutError("quantization_config.transform_config: transformed weights are not read")
+        raise LayoutError(f"{where}.transform_config: transformed weights are not read")
     if (status := declared.get("quantization_status")) not in (None, "compressed"):
-        raise LayoutError(f"quantization_config.quantization_status: want 'compressed', got {status!r}")
+        raise LayoutError(f"{where}.quantization_status: want 'compressed', got {status!r}")
 
 
-def _group_targets(where: str, group: Any, outer_format: Any) -> tuple[str, ...]:
+def _ct_group(where: str, group: Any, outer_format: Any) -> Group:
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         raise ConfigError(f"{where}.weights: want an object, got {group!r:.80}")
-    stored = group.get("format") or outer_format
-    if stored != NVFP4_FORMAT:
+    stored, weights = group.get("format") or outer_format, group["weights"]
+    if stored != NVFP4_FORMAT and stored not in FP8_FORMATS:
         raise LayoutError(f"{where}: format {stored!r} for {group.get('targets')!r:.80} is not read; want {SUPPORTED}")
-    for name, wanted in WEIGHT_ARGS.items():
-        if (got := group["weights"].get(name)) not in wanted:
+    for name, wanted in (NVFP4_ARGS if stored == NVFP4_FORMAT else FP8_ARGS).items():
+        if (got := weights.get(name)) not in wanted:
             raise LayoutError(f"{where}.weights.{name}: want {' or '.join(map(repr, wanted))}, got {got!r:.80}")
-    return _patterns(f"{where}.targets", group.get("targets"))
+    if weights["strategy"] == "block" and weights.get("block_structure") != [128, 128]:
+        got = weights.get("block_structure")
+        raise LayoutError(f"{where}.weights.block_structure: want [128, 128], got {got!r:.80}")
+    layouts = NVFP4_CT if stored == NVFP4_FORMAT else FP8_STRATEGIES[weights["strategy"]]
+    return Group(_patterns(f"{where}.targets", group.get("targets"), Style.EXACT), layouts)
 
 
-def _patterns(where: str, raw: Any) -> tuple[str, ...]:
+# ModelOpt
+
+
+def _modelopt_file(folder: Path | None) -> dict[str, Any] | None:
+    """The `quantization` part of hf_quant_config.json; None if there is none, or it is of the KV cache only."""
+    path = folder / MODELOPT_FILE if folder else None
+    if path is None or not path.exists():
+        return None
+    nested = read_json_object(path).get("quantization")
+    if nested is not None and not isinstance(nested, dict):
+        raise ConfigError(f"{MODELOPT_FILE}: want quantization, an object, got {nested!r:.80}")
+    return nested if nested and nested.get("quant_algo") is not None else None
+
+
+def _modelopt(declared: Mapping[str, Any], where: str) -> Rules | None:
+    """Excluded modules are `exclude_modules` in one home and `ignore` in the other."""
+    algorithm = declared.get("quant_algo")
+    if algorithm is None and (declared.get("kv_cache_quant_algo") or declared.get("kv_cache_scheme")):
+        return None
+    excluded = [*(declared.get("exclude_modules") or []), *(declared.get("ignore") or [])]
+    ignore = _patterns(f"{where}.exclude_modules", excluded, Style.GLOB)
+    if algorithm == "MIXED_PRECISION":
+        return Rules(_mixed_groups(declared.get("quantized_layers"), f"{where}.quantized_layers"), ignore, Style.GLOB)
+    return Rules((Group(ALL_LINEAR, _algorithm_layouts(declared, where)),), ignore, Style.GLOB)
+
+
+def _mixed_groups(raw: Any, where: str) -> tuple[Group, ...]:
+    """One group for each entry; a key such as `...mlp.experts` covers all that lies in it."""
+    if not isinstance(raw, dict) or not raw:
+        raise ConfigError(f"{where}: want an object of modules, got {raw!r:.80}")
+    groups = []
+    for name, entry in raw.items():
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{where}.{name}: want an object, got {entry!r:.80}")
+        groups.append(Group((name,), _algorithm_layouts(entry, f"{where}.{name}")))
+    return tuple(groups)
+
+
+def _algorithm_layouts(entry: Mapping[str, Any], where: str) -> frozenset[Layout]:
+    algorithm = entry.get("quant_algo")
+    # ModelOpt 0.47 itself writes fp8_pb_wo in small letters
+    layouts = MODELOPT_ALGORITHMS.get(algorithm.upper()) if isinstance(algorithm, str) else None
+    if layouts is None:
+        raise LayoutError(f"{where}.quant_algo: {algorithm!r} is not read; want {SUPPORTED}")
+    if layouts is NVFP4_MODELOPT and entry.get("group_size") not in (None, 16):
+        raise LayoutError(f"{where}.group_size: want 16, got {entry.get('group_size')!r:.80}")
+    return layouts
+
+
+# Qwen's and DeepSeek's fp8
+
+
+def _fp8(declared: Mapping[str, Any], where: str) -> Rules:
+    block = declared.get("weight_block_size")
+    if declared.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", None):
+        raise LayoutError(f"{where}.fmt: want 'e4m3', got {declared.get('fmt')!r:.80}")
+    if block not in (None, [128, 128]):
+        raise LayoutError(f"{where}.weight_block_size: want [128, 128], got {block!r:.80}")
+    layouts = frozenset({Layout.FP8_BLOCK_INV, Layout.CT_FP8_BLOCK}) if block else FP8 - FP8_BLOCKS
+    listed = [*(declared.get("modules_to_not_convert") or []), *(declared.get("ignored_layers") or [])]
+    return Rules(
+        (Group(ALL_LINEAR, layouts),),
+        _patterns(f"{where}.modules_to_not_convert", listed, Style.PART),
+        Style.PART,
+    )
+
+
+# lynn-engine
+
+
+def _lynn_manifest(folder: Path | None) -> dict[str, Any] | None:
+    path = folder / LYNN_FILE if folder else None
+    if path is None or not path.exists():
+        return None
+    manifest = read_json_object(path)
+    if manifest.get("schema_version") != LYNN_SCHEMA:
+        raise LayoutError(
+            f"{LYNN_FILE}: want schema_version {LYNN_SCHEMA!r}, got {manifest.get('schema_version')!r:.80}"
+        )
+    contract = manifest.get("runtime_contract")
+    if isinstance(contract, dict) and contract.get("fallback_path_allowed") is False:
+        path_name = contract.get("inference_path_required")
+        raise LayoutError(f"{LYNN_FILE}: its weights are folded for the {path_name!r} path, which is not computed")
+    if not isinstance(manifest.get("quantized_tensors"), dict):
+        raise ConfigError(f"{LYNN_FILE}: want quantized_tensors, an object")
+    return manifest
+
+
+def _lynn(declared: Mapping[str, Any] | None, manifest: Mapping[str, Any] | None) -> Rules:
+    """The manifest names every packed tensor; without one any Linear may be packed, and the headers say which."""
+    if declared is not None and declared.get("format") != LYNN_FORMAT:
+        raise LayoutError(f"quantization_config.format: want {LYNN_FORMAT!r}, got {declared.get('format')!r:.80}")
+    layouts = frozenset({Layout.LYNN})
+    if manifest is None:
+        return Rules((Group(("Linear", "FusedExperts"), layouts),), exhaustive=False)
+    names = tuple(name.removesuffix(".weight") for name in manifest["quantized_tensors"])
+    return Rules((Group(names, layouts),))
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], str], Rules | None]] = {
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "fp8": _fp8,
+    "lynn_native": lambda declared, where: _lynn(declared, None),
+}
+
+
+def _patterns(where: str, raw: Any, style: Style) -> tuple[str, ...]:
     if not isinstance(raw, list) or not all(isinstance(item, str) for item in raw):
         raise ConfigError(f"{where}: want a list of strings, got {raw!r:.80}")
     for item in raw:
         try:
-            re.compile(item.removeprefix("re:") if item.startswith("re:") else "")
+            re.compile(item.removeprefix("re:") if item.startswith("re:") and style is Style.EXACT else "")
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{where}: {item!r:.80} is no regular expression: {error}") from error
     return tuple(raw)
-
-
-def check_agreement(rules: Rules | None, modules: Mapping[str, Module], inventory: Inventory) -> None:
-    """Raises LayoutError naming the first module of which headers and config say different things."""
-    for name, module in modules.items():
-        packed = module.layout in PACKED
-        kind = inventory[name].kind
-        declared = rules is not None and rules.packs(_spellings(module), kind)
-        if packed and not declared:
-            why = "has no quantization_config" if rules is None else "leaves it unquantised"
-            raise LayoutError(f"{module.raw_name}: stored as {module.layout.value}, but config.json {why}")
-        # Whether a router counts as a Linear differs between versions of the model class.
-        if declared and not packed and not is_mtp(name) and kind is not Kind.ROUTER:
-            raise LayoutError(f"{module.raw_name}: stored plain ({module.dtype}), but config.json has it quantised")
-
-
-def _spellings(module: Module) -> tuple[str, ...]:
-    """The names an ignore list may know it by: the file's, the text-only one, the wrapper's."""
-    wrapped = module.name.replace("model.", "model.language_model.", 1) if module.name.startswith("model.") else ""
-    return tuple(dict.fromkeys(name for name in (module.raw_name, module.name, wrapped) if name))
-
-
-def refuse_marker_files(folder: Path) -> None:
-    """Raises LayoutError if a file of the folder says that another writer quantised it."""
-    for file_name, layout in MARKER_FILES.items():
-        path = folder / file_name
-        if not path.exists():
-            continue
-        nested = read_json_object(path).get("quantization")
-        algorithm = nested.get("quant_algo") if isinstance(nested, dict) else None
-        if file_name != "hf_quant_config.json" or algorithm is not None:
-            raise LayoutError(f"{path}: marks the checkpoint as {layout} ({algorithm or 'manifest'}); want {SUPPORTED}")

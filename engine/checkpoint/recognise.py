@@ -7,22 +7,23 @@ no torch.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pilotfish.engine.checkpoint import inventory, names, quantization
+from pilotfish.engine.checkpoint import inventory, names, quantization, rules
 from pilotfish.engine.checkpoint.headers import Header, TensorInfo, read_header
-from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Expected, Inventory
-from pilotfish.engine.checkpoint.layouts import PACKED, Layout, Module, describe
+from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Expected, Inventory, Kind
+from pilotfish.engine.checkpoint.layouts import ACTIVATION_SCALES, PACKED, Layout, Module, describe
 from pilotfish.engine.config import ModelConfig, read_json_object
 from pilotfish.engine.errors import CheckpointError, ConfigError, LayoutError
 
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FOLDER = "mtp"
-IGNORED_SUFFIX = ".input_global_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Checkpoint:
 
 def loaded_parts(module: Module) -> dict[str, TensorInfo]:
     """The tensors of a module that are read: activation scales are not, for activations stay 16-bit."""
-    return {suffix: info for suffix, info in module.parts.items() if suffix != IGNORED_SUFFIX}
+    return {suffix: info for suffix, info in module.parts.items() if suffix not in ACTIVATION_SCALES}
 
 
 def census(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
@@ -98,16 +99,16 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     _refuse_foreign_metadata(headers)
     found = _Found.collect(_choose_copies(headers, _read_index(folder, headers), folder))
     modules = _describe_all(found.tensors)
-    quantization.refuse_marker_files(folder)
     trunk = inventory.trunk(config, _is_fused(modules))
     head = inventory.mtp(config, _is_fused(modules))
     _check_modules(modules, trunk | head)
     _require_all(trunk, modules, folder)
     problem = _mtp_problem(config, modules, head)
     has_mtp = all(name in modules for name in head)
-    loaded = {name: modules[name] for name in (trunk | head if has_mtp else trunk)}
-    rules = _read_rules(folder)
-    quantization.check_agreement(rules, loaded, trunk | head)
+    wanted = trunk | head if has_mtp else trunk
+    # lynn-engine flattens the leading axes of fused experts: here they get them back
+    loaded = {name: dataclasses.replace(modules[name], shape=expected.shape) for name, expected in wanted.items()}
+    rules.check_agreement(_read_rules(folder), loaded, trunk | head)
     return Checkpoint(
         path=folder,
         config=config,
@@ -130,17 +131,11 @@ def _read_headers(folder: Path) -> list[Header]:
 def _refuse_foreign_metadata(headers: list[Header]) -> None:
     """Raises LayoutError for a file whose writer says that its values follow other conventions."""
     for header in headers:
-        if header.metadata.get("lynn_native_nvfp4") == "true":
-            raise LayoutError(f"{_first_name(header)}: stored as {Layout.LYNN.value} (metadata of {header.file})")
         mlx = header.metadata.get("format") == "mlx"
         name = next((name for name in header.tensors if mlx or names.is_mlx(name)), None)
         if name is not None:
             why = "its norms hold 1 + w and its convolutions are transposed"
             raise LayoutError(f"{name}: stored in MLX's form ({header.file}), where {why}; want the original export")
-
-
-def _first_name(header: Header) -> str:
-    return next(iter(header.tensors), str(header.file))
 
 
 def _read_index(folder: Path, headers: list[Header]) -> dict[str, str]:
@@ -231,15 +226,20 @@ def _check_modules(modules: Mapping[str, Module], expected: Inventory) -> None:
 
 
 def _check_module(module: Module, wanted: Expected) -> None:
-    if module.layout in PACKED and wanted.kind not in PACKABLE_KINDS:
+    if module.layout in PACKED and not _may_be_packed(module.layout, wanted.kind):
         raise LayoutError(
             f"{module.raw_name}: {module.layout.value} of a weight of kind {wanted.kind.value}; want it plain"
         )
     if module.layout is Layout.PLAIN and set(module.parts) != {wanted.suffix}:
         got = next(iter(module.parts.values())).name
         raise CheckpointError(f"{got}: want it to be called {module.raw_name}{wanted.suffix}")
-    if module.shape != wanted.shape:
-        raise CheckpointError(f"{module.raw_name}: want shape {list(wanted.shape)}, got {list(module.shape)}")
+    shape = wanted.shape if module.layout is not Layout.LYNN else (math.prod(wanted.shape[:-1]), wanted.shape[-1])
+    if module.shape != shape:
+        raise CheckpointError(f"{module.raw_name}: want shape {list(shape)}, got {list(module.shape)}")
+
+
+def _may_be_packed(layout: Layout, kind: Kind) -> bool:
+    return kind in PACKABLE_KINDS or (layout is Layout.LYNN and kind is Kind.FUSED_EXPERTS)
 
 
 def _require_all(wanted: Inventory, modules: Mapping[str, Module], folder: Path) -> None:
@@ -260,17 +260,17 @@ def _mtp_problem(config: ModelConfig, modules: Mapping[str, Module], head: Inven
     return None
 
 
-def _read_rules(folder: Path) -> quantization.Rules | None:
+def _read_rules(folder: Path) -> rules.Rules | None:
     path = folder / "config.json"
     try:
-        return quantization.read_rules(read_json_object(path))
+        return quantization.read_rules(read_json_object(path), folder)
     except (ConfigError, LayoutError) as error:
         raise type(error)(f"{path}: {error}") from None
 
 
 def _dropped(found: _Found, modules: Mapping[str, Module], loaded: Mapping[str, Module]) -> dict[str, tuple[int, int]]:
     head = [part for name, module in modules.items() if name not in loaded for part in module.parts.values()]
-    scales = [module.parts[IGNORED_SUFFIX] for module in loaded.values() if IGNORED_SUFFIX in module.parts]
+    scales = [part for module in loaded.values() for name, part in module.parts.items() if name in ACTIVATION_SCALES]
     rows: dict[str, list[Any]] = {
         "vision": found.vision,
         "incomplete head": head,

@@ -165,6 +165,6 @@ def _split_heads(weight: Weight, heads: int, dim: int) -> tuple[Weight, Weight]:
     if isinstance(weight, torch.Tensor):
         pairs = weight.view(heads, 2, dim, -1)
         return pairs[:, 0].reshape(heads * dim, -1), pairs[:, 1].reshape(heads * dim, -1)
-    rows = torch.arange(heads * 2 * dim, device=weight.packed.device).view(heads, 2, dim)
+    rows = torch.arange(heads * 2 * dim, device=weight.device).view(heads, 2, dim)
     q, gate = (rows[:, part].reshape(-1) for part in range(2))
     return weight.take_rows(q), weight.take_rows(gate)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pilotfish.engine.checkpoint.headers import DTYPE_BITS, TensorInfo
-from pilotfish.engine.checkpoint.layouts import READ, Layout, classify, describe
+from pilotfish.engine.checkpoint.layouts import PACKED, READ, Layout, classify, describe
 from pilotfish.engine.errors import CheckpointError, LayoutError
 
 N, K = 256, 384
@@ -75,6 +75,15 @@ ROWS = [
     ({"weight": ("I8", (N, K))}, Layout.OTHER_DTYPE),
     ({"weight": ("F64", (N, K))}, Layout.OTHER_DTYPE),
     ({"weight_packed": ("U8", (N, K // 2)), "weight_scale": ("F8_E4M3", (N, K // 16))}, Layout.UNKNOWN),
+    (
+        {"weight": ("U32", (N, K // 8)), "scales": ("BF16", (N, K // 64)), "biases": ("BF16", (N, K // 64))},
+        Layout.MLX_PACKED,
+    ),
+    (LYNN | {"scale": ("F8_E4M3", (N, K // 16))}, Layout.UNKNOWN),
+    ({"weight": ("F8_E5M2", (N, K)), "weight_scale": ("F32", ())}, Layout.UNKNOWN),
+    (MODELOPT | {"weight_scale": ("F16", (N, K // 16))}, Layout.UNKNOWN),
+    (MODELOPT | {"pre_quant_scale": ("BF16", (K,))}, Layout.UNKNOWN),
+    (FP8 | {"weight_scale": ("F32", ()), "weight_zero_point": ("I8", ())}, Layout.UNKNOWN),
     (CT_NVFP4 | {"weight_scale": ("F16", (N, K // 16))}, Layout.UNKNOWN),
     (CT_NVFP4 | {"weight": ("BF16", (N, K))}, Layout.UNKNOWN),
     (MODELOPT | {"weight": ("BF16", (N, K))}, Layout.UNKNOWN),
@@ -98,29 +107,46 @@ def test_refusal_names_layout_module_and_what_is_read(row):
         describe(MODULE, "model.language_model.layers.0.mlp.down_proj", parts(**row))
     message = str(caught.value)
     assert message.startswith("model.language_model.layers.0.mlp.down_proj: stored as " + classify(parts(**row)).value)
-    assert "model.safetensors" in message and "want plain BF16/F16/F32 and compressed-tensors NVFP4" in message
+    assert "model.safetensors" in message and "want plain BF16/F16/F32, NVFP4" in message
 
 
-def test_packed_module_has_the_shape_it_stands_for():
+@pytest.mark.parametrize("row", [row for row, wanted in ROWS if wanted in PACKED])
+def test_packed_module_has_the_shape_it_stands_for(row):
+    module = describe(MODULE, MODULE, parts(**row))
+    weight = next(shape for name, (_, shape) in row.items() if name in ("weight", "weight_packed") or "packed" in name)
+    assert module.shape == ((N, K) if weight[0] == N else weight) and module.dtype in ("U8", "F8_E4M3")
+
+
+def test_packed_module_counts_all_its_bytes():
     module = describe(MODULE, MODULE, parts(**CT_NVFP4))
-    assert module.shape == (N, K) and module.dtype == "U8"
     assert module.num_bytes == N * K // 2 + N * K // 16 + 4
     assert module.files == (Path("model.safetensors"),)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"weight_packed": ("U8", (N, 4))},
-            r"weight_packed: want \[N, K/2\] with K a multiple of 16, got U8 \[256, 4\]",
-        ),
-        ({"weight_packed": ("U8", (2, N, 8))}, r"weight_packed: want \[N, K/2\]"),
-        ({"weight_scale": ("F8_E4M3", (N, K // 32))}, r"weight_scale: want shape \[256, 24\], got F8_E4M3 \[256, 12\]"),
-        ({"weight_global_scale": ("F32", (2,))}, r"weight_global_scale: want one number"),
-        ({"input_global_scale": ("F32", (N,))}, r"input_global_scale: want one number"),
-    ],
-)
-def test_refuses_parts_that_do_not_fit(change, message):
+BLOCK = FP8 | {"weight_scale_inv": ("F32", (2, 3))}
+UNFIT = [
+    (CT_NVFP4, {"weight_packed": ("U8", (N, 4))}, r"weight_packed: want \[N, K/2\] with K .* 16, got U8 \[256, 4\]"),
+    (CT_NVFP4, {"weight_packed": ("U8", (2, N, 8))}, r"weight_packed: want \[N, K/2\]"),
+    (
+        CT_NVFP4,
+        {"weight_scale": ("F8_E4M3", (N, 12))},
+        r"weight_scale: want shape \[256, 24\], got F8_E4M3 \[256, 12\]",
+    ),
+    (CT_NVFP4, {"weight_global_scale": ("F32", (2,))}, r"weight_global_scale: want one number"),
+    (CT_NVFP4, {"input_global_scale": ("F32", (N,))}, r"input_global_scale: want one number"),
+    (MODELOPT, {"weight": ("U8", (N, 4))}, r"weight: want \[N, K/2\] with K a multiple of 16"),
+    (MODELOPT, {"weight_scale": ("F8_E4M3", (N, 12))}, r"weight_scale: want shape \[256, 24\]"),
+    (MODELOPT, {"weight_scale_2": ("F32", (N,))}, r"weight_scale_2: want one number"),
+    (LYNN, {"scale": ("F16", (N, 12))}, r"scale: want shape \[256, 24\]"),
+    (BLOCK, {"weight_scale_inv": ("F32", (2, 2))}, r"weight_scale_inv: want shape \[2, 3\], got F32 \[2, 2\]"),
+    (BLOCK, {"weight_scale_inv": ("F16", (2, 3))}, r"weight_scale_inv: want BF16 or F32 scales, got F16 \[2, 3\]"),
+    (BLOCK, {"weight": ("F8_E4M3", (2, N, K))}, r"weight: want \[N, K\], got F8_E4M3 \[2, 256, 384\]"),
+    (FP8, {"weight_scale": ("F32", (2, 1, 2, 1))}, r"weight_scale: want shape \[2, 1, 3, 1\]"),
+    (FP8 | {"weight_scale": ("F32", ())}, {"input_scale": ("F32", (K,))}, r"input_scale: want one number"),
+]
+
+
+@pytest.mark.parametrize(("row", "change", "message"), UNFIT)
+def test_refuses_parts_that_do_not_fit(row, change, message):
     with pytest.raises(CheckpointError, match=f"{MODULE}.{message}"):
-        describe(MODULE, MODULE, parts(**(CT_NVFP4 | change)))
+        describe(MODULE, MODULE, parts(**(row | change)))

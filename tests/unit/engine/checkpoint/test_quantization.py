@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pilotfish.engine.checkpoint.inventory import Kind
-from pilotfish.engine.checkpoint.quantization import Rules, matches, read_rules
+from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, Layout
+from pilotfish.engine.checkpoint.quantization import read_rules
+from pilotfish.engine.checkpoint.rules import Group, Rules, Style, matches
 from pilotfish.engine.errors import ConfigError, LayoutError
 from tests.support.tiny_models import nvfp4_config
 
 
 def group(**change):
     return nvfp4_config()["config_groups"]["group_0"] | change
+
+
+def fp8_group(**change):
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False} | change
+    return {"config_groups": {"g": group(format="float-quantized", weights=weights)}}
 
 
 def config(**change):
@@ -30,7 +39,7 @@ def test_declaration_may_sit_in_the_text_config():
 def test_rules_hold_targets_of_all_groups():
     groups = {"a": group(targets=["re:.*mlp.*"]), "b": group(targets=["lm_head"], strategy="group")}
     rules = read_rules(config(config_groups=groups, ignore=["x"], format="mixed-precision"))
-    assert rules == Rules(("re:.*mlp.*", "lm_head"), ("x",))
+    assert rules == Rules((Group(("re:.*mlp.*",), NVFP4_CT), Group(("lm_head",), NVFP4_CT)), ("x",))
 
 
 @pytest.mark.parametrize(
@@ -48,24 +57,176 @@ def test_patterns(pattern, fits):
     assert matches([pattern], ["model.layers.0.linear_attn.in_proj_a"]) is fits
 
 
-def test_packs():
-    rules = Rules(("Linear",), ("lm_head", "re:.*gate$"))
-    assert rules.packs(["model.layers.0.mlp.up_proj"], Kind.LINEAR)
-    assert not rules.packs(["lm_head"], Kind.LINEAR)
-    assert not rules.packs(["model.layers.0.mlp.gate"], Kind.ROUTER)
-    assert not rules.packs(["model.norm"], Kind.NORM)
+@pytest.mark.parametrize(
+    ("pattern", "name", "fits"),
+    [
+        ("mtp*", "mtp.layers.0.mlp.up_proj", True),
+        ("*lm_head*", "lm_head", True),
+        ("*linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_a", True),
+        ("model.layers.1.mlp.experts", "model.layers.1.mlp.experts.7.up_proj", True),
+        ("model.layers.1", "model.layers.11.mlp.up_proj", False),
+        ("lm_head", "model.lm_head", False),
+    ],
+)
+def test_globs(pattern, name, fits):
+    assert matches([pattern], [name], Style.GLOB) is fits
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "fits"),
+    [
+        ("lm_head", "lm_head", True),
+        ("mlp.gate", "model.layers.0.mlp.gate", True),
+        ("mlp.gate", "model.layers.0.mlp.gate_proj", False),
+        ("model.layers.0.linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_a", True),
+        ("visual", "model.visual.blocks.0.qkv", True),
+    ],
+)
+def test_parts_of_names(pattern, name, fits):
+    assert matches([pattern], [name], Style.PART) is fits
+
+
+def test_layouts_of_a_module():
+    rules = Rules((Group(("Linear",), FP8), Group(("re:.*experts.*",), NVFP4_CT)), ("lm_head", "re:.*gate$"))
+    assert rules.layouts(["model.layers.0.mlp.up_proj"], Kind.LINEAR) == FP8
+    assert rules.layouts(["model.layers.0.mlp.experts.3.up_proj"], Kind.LINEAR) == NVFP4_CT  # name before class
+    assert rules.layouts(["lm_head"], Kind.LINEAR) is None
+    assert rules.layouts(["model.layers.0.mlp.gate"], Kind.ROUTER) is None
+    assert rules.layouts(["model.norm"], Kind.NORM) is None
+
+
+# What nvidia-modelopt 0.47.0 wrote for a tiny model: hf_quant_config.json, and the same in config.json.
+MODELOPT_FILE = {
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "model.embed_tokens", "model.layers.0.linear_attn.in_proj_a"],
+    },
+}
+MODELOPT_CONFIG = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "model.embed_tokens", "model.layers.0.linear_attn.in_proj_a"],
+    "quant_algo": "NVFP4",
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+    "quant_method": "modelopt",
+}
+
+
+def test_modelopts_two_homes_say_the_same(tmp_path):
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT_FILE))
+    beside = read_rules({}, tmp_path)
+    assert beside == read_rules({"quantization_config": MODELOPT_CONFIG}) is not None
+    assert beside == read_rules({"quantization_config": MODELOPT_CONFIG}, tmp_path)
+    assert beside.layouts(["model.layers.0.mlp.up_proj"], Kind.LINEAR) == NVFP4_MODELOPT
+    assert beside.layouts(["model.layers.0.linear_attn.in_proj_a"], Kind.LINEAR) is None
+
+
+def test_modelopt_mixed_keys_cover_what_lies_in_them():
+    layers = {
+        "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+    }
+    rules = read_rules(
+        {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": layers,
+            }
+        }
+    )
+    assert rules.layouts(["model.layers.0.mlp.experts.3.up_proj"], Kind.LINEAR) == NVFP4_MODELOPT
+    assert rules.layouts(["model.layers.0.self_attn.q_proj"], Kind.LINEAR) == {Layout.FP8_TENSOR}
+    assert rules.layouts(["model.layers.0.self_attn.k_proj"], Kind.LINEAR) is None
+
+
+def test_modelopt_of_the_kv_cache_alone_declares_nothing(tmp_path):
+    content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert read_rules({}, tmp_path) is None
+
+
+def test_fp8_of_qwen():
+    declared = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "mlp.gate"],
+    }
+    rules = read_rules({"quantization_config": declared})
+    assert Layout.FP8_BLOCK_INV in rules.layouts(["model.layers.0.mlp.up_proj"], Kind.LINEAR)
+    assert rules.layouts(["lm_head"], Kind.LINEAR) is None
+    whole = read_rules({"quantization_config": {"quant_method": "fp8"}})
+    assert Layout.FP8_TENSOR in whole.layouts(["lm_head"], Kind.LINEAR)
+
+
+OTHER_WRITERS = [
+    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "quant_algo: 'MXFP8' is not read"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo: 'NVFP4_AWQ' is not read"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size: want 16, got 32"),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a": {"quant_algo": "W4A8"}},
+        },
+        r"quantized_layers.a.quant_algo: 'W4A8' is not read",
+    ),
+    ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"weight_block_size: want \[128, 128\], got \[64, 128\]"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt: want 'e4m3', got 'e5m2'"),
+    ({"quant_method": "lynn_native", "format": "other"}, "format: want 'nvfp4_e2m1_rowwise_per_16'"),
+    ({"quant_method": "gptq"}, "quant_method: 'gptq' is not read"),
+    ({"quant_method": "awq"}, "quant_method: 'awq' is not read"),
+    ({"quant_method": "mxfp4"}, "quant_method: 'mxfp4' is not read"),
+]
+
+
+@pytest.mark.parametrize(("declared", "message"), OTHER_WRITERS)
+def test_refuses_what_other_writers_declare(declared, message):
+    with pytest.raises(LayoutError, match=message):
+        read_rules({"quantization_config": declared})
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "error", "message"),
+    [
+        ("hf_quant_config.json", {"quantization": 3}, ConfigError, "want quantization, an object, got 3"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "W8A8"}}, LayoutError, "'W8A8' is not read"),
+        ("lynn_quant_manifest.json", {"schema_version": "v2"}, LayoutError, "want schema_version .*, got 'v2'"),
+        (
+            "lynn_quant_manifest.json",
+            {"schema_version": "lynn-variable-nvfp4-pack-v1", "quantized_tensors": []},
+            ConfigError,
+            "want quantized_tensors, an object",
+        ),
+    ],
+)
+def test_refuses_files_beside_the_config(tmp_path, file, content, error, message):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(error, match=message):
+        read_rules({}, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "modelopt"}, "quant_method: 'modelopt' is not read; want plain"),
-        ({"quant_method": "fp8"}, "quant_method: 'fp8' is not read"),
+        ({"quant_method": "quark"}, "quant_method: 'quark' is not read; want plain"),
         ({"quant_method": None}, "quant_method: None is not read"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: 'sparse-24-bitmask' is not read"),
         ({"transform_config": {"config_groups": {}}}, "transform_config: transformed weights are not read"),
         ({"quantization_status": "frozen"}, "quantization_status: want 'compressed', got 'frozen'"),
-        ({"config_groups": {"g": group(format="float-quantized")}}, "config_groups.g: format 'float-quantized' for"),
+        ({"config_groups": {"g": group(format="int-quantized")}}, "config_groups.g: format 'int-quantized' for"),
+        ({"config_groups": {"g": group(format="float-quantized")}}, "config_groups.g.weights.num_bits: want 8, got 4"),
+        (fp8_group(strategy="group"), "strategy: want 'tensor' or 'channel' or 'block', got 'group'"),
+        (fp8_group(strategy="block", block_structure=[64, 64]), r"block_structure: want \[128, 128\], got \[64, 64\]"),
+        (fp8_group(dynamic=True), "dynamic: want False or None, got True"),
         ({"format": "pack-quantized", "config_groups": {"g": group(format=None)}}, "format 'pack-quantized' for"),
         (
             {"config_groups": {"g": group(weights=group()["weights"] | {"group_size": 32})}},

@@ -420,17 +420,10 @@ def test_packing_of_what_is_no_linear_is_refused(draft, module, kind):
         open_checkpoint(odd.write())
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, r"ModelOpt \(NVFP4\)"),
-        ("lynn_quant_manifest.json", {"schema_version": "lynn-variable-nvfp4-pack-v1"}, "Lynn native"),
-    ],
-)
-def test_marker_files_of_other_writers_are_refused(draft, file, content, message):
+def test_plain_weights_beside_a_modelopt_file_are_refused(draft):
     folder = draft("dense").write()
-    (folder / file).write_text(json.dumps(content))
-    with pytest.raises(LayoutError, match=message):
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(LayoutError, match=r"^\S+: stored plain \(BF16\), but config.json has it quantised"):
         open_checkpoint(folder)
 
 
@@ -451,27 +444,7 @@ def other_layouts(weight):
     packed = quantize(weight)
     fp8 = weight.to(FP8)
     return {
-        "ModelOpt NVFP4": {
-            "weight": packed.packed,
-            "weight_scale": packed.scale,
-            "weight_scale_2": torch.tensor(1 / packed.global_scale),
-        },
-        "ModelOpt NVFP4 (W4A4)": {
-            "weight": packed.packed,
-            "weight_scale": packed.scale,
-            "weight_scale_2": torch.tensor(1 / packed.global_scale),
-            "input_scale": torch.tensor(1.0),
-        },
-        "Qwen/DeepSeek FP8 block (weight_scale_inv)": {"weight": fp8, "weight_scale_inv": torch.ones(1, 1)},
-        "ModelOpt FP8 block (FP8_PB_WO)": {"weight": fp8, "weight_scale": torch.ones(1, 1, 1, 1)},
-        "FP8 per tensor": {"weight": fp8, "weight_scale": torch.ones(()), "input_scale": torch.ones(())},
-        "FP8 per output channel": {"weight": fp8, "weight_scale": torch.ones(rows, 1)},
         "FP8 without a scale": {"weight": fp8},
-        "Lynn native NVFP4": {
-            "weight.packed": packed.packed,
-            "weight.scale": packed.scale.half(),
-            "weight.global_scale": torch.ones(()),
-        },
         "compressed-tensors pack-quantized integers": {
             "weight_packed": torch.zeros(rows, columns // 8, dtype=torch.int32),
             "weight_scale": torch.ones(rows, 1),
@@ -491,6 +464,12 @@ def other_layouts(weight):
             "weight_sf": packed.scale,
             "weight_scale_2": torch.ones(()),
         },
+        "MLX affine-quantised integers": {
+            "weight": torch.zeros(rows, columns // 8, dtype=torch.uint32),
+            "scales": torch.ones(rows, columns // 64),
+            "biases": torch.ones(rows, columns // 64),
+        },
+        "an unknown combination of tensors": {"weight": fp8, "weight_scale": torch.ones(3, 5)},
         "unquantised, of a dtype that is not BF16, F16 or F32": {"weight": weight.double()},
     }
 
@@ -506,16 +485,39 @@ def test_other_layouts_are_refused_by_name(draft, layout, prefix):
     assert str(caught.value).startswith(f"{prefix}: stored as {layout} (")
 
 
-def test_block_fp8_is_told_from_channels(draft):
-    other = draft("dense", False)
+def undeclared(weight):
+    rows, _ = weight.shape
+    fp8, packed = weight.to(FP8), quantize(weight)
+    factor = torch.tensor(1 / packed.global_scale)
+    modelopt = {"weight": packed.packed, "weight_scale": packed.scale, "weight_scale_2": factor}
+    return {
+        "ModelOpt NVFP4": modelopt,
+        "ModelOpt NVFP4 (W4A4)": modelopt | {"input_scale": torch.tensor(1.0)},
+        "Qwen/DeepSeek FP8 block (weight_scale_inv)": {"weight": fp8, "weight_scale_inv": torch.ones(2, 1)},
+        "compressed-tensors FP8 block": {"weight": fp8, "weight_scale": torch.ones(2, 1)},
+        "ModelOpt FP8 block (FP8_PB_WO)": {"weight": fp8, "weight_scale": torch.ones(2, 1, 1, 1)},
+        "FP8 per tensor": {"weight": fp8, "weight_scale": torch.ones(()), "input_scale": torch.ones(())},
+        "FP8 per output channel": {"weight": fp8, "weight_scale": torch.ones(rows, 1)},
+        "Lynn native NVFP4": {
+            "weight.packed": packed.packed,
+            "weight.scale": packed.scale.half(),
+            "weight.global_scale": torch.ones(()),
+        },
+    }
+
+
+@pytest.mark.parametrize("layout", list(undeclared(torch.ones(256, 64))))
+def test_layouts_that_are_read_must_be_declared(draft, layout):
+    other = draft("dense")
     name = "model.layers.3.self_attn.q_proj"
-    other.tensors[f"{name}.weight"] = other.tensors[f"{name}.weight"].to(FP8)
-    other.tensors[f"{name}.weight_scale"] = torch.ones(2, 1)
-    with pytest.raises(LayoutError, match=f"{name}: stored as compressed-tensors FP8 block"):
+    stored = undeclared(other.tensors.pop(f"{name}.weight").float())[layout]
+    other.tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+    with pytest.raises(LayoutError) as caught:
         open_checkpoint(other.write())
+    assert str(caught.value) == f"{name}: stored as {layout}, but config.json has no quantization_config"
 
 
-@pytest.mark.parametrize("method", ["modelopt", "fp8", "lynn_native", "gptq"])
+@pytest.mark.parametrize("method", ["quark", "bitsandbytes", "gptq", "awq", "mxfp4"])
 def test_declared_method_that_is_not_read_is_refused(draft, method):
     other = draft("dense")
     other.config["quantization_config"] = {"quant_method": method}
@@ -530,13 +532,9 @@ def test_mlx_files_are_refused(draft):
         open_checkpoint(mlx.write())
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [({"format": "mlx"}, "stored in MLX's form"), ({"lynn_native_nvfp4": "true"}, "stored as Lynn native")],
-)
-def test_metadata_of_other_writers_is_refused(draft, metadata, message):
+def test_files_that_say_they_are_mlx_are_refused(draft):
     other = draft("dense")
     folder = other.write()
-    save_file(other.tensors, folder / "model.safetensors", metadata=metadata)
-    with pytest.raises(LayoutError, match=message):
+    save_file(other.tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    with pytest.raises(LayoutError, match="stored in MLX's form"):
         open_checkpoint(folder)

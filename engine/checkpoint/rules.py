@@ -1,0 +1,114 @@
+"""What a config declares about quantisation, and whether the headers agree.
+
+The headers decide how a module is read; the config must agree about the trunk, or the checkpoint is refused: one of
+the two is wrong, and a guess would serve garbage. The head goes by its headers alone: writers' configs cover the
+classes they loaded, which have no head, and heads are added to other people's packs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+
+from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Inventory, Kind
+from pilotfish.engine.checkpoint.layouts import FP8_BLOCK, FP8_BLOCKS, PACKED, Layout, Module
+from pilotfish.engine.checkpoint.names import is_mtp
+from pilotfish.engine.errors import LayoutError
+
+
+class Style(Enum):
+    """How a writer's patterns are meant."""
+
+    EXACT = "compressed-tensors: whole names, or `re:` expressions that match from the start"
+    GLOB = "ModelOpt: whole names or globs; a container covers what lies in it"
+    PART = "fp8: dotted parts of names, wherever they stand"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that fit a target are stored in one of `layouts`."""
+
+    targets: tuple[str, ...]
+    layouts: frozenset[Layout]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which layout the config gives each module: that of the group it fits best, unless it is ignored.
+
+    `exhaustive`: a module that a group covers and that is stored plain contradicts the config.
+    """
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...] = ()
+    style: Style = Style.EXACT
+    exhaustive: bool = True
+
+    def layouts(self, names: Iterable[str], kind: Kind) -> frozenset[Layout] | None:
+        """Any of these is meant for a module known by these names; None: it is meant to be plain."""
+        names = tuple(names)
+        classes = ("Linear",) if kind in PACKABLE_KINDS else ("FusedExperts",) if kind is Kind.FUSED_EXPERTS else ()
+        if matches(self.ignore, (*names, *classes), self.style):
+            return None
+        # By name before by class: a group for some names is meant to differ from the one for all others.
+        for wanted in (names, classes):
+            for group in self.groups:
+                if matches(group.targets, wanted, self.style):
+                    return group.layouts
+        return None
+
+
+def matches(patterns: Iterable[str], names: Iterable[str], style: Style = Style.EXACT) -> bool:
+    """Whether a pattern fits one of the names."""
+    names = tuple(names)
+    return any(_fits(pattern, name, style) for pattern in patterns for name in names)
+
+
+def _fits(pattern: str, name: str, style: Style) -> bool:
+    if style is Style.EXACT and pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    if style is Style.GLOB:
+        return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+    if style is Style.PART:
+        return f".{pattern}." in f".{name}."
+    return pattern == name
+
+
+def check_agreement(rules: Rules | None, modules: Mapping[str, Module], inventory: Inventory) -> None:
+    """Raises LayoutError naming the first module of which headers and config say different things."""
+    for name, module in modules.items():
+        if is_mtp(name):
+            continue
+        kind = inventory[name].kind
+        declared = rules.layouts(_spellings(module), kind) if rules is not None else None
+        if module.layout in PACKED:
+            _check_packed(module, declared, has_rules=rules is not None)
+        # Whether a router counts as a Linear differs between versions of the model class.
+        elif declared and rules is not None and rules.exhaustive and kind is not Kind.ROUTER:
+            raise LayoutError(f"{module.raw_name}: stored plain ({module.dtype}), but config.json has it quantised")
+
+
+def _check_packed(module: Module, declared: frozenset[Layout] | None, has_rules: bool) -> None:
+    stored = f"{module.raw_name}: stored as {module.layout.value}"
+    if declared is None:
+        why = "leaves it unquantised" if has_rules else "has no quantization_config"
+        raise LayoutError(f"{stored}, but config.json {why}")
+    if module.layout not in declared and not _is_same(module, declared):
+        wanted = " or ".join(sorted(layout.value for layout in declared))
+        raise LayoutError(f"{stored}, but config.json has it as {wanted}")
+
+
+def _is_same(module: Module, declared: frozenset[Layout]) -> bool:
+    """Whether one scale is all that a declared FP8 layout has for a matrix of this size."""
+    one_block = max(module.shape) <= FP8_BLOCK and bool(declared & FP8_BLOCKS)
+    one_row = module.shape[0] == 1 and Layout.FP8_CHANNEL in declared
+    return module.layout is Layout.FP8_TENSOR and (one_block or one_row)
+
+
+def _spellings(module: Module) -> tuple[str, ...]:
+    """The names a pattern may know it by: the file's, the text-only one, the wrapper's."""
+    wrapped = module.name.replace("model.", "model.language_model.", 1) if module.name.startswith("model.") else ""
+    return tuple(dict.fromkeys(name for name in (module.raw_name, module.name, wrapped) if name))
