@@ -51,7 +51,8 @@ class Rules:
         """Any of these is meant for a module known by these names; None: it is meant to be plain."""
         names = tuple(names)
         classes = ("Linear",) if kind in PACKABLE_KINDS else ("FusedExperts",) if kind is Kind.FUSED_EXPERTS else ()
-        if matches(self.ignore, (*names, *classes), self.style):
+        # Expressions such as `.*linear_attn.*` fit convolutions and norms too, which no writer packs.
+        if not classes or matches(self.ignore, (*names, *classes), self.style):
             return None
         # By name before by class: a group for some names is meant to differ from the one for all others.
         for wanted in (names, classes):

@@ -93,6 +93,7 @@ def test_layouts_of_a_module():
     assert rules.layouts(["lm_head"], Kind.LINEAR) is None
     assert rules.layouts(["model.layers.0.mlp.gate"], Kind.ROUTER) is None
     assert rules.layouts(["model.norm"], Kind.NORM) is None
+    assert rules.layouts(["model.layers.0.mlp.experts.norm"], Kind.NORM) is None
 
 
 # What nvidia-modelopt 0.47.0 wrote for a tiny model: hf_quant_config.json, and the same in config.json.
