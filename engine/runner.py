@@ -96,9 +96,11 @@ class Runner:
         done = self.state.done[slots]
         verdict = accept(chosen, empty, done.long() * 0, self.state.stop_ids[slots], remaining, done)
         self.state.commit(slots, chosen, verdict, pending=False)
-        if self.head_on and depth and not bool(verdict.done[0]):
+        if self.head_on and not bool(verdict.done[0]):
+            # at depth 0 too: a later round may draft, and then reads all of the head's entries
             head_hidden = self._fill([*prompt[start + 1 :], int(chosen[0, 0])], hidden, span)
-            self._propose(slots, _tile(head_hidden[-1:]), [end], [table], depth, features)
+            if depth:
+                self._propose(slots, _tile(head_hidden[-1:]), [end], [table], depth, features)
         return self._reports([slot], chosen, verdict, verdict.num_committed * 0, logits, [logprobs])[0]
 
     def _fill(self, next_tokens: list[int], hidden: torch.Tensor, span: Span) -> torch.Tensor:

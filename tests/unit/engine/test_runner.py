@@ -60,6 +60,15 @@ class TestPrefill:
             driver.round([1])
         assert_follows(driver, 1, reference)
 
+    def test_the_head_s_cache_is_filled_at_depth_0_too(self):
+        reference = transcript("moe", "float32", 150, seed=5)
+        driver = Driver(make_engine())
+        driver.start(1, reference.prompt, [1], depth=0)
+        driver.round([1], depth=0, next_depth=3)
+        end, head = driver.length(1), driver.runner.model.head.cache
+        assert torch.equal(driver.entries(head, 1, end), reference.head_kv[:, :, :end])
+        assert int(driver.state.drafts[1, 0]) == reference.first_drafts[end]
+
     def test_a_prompt_s_cut_changes_no_more_than_rounding(self):
         states, entries = [], []
         for chunk in (64, 256):
