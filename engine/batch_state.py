@@ -16,6 +16,8 @@ from pilotfish.spec.accept import Verdict
 from pilotfish.spec.sampling import SamplingRows
 
 MAX_STOP_IDS = 64
+MIN_TEMPERATURE = 1e-5
+"""Below it a request is greedy, as in vLLM: logits divided by less may overflow."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Features:
 
     @classmethod
     def of(cls, params: SamplingParams) -> Features:
-        sampled = params.temperature > 0
+        sampled = params.temperature >= MIN_TEMPERATURE
         return cls(
             sampled=sampled,
             filtered=sampled and (params.top_k > 0 or params.top_p < 1),
@@ -92,7 +94,7 @@ class BatchState:
         self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64, device=self.device)
         self.seed[slot] = params.seed
         self.choice[slot] = params.choice
-        self.temperature[slot] = params.temperature
+        self.temperature[slot] = params.temperature if self.features[slot].sampled else 0
         self.top_k[slot] = params.top_k if params.top_k > 0 else self.vocab_size
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p

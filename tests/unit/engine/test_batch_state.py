@@ -215,6 +215,7 @@ FEATURES = (
     ({"temperature": 1.0, "top_k": 5}, {"sampled", "filtered"}),
     ({"temperature": 1.0, "top_p": 0.9}, {"sampled", "filtered"}),
     ({"temperature": 1.0, "min_p": 0.1}, {"sampled", "min_p"}),
+    ({"temperature": 1e-40, "top_k": 5}, set()),
     ({"top_k": 5, "top_p": 0.9, "min_p": 0.1}, set()),
     ({"top_k": -1}, set()),
     ({"presence_penalty": -0.1}, {"penalised"}),
@@ -238,6 +239,16 @@ def test_a_batch_runs_what_any_of_its_requests_uses():
     admit(state, 3, [1])
     assert state.batch_features([1, 2, 3]) == Features(sampled=True, filtered=True, penalised=True)
     assert state.batch_features([3]) == Features()
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy_beside_sampled_requests_too():
+    state = make_state()
+    admit(state, 1, [1], SamplingParams(temperature=1e-40))
+    admit(state, 2, [1], SamplingParams(temperature=0.5))
+    rows = rows_of(state, [1, 2], [1, 1], [[], []], 1)
+    assert rows.temperature.tolist() == [0, 0.5]
+    logits = torch.tensor([[1.0, 3.0, 2.0] + [0.0] * (VOCAB - 3)]).repeat(2, 1)
+    assert int(sampling.choose(logits, rows, torch.tensor([1, 1]))[0]) == 1
 
 
 def test_parameters_repeat_for_every_row_of_their_sequence():
