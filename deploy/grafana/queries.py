@@ -1,0 +1,128 @@
+"""PromQL from the metric table: a name that is not in metrics/definitions.py cannot be written here.
+
+A `Scope` says where an expression stands. In a panel: the chosen instances together, over Grafana's own rate interval.
+In a rule: each instance for itself, over a fixed window. One function a quantity, used by panels and rules alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pilotfish.metrics.definitions import DEFINITIONS, PREFIX
+
+_KINDS = {entry.name.removeprefix(PREFIX): entry for entry in DEFINITIONS}
+_SUFFIXES = {"histogram": ("bucket", "sum", "count"), "counter": ("",), "gauge": ("",)}
+
+REAL = 'synthetic="0"'
+"""Rounds whose verdicts were not forced."""
+PLAIN_PHASES = 'phase=~"verify|choose|accept|report"'
+"""What a round at k = 0 would do too."""
+
+
+def name_of(key: str, suffix: str = "") -> str:
+    """The exported name of a metric (given without its prefix), or of a histogram's sum, count or bucket.
+
+    Raises KeyError for a metric that is not exported, ValueError for a suffix its kind does not have.
+    """
+    entry = _KINDS[key]
+    if suffix not in _SUFFIXES[entry.kind]:
+        raise ValueError(f"{entry.name} is a {entry.kind}: want a suffix of {_SUFFIXES[entry.kind]}, got {suffix!r}")
+    return f"{entry.name}_{suffix}" if suffix else entry.name
+
+
+@dataclass(frozen=True)
+class Scope:
+    """`filters` are label matchers of every selector; `by` are labels that every sum keeps."""
+
+    window: str
+    filters: tuple[str, ...] = ()
+    by: tuple[str, ...] = ()
+
+    def select(self, key: str, *matchers: str, suffix: str = "") -> str:
+        inside = ",".join((*matchers, *self.filters))
+        return name_of(key, suffix) + (f"{{{inside}}}" if inside else "")
+
+    def total(self, expression: str, *by: str) -> str:
+        labels = ", ".join((*self.by, *by))
+        return f"sum by ({labels}) ({expression})" if labels else f"sum({expression})"
+
+    def gauge(self, key: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
+        return self.total(self.select(key, *matchers), *by)
+
+    def rate(self, key: str, *matchers: str, suffix: str = "", by: tuple[str, ...] = ()) -> str:
+        return self.total(f"rate({self.select(key, *matchers, suffix=suffix)}[{self.window}])", *by)
+
+    def quantile(self, share: float, key: str, *matchers: str) -> str:
+        return f"histogram_quantile({share}, {self.rate(key, *matchers, suffix='bucket', by=('le',))})"
+
+
+PANEL = Scope("$__rate_interval", ('instance=~"$instance"',))
+RULE = Scope("5m", (), ("instance",))
+
+
+def acceptance_length(scope: Scope) -> str:
+    """Committed tokens per sequence and round that had drafts, the trunk's own token included: 1 .. k + 1."""
+    accepted = scope.rate("spec_decode_num_accepted_tokens_total", REAL)
+    return f"1 + {accepted} / {scope.rate('spec_decode_num_drafts_total', REAL)}"
+
+
+def acceptance_by_position(scope: Scope, *matchers: str) -> str:
+    """Accepted over drafted, at each draft position: a position that was not drafted is not counted against it."""
+    accepted, drafted = (
+        scope.rate(f"spec_decode_num_{what}_tokens_per_pos_total", REAL, *matchers, by=("position",))
+        for what in ("accepted", "draft")
+    )
+    return f"{accepted} / {drafted}"
+
+
+def committed_per_round(scope: Scope) -> str:
+    """Tokens per sequence and round, rounds without drafts and cut ends included."""
+    name = "spec_decode_committed_tokens_per_round"
+    return f"{scope.rate(name, REAL, suffix='sum')} / {scope.rate(name, REAL, suffix='count')}"
+
+
+def committed_buckets(scope: Scope) -> str:
+    """Rounds in the window by the tokens they committed, cumulative as buckets are."""
+    buckets = scope.select("spec_decode_committed_tokens_per_round", REAL, suffix="bucket")
+    return scope.total(f"increase({buckets}[{scope.window}])", "le")
+
+
+def rounds_per_second(scope: Scope) -> str:
+    return scope.rate("rounds_total")
+
+
+def seconds_by_phase(scope: Scope) -> str:
+    """Seconds that each phase takes in a round, on average."""
+    spent = scope.rate("round_seconds", 'phase!="prefill"', suffix="sum", by=("phase",))
+    return f"{spent} / on({', '.join(scope.by)}) group_left() {rounds_per_second(scope)}"
+
+
+def break_even(scope: Scope) -> str:
+    """The tokens per round above which speculation pays: time of a round over that of its plain part."""
+    whole = scope.rate("round_seconds", 'phase!="prefill"', suffix="sum")
+    return f"{whole} / {scope.rate('round_seconds', PLAIN_PHASES, suffix='sum')}"
+
+
+def speed_up(scope: Scope) -> str:
+    """Decoding speed over the modelled speed at k = 0."""
+    return f"({committed_per_round(scope)}) / ({break_even(scope)})"
+
+
+def tokens_per_second(scope: Scope) -> str:
+    return scope.rate("generation_tokens_total")
+
+
+def plain_tokens_per_second(scope: Scope) -> str:
+    """What the same load would give at k = 0 if a plain round took the plain phases' time."""
+    return f"{tokens_per_second(scope)} / ({speed_up(scope)})"
+
+
+def graph_share(scope: Scope) -> str:
+    """Share of rounds that replayed a captured graph."""
+    replayed = scope.rate("rounds_total", 'path="graph"')
+    return f"{replayed} / {rounds_per_second(scope)}"
+
+
+def mean_wait(scope: Scope) -> str:
+    """Waiting requests per place, what an autoscaler looks at."""
+    return f"{scope.gauge('num_requests_waiting')} / {scope.gauge('max_num_seqs')}"
