@@ -15,8 +15,9 @@ import pilotfish
 from pilotfish.engine.process import DEFAULT_CORE
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
-SPECULATIVE_METHODS = ("mtp", "qwen3_5_mtp", "qwen3_next_mtp")
-"""vLLM's names for the head that comes with the checkpoint."""
+SPECULATIVE_METHODS = {"mtp": "mtp", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp", "ngram": "ngram"}
+"""vLLM's names, and ours for what they stand for: the multi-token-prediction head, or prompt look-up."""
+LOOKUP_BOUNDS = ("prompt_lookup_max", "prompt_lookup_min")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         type=_speculative_config,
         metavar="JSON",
-        help='{"method": "mtp", "num_speculative_tokens": 3}',
+        help='vLLM\'s, e.g. {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     )
     parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="cap on running sequences")
     parser.add_argument("--max-model-len", type=_count, metavar="N", help="prompt and answer together, in tokens")
@@ -121,21 +122,25 @@ def _share(text: str) -> float:
     return value
 
 
-def _speculative_config(text: str) -> int:
-    """vLLM's JSON; the checkpoint's own head is the one method so far."""
+def _speculative_config(text: str) -> dict[str, Any]:
+    """vLLM's JSON, as fields of EngineOptions."""
     try:
         config = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("num_speculative_tokens"), int):
+    if not isinstance(config, dict) or type(config.get("num_speculative_tokens")) is not int:
         raise argparse.ArgumentTypeError('want an object with "num_speculative_tokens"')
-    unknown = config.keys() - {"method", "num_speculative_tokens"}
-    if unknown:
-        raise argparse.ArgumentTypeError(f"not supported: {', '.join(sorted(unknown))}")
     method = config.get("method", "mtp")
     if method not in SPECULATIVE_METHODS:
         raise argparse.ArgumentTypeError(f"want method {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
-    return _count_or_zero(str(config["num_speculative_tokens"]))
+    fields = {"num_speculative_tokens": _count_or_zero(str(config["num_speculative_tokens"]))}
+    known = {"method", "num_speculative_tokens"}
+    if SPECULATIVE_METHODS[method] == "ngram":
+        known |= set(LOOKUP_BOUNDS)
+        fields |= {name: _count(str(config[name])) for name in LOOKUP_BOUNDS if config.get(name) is not None}
+    if unknown := config.keys() - known:
+        raise argparse.ArgumentTypeError(f"not supported with method {method!r}: {', '.join(sorted(unknown))}")
+    return fields | {"speculative_method": SPECULATIVE_METHODS[method]}
 
 
 def _overrides(text: str) -> dict[str, Any]:
@@ -155,10 +160,10 @@ def engine_options(args: argparse.Namespace) -> Any:
     """EngineOptions from the flags."""
     from pilotfish.engine.options import EngineOptions
 
-    depth = args.num_speculative_tokens if args.num_speculative_tokens is not None else args.speculative_config
+    speculation = args.speculative_config or {"num_speculative_tokens": args.num_speculative_tokens}
     return EngineOptions(
         model=args.model,
-        num_speculative_tokens=depth,
+        **speculation,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         gpu_memory_utilization=args.gpu_memory_utilization,

@@ -24,11 +24,12 @@ from pilotfish.server.tokenizer import Tokenizer
 
 
 class ShownToken(msgspec.Struct, frozen=True):
-    """A token of the answer; its text spans [start, end) of the choice's text, stop string and all."""
+    """A token of the answer; its text spans [start, end) of the choice's text. `drafted`: it was an accepted draft."""
 
     token_id: int
     start: int
     end: int
+    drafted: bool
     logprob: TokenLogprob | None
 
 
@@ -44,8 +45,9 @@ class Piece(msgspec.Struct, frozen=True):
 class Choice:
     """One sequence: detokenises, finds stop strings, counts.
 
-    The token that completes a stop string is the last that counts: later ones of its run are dropped from text, ids,
-    log-probabilities, usage and metrics alike, as if tokens had come one by one.
+    Text, ids, log-probabilities and usage are cut alike at a stop string: a token belongs to the answer if its text
+    begins before the cut. A token is settled, and counts, once that is certain. Metrics count what a decoder without
+    runs would have generated: up to the token that completes the stop string, and nothing after it.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = self.num_drafted = self.num_accepted = 0
+        self._num_generated = 0
         self._num_rounds = self._num_round_tokens = 0
         self._synthetic = False
         self._detokenizer = Detokenizer(
@@ -65,8 +68,9 @@ class Choice:
         )
         self._stops = StopMatcher(rules.strings, include=rules.include)
         self._text: list[str] = []
-        self._num_chars = 0
-        self._tokens: deque[ShownToken] = deque()
+        self._num_chars = self._num_shown = 0
+        self._unsettled: deque[ShownToken] = deque()
+        self._settled: list[ShownToken] = []
         self._arrived = arrived
         self._last_time: float | None = None
         self._metrics = metrics
@@ -86,31 +90,49 @@ class Choice:
         self._count(output)
         if output.finish_reason is not None:
             self._finish(output, matched)
+        self._settle(ended=self.finish_reason is not None and matched is None)
         self.wake()
         return output
 
     def _read_tokens(self, output: RequestOutput) -> tuple[int, str | None]:
-        """How many tokens count, and the stop string that the last of them completed."""
+        """How many tokens would have been generated one by one, and the stop string that the last of them completed."""
         last = len(output.token_ids) - 1
         for position, token_id in enumerate(output.token_ids):
             stops_here = position == last and output.stop_token_id is not None
             text = "" if stops_here and not self.rules.include else self._detokenizer.push(token_id)
-            armed = self.num_tokens + position >= self.rules.min_tokens
-            start = self._num_chars
-            self._num_chars += len(text)
+            armed = self._num_generated + position >= self.rules.min_tokens
             shown, matched = self._stops.push(text, armed=armed)
-            self._text.append(shown)
-            if self.rules.keep_tokens:
-                logprob = output.logprobs[position] if output.logprobs else None
-                self._tokens.append(ShownToken(token_id, start, self._num_chars, logprob))
+            self._show(shown)
+            end = self._num_chars + len(text)
+            logprob = output.logprobs[position] if output.logprobs else None
+            drafted = position < output.num_accepted
+            self._unsettled.append(ShownToken(token_id, self._num_chars, end, drafted, logprob))
+            self._num_chars = end
             if matched is not None:
                 return position + 1, matched
         return last + 1, None
 
+    def _show(self, text: str) -> None:
+        self._num_shown += len(text)
+        self._text.append(text)
+
+    def _settle(self, *, ended: bool) -> None:
+        """Moves tokens that are certain to the answer: all of them at its end, else those whose text is out.
+
+        A token without text waits for the next character: it may be the first byte of one that is cut.
+        """
+        tokens, shown = self._unsettled, self._num_shown
+        cut = self.finish_reason is not None and not ended
+        while tokens and (ended or (tokens[0].start < shown and (cut or tokens[0].end <= shown))):
+            token = tokens.popleft()
+            self.num_tokens += 1
+            self.num_accepted += token.drafted
+            if self.rules.keep_tokens:
+                self._settled.append(token)
+
     def _count(self, output: RequestOutput) -> None:
-        self.num_tokens += len(output.token_ids)
+        self._num_generated += len(output.token_ids)
         self.num_drafted += output.num_drafted
-        self.num_accepted += output.num_accepted
         self._synthetic = self._synthetic or output.synthetic
         if output.round and output.token_ids:
             self._num_rounds += 1
@@ -129,7 +151,7 @@ class Choice:
             self._end(output.finish_reason)
             return
         if matched is None:
-            self._text += [*self._flush()]
+            self._flush()
         self.finish_reason = output.finish_reason
         if matched is not None:
             self.stop_reason = matched
@@ -137,12 +159,12 @@ class Choice:
             self.stop_reason = output.stop_token_id
         self._end(self.finish_reason or "error")
 
-    def _flush(self) -> list[str]:
+    def _flush(self) -> None:
         """The rest: an unfinished character becomes U+FFFD, held text was no stop string after all."""
         rest = self._detokenizer.flush()
         self._num_chars += len(rest)
         shown, _ = self._stops.push(rest, armed=False)
-        return [shown, self._stops.flush()]
+        self._show(shown + self._stops.flush())
 
     def give_up(self) -> None:
         """The client has gone, or another choice of its request has failed."""
@@ -156,7 +178,7 @@ class Choice:
                 finish_reason=reason,
                 seconds=time.monotonic() - self._arrived,
                 num_prompt_tokens=len(self.submit.prompt_token_ids),
-                num_tokens=self.num_tokens,
+                num_tokens=self._num_generated,
                 num_rounds=self._num_rounds,
                 num_round_tokens=self._num_round_tokens,
                 synthetic=self._synthetic,
@@ -169,10 +191,7 @@ class Choice:
         """Everything new, or None. The piece with a finish_reason is the last one."""
         text = "".join(self._text)
         self._text.clear()
-        certain = self._num_chars - self._stops.num_held
-        tokens = []
-        while self._tokens and (self.finish_reason is not None or self._tokens[0].end <= certain):
-            tokens.append(self._tokens.popleft())
+        tokens, self._settled = self._settled, []
         ends = self.finish_reason is not None and not self._taken_end
         if not (text or tokens or ends):
             return None

@@ -284,23 +284,24 @@ def test_acceptance_on_metrics_equals_the_engines_transcript(folder):
     """Requests that end in every way, a stop string inside a run among them."""
     reply = "abcdefghijkl"
     asked = [
-        ({"runs": [1]}, {}, 12),
-        ({"runs": [4]}, {}, 12),
-        ({"runs": [2, 3]}, {"max_tokens": 10}, 10),
-        ({"runs": [4, 1]}, {"stop": "gh"}, 8),
-        ({"runs": [4]}, {"stop": ["fg", "zz"]}, 7),
-        ({"runs": [3]}, {"stop_token_ids": [ord("e")]}, 5),
-        ({"runs": [3], "drafted": 0}, {"stream": True}, 12),
+        ({"runs": [1]}, {}, 12, 12),
+        ({"runs": [4]}, {}, 12, 12),
+        ({"runs": [2, 3]}, {"max_tokens": 10}, 10, 10),
+        # generated up to the end of the stop string, shown up to its beginning
+        ({"runs": [4, 1]}, {"stop": "gh"}, 8, 6),
+        ({"runs": [4]}, {"stop": ["fg", "zz"]}, 7, 5),
+        ({"runs": [3]}, {"stop_token_ids": [ord("e")]}, 5, 5),
+        ({"runs": [3], "drafted": 0}, {"stream": True}, 12, 12),
     ]
 
     async def story():
         async with serving(folder) as server, aiohttp.ClientSession() as http:
-            for commands, extra, kept in asked:
+            for commands, extra, _, shown in asked:
                 url = server.url + "/v1/completions"
                 async with http.post(url, json={**body(reply=reply, delay=0.002, **commands), **extra}) as response:
                     assert response.status == 200
                     if not extra.get("stream"):
-                        assert (await response.json())["usage"]["completion_tokens"] == kept
+                        assert (await response.json())["usage"]["completion_tokens"] == shown
                     await response.read()
             async with http.get(server.url + "/metrics") as response:
                 lines = (await response.text()).splitlines()
@@ -308,7 +309,7 @@ def test_acceptance_on_metrics_equals_the_engines_transcript(folder):
 
     lines, transcript = run(story())
     values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-    rounds = list(counted_rounds(transcript, [kept for _, _, kept in asked]))
+    rounds = list(counted_rounds(transcript, [kept for _, _, kept, _ in asked]))
     spec = "pilotfish_spec_decode_"
     assert values[spec + 'num_drafts_total{synthetic="0"}'] == sum(drafted > 0 for drafted, _ in rounds)
     assert values[spec + 'num_draft_tokens_total{synthetic="0"}'] == sum(drafted for drafted, _ in rounds)
@@ -320,7 +321,7 @@ def test_acceptance_on_metrics_equals_the_engines_transcript(folder):
         accepts = sum(accepted > position for _, accepted in rounds)
         assert values[spec + "num_accepted_tokens_per_pos_total" + labels] == accepts
     assert values[spec + 'committed_tokens_per_round_count{synthetic="0"}'] == len(rounds)
-    assert values["pilotfish_generation_tokens_total"] == sum(kept for _, _, kept in asked)
+    assert values["pilotfish_generation_tokens_total"] == sum(kept for _, _, kept, _ in asked)
 
 
 def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(folder):

@@ -70,13 +70,16 @@ def compositions(total, largest=3):
 @pytest.mark.parametrize(
     ("text", "stops", "rules", "shown", "num_tokens"),
     [
-        ("ab€cdSTOPef", ["STOP"], {}, "ab€cd", 10),
+        # the euro sign is two tokens, "ll" and "o," are one each
+        ("ab€cdSTOPef", ["STOP"], {}, "ab€cd", 6),
         ("ab€cdSTOPef", ["STOP"], {"include": True}, "ab€cdSTOP", 10),
-        ("ab€cdSTOPef", ["€c", "STOP"], {}, "ab", 5),
-        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 5}, "aa", 6),
-        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 6}, "aaSTOPb", 11),
+        ("ab€cdSTOPef", ["€c", "STOP"], {}, "ab", 2),
+        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 5}, "aa", 2),
+        ("aaSTOPbSTOP", ["STOP"], {"min_tokens": 6}, "aaSTOPb", 7),
         ("abcdefghST", ["STOP"], {}, "abcdefghST", 10),
-        ("STOP", ["STOP"], {}, "", 4),
+        ("STOP", ["STOP"], {}, "", 0),
+        ("helllo, x", ["llo"], {}, "hel", 3),
+        ("hello, x", [", "], {}, "hello", 4),
     ],
 )
 def test_runs_do_not_change_what_the_client_sees(tokenizer, text, stops, rules, shown, num_tokens):
@@ -106,7 +109,13 @@ def test_random_tokens_random_stops_random_runs(tokenizer):
         cut = whole.find(stops[0])
         # a stop that only the end's U+FFFD completes is not looked for
         if cut >= 0 and plain[2] == "stop":
+            # the twin: as many tokens as begin before the cut in a decoding of ever longer prefixes
+            prefixes = [tokenizer.decode(tokens[:count]).rstrip("\ufffd") for count in range(len(tokens))]
+            begins = [len(prefix) for prefix in prefixes]
+            if "\ufffd" not in whole:
+                assert plain[4] == sum(begin < cut for begin in begins), f"seed {seed}"
             assert plain[0] == whole[:cut], f"seed {seed}"
+            assert plain[1] == tokens[: plain[4]], f"seed {seed}"
 
 
 def test_a_stop_id_ends_without_text_and_says_which(tokenizer):
@@ -117,13 +126,34 @@ def test_a_stop_id_ends_without_text_and_says_which(tokenizer):
     assert result == ("A", [65, IM_END], "stop", None, 2)
 
 
-def test_a_cut_run_counts_only_what_is_kept(tokenizer):
-    choice = make_choice(tokenizer, ["b"])
+def test_a_cut_run_is_counted_as_if_tokens_had_come_one_by_one(tokenizer):
+    """Metrics see the tokens up to the one that completes the stop string, the answer those that begin before it."""
+    choice = make_choice(tokenizer, ["bc"])
     assert choice.feed(RequestOutput(request_id="r", token_ids=[97], round=False)).finish_reason is None
     output = RequestOutput(request_id="r", token_ids=[97, 98, 99, 100], num_drafted=3, num_accepted=3)
     counted = choice.feed(output)
-    assert (counted.token_ids, counted.num_drafted, counted.num_accepted) == ([97, 98], 3, 2)
-    assert (choice.num_tokens, choice.num_drafted, choice.num_accepted) == (3, 3, 2)
+    assert (counted.token_ids, counted.num_drafted, counted.num_accepted) == ([97, 98, 99], 3, 3)
+    assert (choice.num_tokens, choice.num_drafted, choice.num_accepted) == (2, 3, 1)
+
+
+def test_a_stop_string_over_two_rounds_takes_back_drafts_of_the_first(tokenizer):
+    choice = make_choice(tokenizer, ["STOP"])
+    choice.feed(RequestOutput(request_id="r", token_ids=list(b"a"), round=False))
+    choice.feed(RequestOutput(request_id="r", token_ids=list(b"bST"), num_drafted=3, num_accepted=2))
+    assert (choice.num_tokens, choice.num_accepted) == (2, 1)
+    counted = choice.feed(RequestOutput(request_id="r", token_ids=list(b"OPx"), num_drafted=3, num_accepted=2))
+    assert (counted.token_ids, counted.num_accepted) == (list(b"OP"), 2)
+    assert (choice.num_tokens, choice.num_drafted, choice.num_accepted) == (2, 6, 1)
+
+
+def test_first_bytes_of_a_character_wait_for_its_last(tokenizer):
+    """They would belong to a stop string that begins with it."""
+    choice = make_choice(tokenizer, ["€x"])
+    choice.feed(RequestOutput(request_id="r", token_ids=[97, 256], round=False))
+    assert [token.token_id for token in choice.take().tokens] == [97]
+    choice.feed(RequestOutput(request_id="r", token_ids=[0xAC, 120]))
+    piece = choice.take()
+    assert (piece.text, piece.tokens, piece.finish_reason, choice.num_tokens) == ("", [], "stop", 1)
 
 
 def test_an_unfinished_character_at_the_end_is_a_replacement(tokenizer):
