@@ -76,7 +76,7 @@ class LoopDriver:
         self, name: str, length: int, *, seed: int = 0, mode: str = "greedy", k: int | None = None, **fields: Any
     ) -> Request:
         """Submits random_prompt(length, seed) in a mode; `fields` change its parameters, not what is drafted."""
-        reference = transcript(self.kind, self.dtype, length, seed=seed, mode=mode, chunk=self.chunk)
+        reference = transcript(self.kind, self.dtype, length, seed=seed, mode=mode, num_tokens=24, chunk=self.chunk)
         values = {name: getattr(MODES[mode], name) for name in SamplingParams.__struct_fields__}
         params = SamplingParams(**values | {"max_tokens": 20} | fields)
         return self.submit(name, reference.prompt, params, reference=reference, speculative_k=k)
