@@ -5,7 +5,8 @@ B = sequences, W = window rows, H = hidden, T = prompt rows, K = drafts. The pai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,39 @@ StepWindow = Callable[[int], Any]
 """Step -> the one-row window that step's token of every sequence stands at."""
 
 
+@dataclass(frozen=True)
+class Frontier:
+    """Where drafting starts: after each sequence's last committed token, at `positions`.
+
+    hidden [R, H]: the rows (padded) that `fill` or `repair` gave at the positions before. `slots` int64 [B]; `history`
+    int32 [slots, L] holds every slot's committed tokens by position, None unless the head reads it.
+    """
+
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    positions: list[int]
+    history: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """tokens int64 [B, K], of which the first counts[b] are meant (int64 [B]; None: all of them)."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor | None = None
+
+
 class DraftHead(Protocol):
-    """`fill` and `repair` return the head's hidden rows; `propose` goes on from one of them per sequence."""
+    """`fill` and `repair` return hidden rows; `propose` goes on from one of them per sequence.
+
+    `caches`: keys and values that live on the trunk's page tables. `reads_history`: it wants Frontier.history.
+    """
+
+    @property
+    def caches(self) -> Sequence[Any]: ...
+
+    @property
+    def reads_history(self) -> bool: ...
 
     def fill(self, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
         """Prompt rows [T, H]: the pairs of a span, next_tokens int64 [T]."""
@@ -31,8 +63,6 @@ class DraftHead(Protocol):
         """
         ...
 
-    def propose(
-        self, hidden: torch.Tensor, num_drafts: int, choose: ChooseDraft, step_window: StepWindow
-    ) -> torch.Tensor:
-        """Drafts int64 [B, K] from the rows (padded) that `repair` gave at each sequence's last accepted position."""
+    def propose(self, frontier: Frontier, num_drafts: int, choose: ChooseDraft, step_window: StepWindow) -> Drafts:
+        """At most num_drafts drafts for each sequence."""
         ...

@@ -54,9 +54,12 @@ def stop_ids_of(params: SamplingParams) -> list[int]:
 
 
 class BatchState:
-    """See the module's docstring. `limit` counts all tokens a sequence may have, prompt included."""
+    """See the module's docstring. `limit` counts all tokens a sequence may have, prompt included.
 
-    def __init__(self, num_slots: int, max_depth: int, vocab_size: int, device: torch.device):
+    `history_length` > 0 keeps every slot's tokens by position, for heads that read them: int32 [S, history_length].
+    """
+
+    def __init__(self, num_slots: int, max_depth: int, vocab_size: int, device: torch.device, history_length: int = 0):
         self.num_slots, self.max_depth, self.vocab_size, self.device = num_slots, max_depth, vocab_size, device
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -71,6 +74,7 @@ class BatchState:
         self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
             buffer(dtype=torch.float32) for _ in range(6)
         )
+        self.history = buffer(history_length, dtype=torch.int32) if history_length else None
         self.features = [Features()] * num_slots
         # [S, V] each; allocated when the first request needs them
         self.counts: torch.Tensor | None = None
@@ -102,6 +106,8 @@ class BatchState:
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self._write_history(slot, prompt)
+        if self.history is not None:
+            self.history[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32, device=self.device)
         self._write_bias(slot, params.logit_bias)
 
     def _write_history(self, slot: int, prompt: list[int]) -> None:
@@ -187,6 +193,11 @@ class BatchState:
         last = chosen_BW.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
         self.last_token[slots] = torch.where(count > 0, last, self.last_token[slots])
         self.done[slots] = verdict.done
+        if self.history is not None:
+            # rows past the committed ones are noise beyond the length, overwritten before they are read
+            first = self.length[slots] + int(pending)
+            places = first[:, None] + torch.arange(chosen_BW.shape[1], device=self.device)
+            self.history[slots[:, None], places] = chosen_BW.int()
         if pending:
             self.length[slots] += count
             self.pending_count[slots] = count
@@ -196,9 +207,12 @@ class BatchState:
             self.counts[slots] = rows
             self.seen[slots] |= rows > 0
 
-    def set_drafts(self, slots: torch.Tensor, drafts_BK: torch.Tensor) -> None:
-        """Stores drafts for the next round; those that could not be committed any more are not offered."""
+    def set_drafts(self, slots: torch.Tensor, drafts_BK: torch.Tensor, counts_B: torch.Tensor | None = None) -> None:
+        """Stores drafts for the next round, of which counts are offered (None: all), and never those that could not be
+        committed any more."""
         depth = drafts_BK.shape[1]
         self.drafts[slots, :depth] = drafts_BK
         offered = torch.minimum(self.own_k[slots].clamp(max=depth), self.remaining(slots) - 1)
+        if counts_B is not None:
+            offered = torch.minimum(offered, counts_B)
         self.num_offered[slots] = torch.where(self.done[slots], 0, offered.clamp_(min=0))

@@ -30,7 +30,7 @@ def measure(model: Model, state: BatchState, device: torch.device) -> dict[str, 
     """Bytes by part, as `<part>_bytes`, and `total_bytes`."""
     trunk = model.trunk
     pending = trunk.state.pending
-    caches = [*trunk.kv, *([model.head.cache] if model.head else [])]
+    caches = [*trunk.kv, *(model.head.caches if model.head else ())]
     held = {
         "weights": tensor_bytes(model),
         "kv_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
@@ -45,7 +45,7 @@ def measure(model: Model, state: BatchState, device: torch.device) -> dict[str, 
 
 def bytes_per_token(model: Model) -> int:
     """Key-value cache of one token, the head's included."""
-    caches = [*model.trunk.kv, *([model.head.cache] if model.head else [])]
+    caches = [*model.trunk.kv, *(model.head.caches if model.head else ())]
     return sum((cache.k.nbytes + cache.v.nbytes) // (cache.k.shape[0] * cache.k.shape[2]) for cache in caches)
 
 

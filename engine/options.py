@@ -13,7 +13,9 @@ MAX_DEPTH = 8
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """None means: decide from the checkpoint and the device; the start-up log says what was decided.
 
-    `num_speculative_tokens` is k (3 where the checkpoint has a head); 0 is plain decoding. `max_num_seqs` caps running
+    `num_speculative_tokens` is k (3 where there is a head); 0 is plain decoding. `speculative_method` "ngram" drafts
+    what followed the newest prompt_lookup_max .. prompt_lookup_min tokens where they stood before (default 5 .. 5, or
+    the one that is given), and needs no head. `max_num_seqs` caps running
     sequences (default: the fast path's rows over k + 1). `prefill_chunk` is part of the exactness contract: tokens of a
     prompt are cut at its multiples, whatever the load. `kv_cache_tokens` sizes the page pool, else
     `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of max_model_len, at most 2 GiB, on a CPU.
@@ -21,6 +23,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     num_speculative_tokens: int | None = None
+    speculative_method: Literal["mtp", "ngram"] = "mtp"
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.batch_state import BatchState, Features
 from pilotfish.engine.messages import SamplingParams, TokenLogprob
 from pilotfish.engine.model.build import Model
@@ -196,9 +197,10 @@ class Runner:
             starts = [length + step - 1 for length in lengths]
             return Window.build(1, slots, starts, tables, self.model.inv_freq)
 
-        drafts = self.model.head.propose(hidden, depth, choose_draft, step_window)
-        state.set_drafts(slots, drafts)
-        self._observe("draft", drafts[:, :1], slots.tolist(), lengths)
+        frontier = Frontier(hidden, slots, lengths, state.history)
+        proposed = self.model.head.propose(frontier, depth, choose_draft, step_window)
+        state.set_drafts(slots, proposed.tokens, proposed.counts)
+        self._observe("draft", proposed.tokens[:, :1], slots.tolist(), lengths)
 
     def _reports(
         self,

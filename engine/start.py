@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from time import perf_counter
 
 import torch
 
+from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
@@ -27,6 +29,8 @@ from pilotfish.kernels.linear import cpu_multiplies_bf16
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEPTH = 3
+DEFAULT_NGRAM = 5
+MAX_NGRAM = 64
 CPU_KV_BYTES = 2 << 30
 FAST_ROWS = 16
 MAX_ROWS = 256
@@ -43,7 +47,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Plan:
-    """The options with every None decided. `binding_limit` names what set max_num_seqs."""
+    """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
+    with in place of the checkpoint's."""
 
     device: torch.device
     dtype: torch.dtype
@@ -54,6 +59,7 @@ class Plan:
     binding_limit: str
     num_pages: int
     prefill_chunk: int
+    lookup: LookupHead | None = None
 
 
 def start_engine(options: EngineOptions) -> Engine:
@@ -65,10 +71,12 @@ def start_engine(options: EngineOptions) -> Engine:
     plan = make_plan(options, checkpoint)
     weights = load_weights(checkpoint, plan.device)
     weight_bytes = checkpoint.num_bytes
-    if plan.depth == 0:
+    if plan.depth == 0 or plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
     model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device)
+    if plan.lookup is not None:
+        model = dataclasses.replace(model, head=plan.lookup)
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     return engine
@@ -76,7 +84,11 @@ def start_engine(options: EngineOptions) -> Engine:
 
 def assemble(model: Model, plan: Plan, max_waiting: int, weight_bytes: int, load_seconds: float) -> Engine:
     """Scheduler, buffers and runner around a built model."""
-    state = BatchState(plan.max_num_seqs + 1, max(1, plan.depth), model.config.vocab_size, plan.device)
+    reads_history = model.head is not None and model.head.reads_history
+    # a last window may reach past the limit
+    history_length = plan.max_model_len + MAX_DEPTH + 1 if reads_history else 0
+    vocab_size = model.config.vocab_size
+    state = BatchState(plan.max_num_seqs + 1, max(1, plan.depth), vocab_size, plan.device, history_length)
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
     scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.prefill_chunk)
     account = ledger.measure(model, state, plan.device) | {"checkpoint_bytes": weight_bytes}
@@ -107,13 +119,15 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     config = checkpoint.config
     device = _device(options)
     dtype = _dtype(options, config, device)
+    lookup = _lookup(options)
     depth, reason = _depth(options, checkpoint)
     max_model_len = _max_model_len(options, config)
     max_num_seqs, binding = _max_num_seqs(options, depth)
     if options.prefill_chunk < 1 or options.prefill_chunk > 8192:
         raise OptionError(f"prefill_chunk: want 1..8192, got {options.prefill_chunk}")
     num_pages = _num_pages(options, config, depth, dtype, max_model_len, max_num_seqs, device)
-    return Plan(device, dtype, depth, reason, max_model_len, max_num_seqs, binding, num_pages, options.prefill_chunk)
+    chunk = options.prefill_chunk
+    return Plan(device, dtype, depth, reason, max_model_len, max_num_seqs, binding, num_pages, chunk, lookup)
 
 
 def _device(options: EngineOptions) -> torch.device:
@@ -150,11 +164,26 @@ def _depth(options: EngineOptions, checkpoint: Checkpoint) -> tuple[int, str | N
         raise OptionError(f"num_speculative_tokens: want 0..{MAX_DEPTH}, got {wanted}")
     if wanted == 0:
         return 0, "num_speculative_tokens is 0"
-    if checkpoint.has_mtp:
+    if checkpoint.has_mtp or options.speculative_method == "ngram":
         return DEFAULT_DEPTH if wanted is None else wanted, None
     reason = checkpoint.mtp_problem or "the checkpoint has no MTP head"
     logger.warning("SPECULATION IS OFF: %s. Serving plain decoding.", reason)
     return 0, reason
+
+
+def _lookup(options: EngineOptions) -> LookupHead | None:
+    """vLLM's rule: of the two bounds the one that is missing is the other's, or 5 where both are."""
+    longest, shortest = options.prompt_lookup_max, options.prompt_lookup_min
+    if options.speculative_method != "ngram":
+        if longest is not None or shortest is not None:
+            raise OptionError("prompt_lookup_max, prompt_lookup_min: want them with the method 'ngram' alone")
+        return None
+    longest, shortest = longest or shortest or DEFAULT_NGRAM, shortest or longest or DEFAULT_NGRAM
+    if not 1 <= shortest <= longest <= MAX_NGRAM:
+        raise OptionError(
+            f"prompt_lookup_min, prompt_lookup_max: want 1 <= min <= max <= {MAX_NGRAM}, got {shortest}, {longest}"
+        )
+    return LookupHead(longest, shortest)
 
 
 def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
@@ -189,7 +218,7 @@ def _num_pages(
 ) -> int:
     """Pages that sequences can own. At least one sequence of max_model_len must fit."""
     longest = -(-(max_model_len + depth + 1) // PAGE)
-    layers = len(config.full_layers) + (depth > 0)
+    layers = len(config.full_layers) + (depth > 0 and options.speculative_method == "mtp")
     page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * dtype.itemsize
     if options.kv_cache_tokens is not None:
         pages = options.kv_cache_tokens // PAGE

@@ -19,11 +19,14 @@ SPECULATIVE_METHODS = {"mtp": "mtp", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mt
 """vLLM's names, and ours for what they stand for: the multi-token-prediction head, or prompt look-up."""
 LOOKUP_BOUNDS = ("prompt_lookup_max", "prompt_lookup_min")
 
+OWN_PARSERS = {"audit": "pilotfish.engine.audit", "sweep": "pilotfish.deploy.sweep.command"}
+"""Sub-commands that read their own flags."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["audit"]:
-        return importlib.import_module("pilotfish.engine.audit").main(given[1:]) or 0
+    if given and given[0] in OWN_PARSERS:
+        return importlib.import_module(OWN_PARSERS[given[0]]).main(given[1:]) or 0
     args = build_parser().parse_args(given)
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
@@ -36,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="serve a checkpoint over the OpenAI API"))
     _add_generate(commands.add_parser("generate", help="complete one prompt in the terminal"))
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
+    commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
     return parser
 
 
@@ -131,9 +135,9 @@ def _speculative_config(text: str) -> dict[str, Any]:
     if not isinstance(config, dict) or type(config.get("num_speculative_tokens")) is not int:
         raise argparse.ArgumentTypeError('want an object with "num_speculative_tokens"')
     method = config.get("method", "mtp")
-    if method not in SPECULATIVE_METHODS:
+    if not isinstance(method, str) or method not in SPECULATIVE_METHODS:
         raise argparse.ArgumentTypeError(f"want method {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
-    fields = {"num_speculative_tokens": _count_or_zero(str(config["num_speculative_tokens"]))}
+    fields: dict[str, Any] = {"num_speculative_tokens": _count_or_zero(str(config["num_speculative_tokens"]))}
     known = {"method", "num_speculative_tokens"}
     if SPECULATIVE_METHODS[method] == "ngram":
         known |= set(LOOKUP_BOUNDS)

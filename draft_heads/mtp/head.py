@@ -6,19 +6,19 @@ The hidden state is the trunk's after its final norm; from the second draft on i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pilotfish.draft_heads.head import ChooseDraft, StepWindow
+from pilotfish.draft_heads.head import ChooseDraft, Drafts, Frontier, StepWindow
 from pilotfish.kernels.linear import AnyLinear, padded_rows
 
 
 @dataclass(frozen=True)
 class MtpHead:
-    """`layer` is a full-attention layer of the trunk's kind; `cache` its own keys and values, on the same page tables."""
+    """`layer` is a full-attention layer of the trunk's kind; `cache` its keys and values, on the same page tables."""
 
     fc: AnyLinear
     embedding_norm: Callable[[torch.Tensor], torch.Tensor]
@@ -27,6 +27,14 @@ class MtpHead:
     norm: Callable[[torch.Tensor], torch.Tensor]
     embed: Callable[[torch.Tensor], torch.Tensor]
     cache: Any
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        return (self.cache,)
+
+    @property
+    def reads_history(self) -> bool:
+        return False
 
     def fill(self, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
         """See DraftHead."""
@@ -38,17 +46,16 @@ class MtpHead:
         x = self.fc.rows(self._pair(next_tokens, hidden)).float()
         return self.norm(self.layer.attention_rows(x, window, self.cache))
 
-    def propose(
-        self, hidden: torch.Tensor, num_drafts: int, choose: ChooseDraft, step_window: StepWindow
-    ) -> torch.Tensor:
+    def propose(self, frontier: Frontier, num_drafts: int, choose: ChooseDraft, step_window: StepWindow) -> Drafts:
         """See DraftHead. Every step but the last appends one entry to the head's own cache."""
+        hidden = frontier.hidden
         drafts = [choose(hidden, 0)]
         for step in range(1, num_drafts):
             tokens = drafts[-1].new_zeros(padded_rows(len(drafts[-1])))
             tokens[: len(drafts[-1])] = drafts[-1]
             hidden = self.repair(tokens, hidden, step_window(step))
             drafts.append(choose(hidden, step))
-        return torch.stack(drafts, dim=1)
+        return Drafts(torch.stack(drafts, dim=1))
 
     def _pair(self, next_tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat((self.embedding_norm(self.embed(next_tokens)), self.hidden_norm(hidden)), dim=-1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pilotfish.draft_heads.head import DraftHead
 from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.checkpoint.load import Weight
@@ -25,11 +26,11 @@ from pilotfish.kernels.rope import inverse_frequencies
 
 @dataclass(frozen=True)
 class Model:
-    """A trunk, its MTP head if the checkpoint has a whole one, and the tables both use."""
+    """A trunk, its draft head if there is one, and the tables both use."""
 
     config: ModelConfig
     trunk: Trunk
-    head: MtpHead | None
+    head: DraftHead | None
     inv_freq: torch.Tensor
     dtype: torch.dtype
     device: torch.device

@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import torch
 
+from pilotfish.draft_heads.head import Drafts
 from pilotfish.engine.runner import Runner
 from pilotfish.kernels.linear import padded_rows
 from tests.support.rounds import MODES, Driver, make_engine, random_prompt
@@ -45,6 +46,8 @@ class KnowingHead:
     def __init__(self, hidden, late=0):
         self.hidden, self.late, self.repaired = hidden, late, []
 
+    caches, reads_history = (), False
+
     def fill(self, next_tokens, hidden, span):
         return hidden
 
@@ -52,8 +55,9 @@ class KnowingHead:
         self.repaired.append((next_tokens[: window.num_rows].tolist(), list(window.starts), window.width))
         return hidden
 
-    def propose(self, hidden, num_drafts, choose, step_window):
-        slots, lengths = step_window(1).slots.tolist(), step_window(1).starts
+    def propose(self, frontier, num_drafts, choose, step_window):
+        slots, lengths, hidden = frontier.slots.tolist(), frontier.positions, frontier.hidden
+        assert step_window(1).slots.tolist() == slots and step_window(1).starts == lengths
         drafts = []
         for step in range(num_drafts):
             rows = torch.zeros(padded_rows(len(slots)), hidden.shape[1], dtype=hidden.dtype)
@@ -62,7 +66,7 @@ class KnowingHead:
                 if known is not None:
                     rows[b] = known
             drafts.append(choose(rows, step))
-        return torch.stack(drafts, dim=1)
+        return Drafts(torch.stack(drafts, dim=1))
 
 
 def run(mode, depth, late=0):

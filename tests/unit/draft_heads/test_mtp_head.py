@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.model.window import Span, Window
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import padded_rows
@@ -138,7 +139,8 @@ def propose(head, lengths, num_drafts, hidden):
     def step_window(step):
         return head.window(list(range(batch)), [length + step - 1 for length in lengths], 1)
 
-    return head.head.propose(rows, num_drafts, rule, step_window), rule.asked
+    frontier = Frontier(rows, torch.arange(batch) + 1, list(lengths))
+    return head.head.propose(frontier, num_drafts, rule, step_window).tokens, rule.asked
 
 
 @models

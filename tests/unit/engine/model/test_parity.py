@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
@@ -401,7 +402,8 @@ def test_recursion(reference, kind):
         seen.append(model.trunk.logits(rows)[:1])
         return seen[-1].argmax(-1)
 
-    drafts = model.head.propose(pad(last), 4, choose, lambda step: window(model, 1, prompt + step - 1))
+    frontier = Frontier(pad(last), torch.tensor([1]), [prompt])
+    drafts = model.head.propose(frontier, 4, choose, lambda step: window(model, 1, prompt + step - 1)).tokens
 
     hidden, tokens = wanted.hidden[:prompt], wanted.ids[1 : prompt + 1]
     for step in range(4):

@@ -1,0 +1,1 @@
+"""Prompt look-up: drafts copied from the sequence's own text."""
