@@ -201,6 +201,32 @@ def test_fewer_drafts_than_k_are_offered_as_they_are():
     assert int(state.num_offered[1]) == 2
 
 
+def test_drafts_that_the_head_does_not_mean_are_not_offered():
+    state, slots = make_state(), torch.tensor([1, 2, 3])
+    for slot, own_k in ((1, DEPTH), (2, DEPTH), (3, 1)):
+        admit(state, slot, [1], own_k=own_k)
+    state.set_drafts(slots, torch.tensor([[3, 4]] * 3), torch.tensor([0, 1, 2]))
+    assert state.num_offered[slots].tolist() == [0, 1, 1]
+
+
+def test_the_tokens_by_position_follow_prompt_and_commits():
+    generator = random.Random(0)
+    state = BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"), history_length=80)
+    texts = {slot: generator.choices(range(VOCAB), k=5 * slot) for slot in (1, 3)}
+    for slot, prompt in texts.items():
+        admit(state, slot, list(prompt))
+    for number in range(6):
+        # prefill chooses one token; then windows commit some of their rows
+        width = generator.randint(1, DEPTH + 1) if number else 1
+        chosen = [generator.choices(range(VOCAB), k=width) for _ in texts]
+        counts = [generator.randint(1, width) for _ in texts]
+        commit(state, list(texts), chosen, counts, pending=number > 0)
+        for slot, tokens, count in zip(texts, chosen, counts, strict=True):
+            texts[slot] += tokens[:count]
+            assert state.history[slot, : len(texts[slot])].tolist() == texts[slot]
+            assert int(state.length[slot]) == len(texts[slot]) - 1
+
+
 def test_a_done_sequence_is_offered_nothing():
     state = make_state()
     admit(state, 1, [1])

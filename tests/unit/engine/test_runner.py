@@ -243,6 +243,16 @@ class TestRounds:
         assert (report.num_drafted, report.num_accepted) == (2, 2)
         assert driver.tokens[1] == reference.tokens[:4]
 
+    def test_only_drafts_that_fit_the_round_are_counted(self):
+        reference = transcript("moe", "float32", 21)
+        driver = Driver(make_engine())
+        driver.start(1, reference.prompt, [1])
+        driver.force(1, reference.drafts(1, 5, 5))
+        (report,) = driver.round([1], depth=2)
+        assert (report.num_drafted, report.num_accepted) == (2, 2)
+        (report,) = driver.round([1], depth=0)
+        assert (report.num_drafted, report.num_accepted) == (0, 0)
+
     def test_log_probabilities_are_those_of_the_raw_logits(self):
         reference = transcript("moe", "float32", 21, mode="every feature")
         driver = Driver(make_engine())
