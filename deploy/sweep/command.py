@@ -1,0 +1,280 @@
+"""`pilotfish sweep`: which k and how many sequences to serve, measured.
+
+    pilotfish sweep MODEL --k 0,1,3,5 --max-num-seqs 1,4,8 --out sweep/ [-- --max-model-len 32768 ...]
+    pilotfish sweep --url http://127.0.0.1:8000 --out sweep-other/
+
+Each cell is a fresh start of `pilotfish serve` with one k and one number of sequences; with --url the endpoint that
+runs there is the only cell, ours or another. A cell is written when it is whole: run the same command again to go on
+after an interruption. The folder then holds report.md, measurements.tsv, sweep.json and, with matplotlib, pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from tqdm import tqdm
+
+import pilotfish
+from pilotfish.deploy.prompts import domains
+from pilotfish.deploy.sweep import plots
+from pilotfish.deploy.sweep.cell import CellRun, work_of
+from pilotfish.deploy.sweep.client import TIMEOUT, Endpoint, EndpointError
+from pilotfish.deploy.sweep.recommend import Recommendation, recommend
+from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, pretty, tsv, write
+from pilotfish.deploy.sweep.report import markdown
+from pilotfish.deploy.sweep.target import StartError, started
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    settings = settings_of(args)
+    try:
+        folder = Folder(args.out, settings)
+    except SettingsDiffer as error:
+        print(f"pilotfish sweep: {error}", file=sys.stderr)
+        return 2
+    places = [(None, None)] if args.url else [(k, size) for size in args.max_num_seqs for k in args.k]
+    try:
+        run_all(folder, settings, places, args)
+    except KeyboardInterrupt:
+        print("\nstopped: the same command goes on with the cell that was running", file=sys.stderr)
+        report(folder, settings, args.target_concurrency)
+        return 130
+    advice = report(folder, settings, args.target_concurrency)
+    say(folder, advice)
+    return 1 if any(cell.error for cell in folder.cells()) or advice is None else 0
+
+
+def run_all(
+    folder: Folder, settings: Settings, places: Sequence[tuple[int | None, int | None]], args: argparse.Namespace
+) -> None:
+    """Every cell that is not there yet. One that cannot start is written down and left behind."""
+    done = folder.done()
+    todo = [Cell(k=k, max_num_seqs=size) for k, size in places if Cell(k=k, max_num_seqs=size).name not in done]
+    if len(todo) < len(places):
+        print(f"{len(places) - len(todo)} of {len(places)} cells are there already", file=sys.stderr)
+    work = sum(work_of(settings, cell.max_num_seqs) for cell in todo)
+    layout = "{desc} |{bar}| {percentage:3.0f}% [{elapsed} gone, {remaining} left]"
+    with tqdm(total=work, bar_format=layout, disable=args.quiet, mininterval=0.5) as bar:
+        for cell in todo:
+
+            def tell(what: str, share: float, name: str = cell.name) -> None:
+                bar.set_description(f"{name}: {what}", refresh=False)
+                bar.update(share)
+
+            bar.set_description(f"{cell.name}: starting")
+            before = bar.n
+            folder.add(run_cell(cell, settings, args, folder.path, tell))
+            report(folder, settings, args.target_concurrency, draw=False)
+            # estimates apart, and what a failed cell did not do
+            bar.update(before + work_of(settings, cell.max_num_seqs) - bar.n)
+
+
+def run_cell(
+    cell: Cell, settings: Settings, args: argparse.Namespace, out: Path, tell: Callable[[str, float], None]
+) -> Cell:
+    def failed(error: Exception) -> Cell:
+        return msgspec.structs.replace(cell, error=str(error) or type(error).__name__)
+
+    if settings.url is not None:
+        try:
+            return asyncio.run(measure(cell, settings.url, settings, args, tell))
+        except (EndpointError, aiohttp.ClientError, OSError) as error:
+            return failed(error)
+    flags = ["--num-speculative-tokens", str(cell.k), "--max-num-seqs", str(cell.max_num_seqs), *settings.server_flags]
+    began = time.monotonic()
+    try:
+        with started(settings.model, flags, out / "logs" / f"{cell.name}.log", args.port) as url:
+            seconds = time.monotonic() - began
+            whole = asyncio.run(measure(cell, url, settings, args, tell))
+            return msgspec.structs.replace(whole, start_seconds=seconds)
+    except (StartError, EndpointError, aiohttp.ClientError) as error:
+        return failed(error)
+
+
+async def measure(
+    cell: Cell, url: str, settings: Settings, args: argparse.Namespace, tell: Callable[[str, float], None]
+) -> Cell:
+    """The cell with its measurements, and with what the endpoint says of itself."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as http:
+        direct = Endpoint(http, url, args.served_model, args.api_key)
+        facts = await direct.describe()
+        relay = Endpoint(http, settings.relay, direct.model, args.api_key) if settings.relay else None
+        told = facts.get("num_speculative_tokens")
+        if cell.k is not None and told is not None and told != cell.k:
+            raise EndpointError(f"the server serves k = {told}, not {cell.k}: see its log")
+        run = CellRun(settings, direct, relay, facts.get("max_model_len"), tell)
+        size = cell.max_num_seqs or facts.get("max_num_seqs")
+        measurements = await run.run(size)
+    return msgspec.structs.replace(
+        cell,
+        k=told if cell.k is None else cell.k,
+        max_num_seqs=size,
+        max_model_len=facts.get("max_model_len"),
+        binding_limit=facts.get("binding_limit"),
+        measurements=tuple(measurements),
+        notes=tuple(run.notes),
+    )
+
+
+def report(folder: Folder, settings: Settings, concurrency: int | None, draw: bool = True) -> Recommendation | None:
+    """Everything that is made from the cells; written anew each time."""
+    cells = folder.cells()
+    advice = recommend(cells, settings, concurrency)
+    pictures: list[str] = []
+    if draw and advice is not None and plots.available():
+        pictures = plots.draw(cells, settings, advice.cell.max_num_seqs, folder.path)
+    write(folder.path / "report.md", markdown(cells, settings, advice, frame(), pictures))
+    write(folder.path / "measurements.tsv", tsv(cells))
+    found = {"command": advice.command, "reasons": advice.reasons, "cell": advice.cell.name} if advice else None
+    whole = {"frame": frame(), "settings": settings, "recommendation": found, "cells": cells}
+    write(folder.path / "sweep.json", pretty(whole))
+    return advice
+
+
+def say(folder: Folder, advice: Recommendation | None) -> None:
+    for cell in folder.cells():
+        if cell.error:
+            print(f"{cell.name} did not run: {cell.error}")
+    if advice is None:
+        print("nothing was measured, so there is nothing to recommend")
+        return
+    print(f"recommended: {advice.command or advice.cell.name}")
+    for reason in advice.reasons:
+        print(f"  {reason}")
+    print(f"report: {folder.path / 'report.md'}")
+
+
+def frame() -> dict[str, str]:
+    """Where and with what: figures of two machines are no comparison."""
+    return {
+        "machine": f"{cpu_name()}, {platform.system()} {platform.machine()}, {_devices()}",
+        "pilotfish": pilotfish.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown processor"
+
+
+def _devices() -> str:
+    return f"{len(os.sched_getaffinity(0))} cores"
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    return Settings(
+        model=args.model or "",
+        url=args.url,
+        relay=args.relay,
+        server_flags=tuple(args.server_flags),
+        domains=tuple(args.domains),
+        paths=tuple(args.paths),
+        passes=args.passes,
+        single_tokens=args.single_tokens,
+        concurrency=tuple(args.concurrency),
+        concurrent_tokens=args.concurrent_tokens,
+        contexts=tuple(args.contexts),
+        long_tokens=args.long_tokens,
+        temperature=args.temperature,
+        ignore_eos=not args.no_ignore_eos,
+    )
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    own, flags = _split(argv)
+    parser = argparse.ArgumentParser(
+        prog="pilotfish sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint folder to serve")
+    parser.add_argument("--url", help="measure the endpoint that runs there instead")
+    parser.add_argument("--out", type=Path, default=Path("sweep"), metavar="DIR", help="default: %(default)s")
+    _add_matrix(parser)
+    _add_sizes(parser)
+    parser.add_argument("--target-concurrency", type=int, metavar="N", help="recommend for N at once (default: most)")
+    parser.add_argument("--relay", metavar="URL", help="a relay before --port: single streams go through it too")
+    parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: any free one)")
+    parser.add_argument("--served-model", metavar="NAME", help="with --url: which of its models")
+    parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    args = parser.parse_args(own)
+    args.server_flags = flags
+    if (args.model is None) == (args.url is None):
+        parser.error("want either MODEL or --url")
+    if args.relay and not (args.port or args.url):
+        parser.error("--relay wants --port: the relay must know where the server is")
+    return args
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after `--`."""
+    given = list(argv)
+    if "--" not in given:
+        return given, []
+    at = given.index("--")
+    return given[:at], given[at + 1 :]
+
+
+def _add_matrix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--k", type=_numbers(0), default=[0, 1, 2, 3, 5], metavar="LIST", help="default: 0,1,2,3,5")
+    parser.add_argument("--max-num-seqs", type=_numbers(1), default=[1, 2, 4], metavar="LIST", help="default: 1,2,4")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    known = list(domains())
+    parser.add_argument("--domains", type=_some_of(known), default=known, metavar="LIST", help=",".join(known))
+    paths = ["completions", "chat"]
+    parser.add_argument("--paths", type=_some_of(paths), default=paths, metavar="LIST", help="completions,chat")
+    parser.add_argument("--passes", type=int, default=2, metavar="N", help="of single streams; the first is discarded")
+    parser.add_argument("--single-tokens", type=int, default=384, metavar="N")
+    parser.add_argument("--concurrency", type=_numbers(2), default=[2, 4, 8], metavar="LIST", help="default: 2,4,8")
+    parser.add_argument("--concurrent-tokens", type=int, default=256, metavar="N")
+    parser.add_argument(
+        "--contexts", type=_contexts, default=[3000, 12000, MAX], metavar="LIST", help="default: 3000,12000,max"
+    )
+    parser.add_argument("--long-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--no-ignore-eos", action="store_true", help="for endpoints that know no ignore_eos")
+
+
+def _numbers(least: int) -> Callable[[str], list[int]]:
+    def read(text: str) -> list[int]:
+        values = sorted({int(word) for word in text.split(",") if word.strip()})
+        if any(value < least for value in values):
+            raise argparse.ArgumentTypeError(f"want numbers of at least {least}, got {text}")
+        return values
+
+    return read
+
+
+def _contexts(text: str) -> list[int | str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    return [word if word == MAX else int(word) for word in words]
+
+
+def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def read(text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",")]
+        if unknown := [word for word in words if word not in known]:
+            raise argparse.ArgumentTypeError(f"want some of {','.join(known)}, got {','.join(unknown)}")
+        return words
+
+    return read
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""A server of one's own: started fresh, its output in a file, ended with the block."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+START_SECONDS = 1800.0
+"""A large checkpoint on a slow disk; a server that fails ends itself long before."""
+STOP_SECONDS = 30.0
+
+
+class StartError(Exception):
+    """The server did not come up; the message is the last thing it said."""
+
+
+@contextlib.contextmanager
+def started(model: str, flags: Sequence[str], log: Path, port: int | None = None) -> Iterator[str]:
+    """The URL of a `pilotfish serve` that takes requests. Raises StartError."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "pilotfish.server.cli", "serve", model, "--port", str(port), *flags]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(url, process, log)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise StartError(_last_words(log))
+        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/ready", timeout=5):
+            return
+        time.sleep(0.1)
+    raise StartError(f"not ready after {START_SECONDS:g} s")
+
+
+def _last_words(log: Path) -> str:
+    """The line that says what was wrong: the last error, else the last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "ERROR" in line or line.startswith("pilotfish")]
+    return (errors or lines or ["the server said nothing"])[-1][-300:]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
