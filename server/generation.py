@@ -24,11 +24,10 @@ from pilotfish.server.tokenizer import Tokenizer
 
 
 class ShownToken(msgspec.Struct, frozen=True):
-    """A token of the answer; its text spans [start, end) of the choice's text. `drafted`: it was an accepted draft."""
+    """A token of the answer, its text from character `start` on. `drafted`: it was an accepted draft."""
 
     token_id: int
     start: int
-    end: int
     drafted: bool
     logprob: TokenLogprob | None
 
@@ -103,11 +102,10 @@ class Choice:
             armed = self._num_generated + position >= self.rules.min_tokens
             shown, matched = self._stops.push(text, armed=armed)
             self._show(shown)
-            end = self._num_chars + len(text)
             logprob = output.logprobs[position] if output.logprobs else None
             drafted = position < output.num_accepted
-            self._unsettled.append(ShownToken(token_id, self._num_chars, end, drafted, logprob))
-            self._num_chars = end
+            self._unsettled.append(ShownToken(token_id, self._num_chars, drafted, logprob))
+            self._num_chars += len(text)
             if matched is not None:
                 return position + 1, matched
         return last + 1, None
@@ -117,14 +115,12 @@ class Choice:
         self._text.append(text)
 
     def _settle(self, *, ended: bool) -> None:
-        """Moves tokens that are certain to the answer: all of them at its end, else those whose text is out.
+        """Moves tokens that are certain to the answer: all of them at its end, else those whose text has begun to show.
 
         A token without text waits for the next character: it may be the first byte of one that is cut.
         """
-        tokens, shown = self._unsettled, self._num_shown
-        cut = self.finish_reason is not None and not ended
-        while tokens and (ended or (tokens[0].start < shown and (cut or tokens[0].end <= shown))):
-            token = tokens.popleft()
+        while self._unsettled and (ended or self._unsettled[0].start < self._num_shown):
+            token = self._unsettled.popleft()
             self.num_tokens += 1
             self.num_accepted += token.drafted
             if self.rules.keep_tokens:

@@ -321,7 +321,13 @@ def test_acceptance_on_metrics_equals_the_engines_transcript(folder):
         accepts = sum(accepted > position for _, accepted in rounds)
         assert values[spec + "num_accepted_tokens_per_pos_total" + labels] == accepts
     assert values[spec + 'committed_tokens_per_round_count{synthetic="0"}'] == len(rounds)
-    assert values["pilotfish_generation_tokens_total"] == sum(kept for _, _, kept, _ in asked)
+    generated = [kept for _, _, kept, _ in asked]
+    assert values["pilotfish_generation_tokens_total"] == sum(generated)
+    assert values["pilotfish_request_generation_tokens_sum"] == sum(generated)
+    # the mean of each request's rounds; the first token of each came from its prompt, in no round
+    name = spec + "request_acceptance_length"
+    assert values[name + '_count{synthetic="0"}'] == len(asked)
+    assert 1 <= values[name + '_sum{synthetic="0"}'] / len(asked) <= 4
 
 
 def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(folder):

@@ -144,6 +144,8 @@ def test_stream_options_inside():
 def test_errors_have_openais_shape():
     body = msgspec.json.decode(BadRequest("no", param="n", code="c").body())
     assert body == {"error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": "c"}}
+    assert "?" in msgspec.json.decode(BadRequest("\ud800", param="\udcff").body())["error"]["message"]
+    assert len(BadRequest("x" * 10**6).body()) < 3000
     assert Overloaded("full").headers == {"Retry-After": "1"}
     assert (ApiError("x").status, ApiError("x").type) == (500, "server_error")
     assert from_status(413, "big").reason == "too_large"
