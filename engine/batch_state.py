@@ -188,11 +188,15 @@ class BatchState:
         return (mask[:, None, : self.vocab_size] & early[..., None]).flatten(0, 1)
 
     def commit(self, slots: torch.Tensor, chosen_BW: torch.Tensor, verdict: Verdict, pending: bool = True) -> None:
-        """Appends each sequence's committed tokens. `pending`: their rows wait for replay (not so after prefill)."""
+        """Appends each sequence's committed tokens; its drafts are used up.
+
+        `pending`: the tokens' rows wait for replay (not so after prefill).
+        """
         count = verdict.num_committed
         last = chosen_BW.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
         self.last_token[slots] = torch.where(count > 0, last, self.last_token[slots])
         self.done[slots] = verdict.done
+        self.num_offered[slots] = 0
         if self.history is not None:
             # rows past the committed ones are noise beyond the length, overwritten before they are read
             first = self.length[slots] + int(pending)

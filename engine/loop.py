@@ -20,6 +20,8 @@ from pilotfish.kernels.attention import PAGE
 
 logger = logging.getLogger(__name__)
 
+MAX_COUNT = 1 << 31
+
 
 def make_core(options: EngineOptions) -> EngineLoop:
     """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
@@ -84,6 +86,9 @@ class EngineLoop:
             raise RequestError(f"max_tokens: want at least 1, got {params.max_tokens}")
         if not -(1 << 63) <= params.seed < 1 << 63:
             raise RequestError(f"seed: want a 64-bit integer, got {params.seed}")
+        for name, value in (("top_k", params.top_k), ("min_tokens", params.min_tokens), ("choice", params.choice)):
+            if abs(value) > MAX_COUNT:
+                raise RequestError(f"{name}: want a number of at most {MAX_COUNT}, got {value}")
         own_k = self.depth if request.speculative_k is None else request.speculative_k
         if not 0 <= own_k <= self.depth:
             raise RequestError(f"speculative_k: want 0..{self.depth}, got {own_k}")

@@ -200,6 +200,9 @@ BAD = {
     "logit_bias: want token ids": {"logit_bias": {-1: 1.0}},
     "max_tokens: want at least 1": {"max_tokens": 0},
     "seed: want a 64-bit integer": {"seed": 1 << 63},
+    "top_k: want a number": {"top_k": 1 << 64},
+    "min_tokens: want a number": {"min_tokens": 1 << 64},
+    "choice: want a number": {"choice": -(1 << 64)},
     "speculative_k: want 0..3": {"k": 4},
     "speculative_k: want 0..3, got -1": {"k": -1},
 }
