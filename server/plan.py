@@ -156,7 +156,8 @@ def _sampling(request: SamplingFields, context: Context, logprobs: int | None) -
     return SamplingParams(
         temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
         top_p=choose(request.top_p, defaults.top_p, 1.0),
-        top_k=max(choose(request.top_k, defaults.top_k, 0), 0),
+        # more than all ids is all ids; -1 is vLLM's other way to say "off"
+        top_k=min(max(choose(request.top_k, defaults.top_k, 0), 0), vocab_size),
         min_p=choose(request.min_p, defaults.min_p, 0.0),
         repetition_penalty=choose(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=request.presence_penalty or 0.0,

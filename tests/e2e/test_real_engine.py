@@ -107,6 +107,10 @@ def test_what_only_the_engine_can_refuse_is_a_400(speculating):
     cases = [({"prompt": [319] * 255, "max_tokens": 1}, 200), ({"prompt": [320]}, 400), ({"prompt": [1] * 256}, 400)]
     cases += [({"prompt": "x", "max_tokens": 255}, 200), ({"prompt": "x", "max_tokens": 256}, 400)]
     cases += [({"prompt": "x", "stop_token_ids": list(range(32)), "max_tokens": 2}, 200)]
+    extremes = [{"top_k": 2**63 - 1}, {"temperature": 1e-300}, {"repetition_penalty": 1e-30}, {"logprobs": 20}]
+    extremes += [{"top_p": 1e-300}, {"min_p": 1, "temperature": 2}, {"logit_bias": {str(i): -100 for i in range(320)}}]
+    extremes += [{"seed": -(2**63)}, {"seed": 2**63 - 1}, {"presence_penalty": 2, "frequency_penalty": -2, "n": 3}]
+    cases += [({"prompt": "x", "max_tokens": 4, **fields}, 200) for fields in extremes]
 
     async def story():
         async with aiohttp.ClientSession() as http:

@@ -67,6 +67,11 @@ def test_request_then_checkpoint_then_neutral(files):
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 0, 1.0, 9)
 
 
+def test_top_k_beyond_the_vocabulary_is_the_vocabulary(files):
+    assert complete(files, top_k=2**63 - 1).sampling[0].top_k == READY.vocab_size
+    assert complete(files, top_k=-1).sampling[0].top_k == complete(files, top_k=0).sampling[0].top_k == 0
+
+
 def test_a_seed_is_drawn_kept_and_shared_by_all_prompts(files):
     plan = complete(files, prompt=["a", "b"])
     assert plan.sampling[0].seed == plan.sampling[1].seed == plan.seed
