@@ -13,6 +13,18 @@ from enum import Enum
 from pilotfish.engine.config import FULL, ModelConfig
 
 
+class ExpertForm(Enum):
+    """How a layer's routed experts are stored: one matrix each, gate and up as one 3-D tensor, or three 3-D tensors."""
+
+    SINGLE = "single"
+    FUSED = "fused"
+    STACKED = "stacked"
+
+
+FormOf = Callable[[str], ExpertForm]
+"""Prefix, up to and with `mlp.` -> the form of the experts there."""
+
+
 class Kind(Enum):
     """What a weight is: only a LINEAR or ROUTER matrix may be stored packed."""
 
@@ -43,8 +55,8 @@ class Expected:
 Inventory = dict[str, Expected]
 
 
-def trunk(config: ModelConfig, is_fused: Callable[[str], bool]) -> Inventory:
-    """All weights of the trunk; `is_fused(prefix)` says whether `<prefix>experts` are stored as 3-D tensors."""
+def trunk(config: ModelConfig, form_of: FormOf) -> Inventory:
+    """All weights of the trunk."""
     hidden, vocab = config.hidden_size, config.vocab_size
     found: Inventory = {
         "model.embed_tokens": Expected(Kind.EMBEDDING, (vocab, hidden)),
@@ -53,25 +65,25 @@ def trunk(config: ModelConfig, is_fused: Callable[[str], bool]) -> Inventory:
     if not config.tie_word_embeddings:
         found["lm_head"] = Expected(Kind.LINEAR, (vocab, hidden))
     for i, kind in enumerate(config.layer_types):
-        found |= _layer(config, f"model.layers.{i}.", kind == FULL, is_fused)
+        found |= _layer(config, f"model.layers.{i}.", kind == FULL, form_of)
     return found
 
 
-def mtp(config: ModelConfig, is_fused: Callable[[str], bool]) -> Inventory:
+def mtp(config: ModelConfig, form_of: FormOf) -> Inventory:
     """All weights of the one-layer multi-token-prediction head; embedding and output head are the trunk's."""
     hidden = config.hidden_size
     found: Inventory = {"mtp.fc": Expected(Kind.LINEAR, (hidden, 2 * hidden))}
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         found[f"mtp.{name}"] = Expected(Kind.NORM, (hidden,))
-    return found | _layer(config, "mtp.layers.0.", True, is_fused)
+    return found | _layer(config, "mtp.layers.0.", True, form_of)
 
 
-def _layer(config: ModelConfig, prefix: str, is_full: bool, is_fused: Callable[[str], bool]) -> Inventory:
+def _layer(config: ModelConfig, prefix: str, is_full: bool, form_of: FormOf) -> Inventory:
     norm = Expected(Kind.NORM, (config.hidden_size,))
     found = {f"{prefix}input_layernorm": norm, f"{prefix}post_attention_layernorm": norm}
     found |= _full_attention(config, f"{prefix}self_attn.") if is_full else _delta_net(config, f"{prefix}linear_attn.")
     mlp = f"{prefix}mlp."
-    return found | (_moe(config, mlp, is_fused(mlp)) if config.is_moe else _glu(config, mlp, config.intermediate_size))
+    return found | (_moe(config, mlp, form_of(mlp)) if config.is_moe else _glu(config, mlp, config.intermediate_size))
 
 
 def _full_attention(config: ModelConfig, prefix: str) -> Inventory:
@@ -112,18 +124,21 @@ def _glu(config: ModelConfig, prefix: str, width: int) -> Inventory:
     }
 
 
-def _moe(config: ModelConfig, prefix: str, fused: bool) -> Inventory:
+def _moe(config: ModelConfig, prefix: str, form: ExpertForm) -> Inventory:
     hidden, experts, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
     found = {
         f"{prefix}gate": Expected(Kind.ROUTER, (experts, hidden)),
         f"{prefix}shared_expert_gate": Expected(Kind.LINEAR, (1, hidden)),
     }
     found |= _glu(config, f"{prefix}shared_expert.", config.shared_expert_intermediate_size)
-    if fused:
-        return found | {
-            f"{prefix}experts.gate_up_proj": Expected(Kind.FUSED_EXPERTS, (experts, 2 * width, hidden)),
-            f"{prefix}experts.down_proj": Expected(Kind.FUSED_EXPERTS, (experts, hidden, width)),
-        }
+    down = {f"{prefix}experts.down_proj": Expected(Kind.FUSED_EXPERTS, (experts, hidden, width))}
+    if form is ExpertForm.FUSED:
+        return (
+            found | down | {f"{prefix}experts.gate_up_proj": Expected(Kind.FUSED_EXPERTS, (experts, 2 * width, hidden))}
+        )
+    if form is ExpertForm.STACKED:
+        inner = Expected(Kind.FUSED_EXPERTS, (experts, width, hidden))
+        return found | down | {f"{prefix}experts.gate_proj": inner, f"{prefix}experts.up_proj": inner}
     for i in range(experts):
         found |= _glu(config, f"{prefix}experts.{i}.", width)
     return found

@@ -32,6 +32,7 @@ class Layout(Enum):
     FP8_CHANNEL = "FP8 per output channel"
     FP8_BARE = "FP8 without a scale"
     LYNN = "Lynn native NVFP4"
+    GGUF = "GGUF"
     CT_INT_PACKED = "compressed-tensors pack-quantized integers"
     GPTQ_AWQ = "GPTQ or AWQ integers"
     MLX_PACKED = "MLX affine-quantised integers"

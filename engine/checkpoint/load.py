@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from pilotfish.engine.checkpoint import fp8
+from pilotfish.engine.checkpoint import fp8, gguf_file
 from pilotfish.engine.checkpoint.fp8 import Fp8Weight
 from pilotfish.engine.checkpoint.headers import TensorInfo
 from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, Layout, Module, lynn_prefix
@@ -35,8 +35,12 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+GGUF_SUFFIX = ".gguf"
 GLOBAL_SCALES = (".weight_global_scale", ".weight_scale_2", ".global_scale")
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+EXPERT_PARTS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    **{name: (name,) for name in ("gate_proj", "up_proj", "down_proj")},
+}
 LARGEST_SCALE_BYTE = 0x7E  # e4m3 448; above it come NaN and the negatives
 
 
@@ -63,7 +67,16 @@ def load_weights(
             if len(loaded) == len(loaded_parts(module)):
                 weights.update(_assemble(module, parts.pop(module.name)))
     assert not parts, f"modules left half read: {list(parts)[:3]}"
+    if checkpoint.head is not None and checkpoint.head.absolute_norms:
+        _to_deltas(weights)
     return weights
+
+
+def _to_deltas(weights: dict[str, Weight]) -> None:
+    """Turns the head's norms from 1 + w into w, in fp32: adding 1 again gives the bits of the file."""
+    for name, weight in weights.items():
+        if name.startswith("mtp.") and "norm" in name and isinstance(weight, torch.Tensor):
+            weights[name] = weight.float() - 1.0
 
 
 def _read_all(checkpoint: Checkpoint) -> Iterator[tuple[Module, str, TensorInfo, torch.Tensor]]:
@@ -73,6 +86,12 @@ def _read_all(checkpoint: Checkpoint) -> Iterator[tuple[Module, str, TensorInfo,
         for suffix, info in loaded_parts(module).items():
             by_file[info.file].append((info.start, module.name, suffix))
     for file, entries in sorted(by_file.items()):
+        if file.suffix == GGUF_SUFFIX:
+            for _, name, suffix in sorted(entries):
+                module = checkpoint.modules[name]
+                info = module.parts[suffix]
+                yield module, suffix, info, torch.from_numpy(gguf_file.decode(info)).view(module.shape)
+            continue
         try:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for _, name, suffix in sorted(entries):
@@ -117,7 +136,7 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 def _assemble(module: Module, parts: dict[str, torch.Tensor]) -> dict[str, Weight]:
     if module.layout is Layout.LYNN:
         return _split_if_experts(module, _lynn(module, parts))
-    if module.layout is not Layout.PLAIN:
+    if module.layout not in (Layout.PLAIN, Layout.GGUF):
         return {f"{module.name}.weight": _packed(module, parts)}
     ((suffix, tensor),) = parts.items()
     return _split_if_experts(module, tensor) if suffix == "" else {f"{module.name}{suffix}": tensor}

@@ -10,20 +10,29 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pilotfish.engine.checkpoint import inventory, names, quantization, rules
 from pilotfish.engine.checkpoint.headers import Header, TensorInfo, read_header
-from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Expected, Inventory, Kind
+from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Expected, ExpertForm, FormOf, Inventory, Kind
 from pilotfish.engine.checkpoint.layouts import ACTIVATION_SCALES, PACKED, Layout, Module, describe
 from pilotfish.engine.config import ModelConfig, read_json_object
 from pilotfish.engine.errors import CheckpointError, ConfigError, LayoutError
 
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FOLDER = "mtp"
+
+
+@dataclass(frozen=True)
+class HeadSource:
+    """Where a head came from that was attached. `absolute_norms`: its norms hold 1 + w, as MLX and GGUF files do."""
+
+    path: Path
+    container: str
+    absolute_norms: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +43,7 @@ class Checkpoint:
     that the whole head is there, `declares_mtp` that the config wants one; `mtp_problem` is one sentence on a
     head that is declared and absent, or incomplete, and None otherwise. `dropped` counts what is in the files
     and not loaded: "vision", "incomplete head", "kv scales and rope caches", "activation scales" to
-    (tensors, bytes).
+    (tensors, bytes). `head` is set where the head was attached from elsewhere (sidecar.py).
     """
 
     path: Path
@@ -45,6 +54,7 @@ class Checkpoint:
     mtp_problem: str | None
     dropped: Mapping[str, tuple[int, int]]
     num_files: int
+    head: HeadSource | None = None
 
     @property
     def quantized(self) -> bool:
@@ -60,7 +70,8 @@ class Checkpoint:
         config = self.config
         kind = f"MoE of {config.num_experts} experts" if config.is_moe else "dense"
         layouts = ", ".join(f"{row['modules']} {layout}" for layout, row in census(self).items())
-        head = "with MTP head" if self.has_mtp else f"without MTP head ({self.mtp_problem or 'none declared'})"
+        origin = f" from {self.head.path} ({self.head.container})" if self.head else ""
+        head = f"with MTP head{origin}" if self.has_mtp else f"without MTP head ({self.mtp_problem or 'none declared'})"
         parts = [
             f"{self.path}: {config.model_type} {kind}, {config.num_hidden_layers} layers"
             f" ({len(config.full_layers)} full attention), hidden {config.hidden_size}, {head}",
@@ -81,10 +92,15 @@ def census(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for module in checkpoint.modules.values():
         parts = loaded_parts(module)
-        plain = module.layout is Layout.PLAIN
-        row = rows[f"{module.layout.value} {module.dtype}" if plain else module.layout.value]
+        row = rows[_census_name(module)]
         row.update(modules=1, tensors=len(parts), bytes=sum(part.num_bytes for part in parts.values()))
     return {layout: dict(row) for layout, row in sorted(rows.items())}
+
+
+def _census_name(module: Module) -> str:
+    if module.layout is Layout.GGUF:
+        return module.dtype
+    return f"{module.layout.value} {module.dtype}" if module.layout is Layout.PLAIN else module.layout.value
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -98,10 +114,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     headers = _read_headers(folder)
     _refuse_foreign_metadata(headers)
     found = _Found.collect(_choose_copies(headers, _read_index(folder, headers), folder))
-    modules = _describe_all(found.tensors)
-    trunk = inventory.trunk(config, _is_fused(modules))
-    head = inventory.mtp(config, _is_fused(modules))
-    _check_modules(modules, trunk | head)
+    modules = describe_all(found.tensors)
+    trunk = inventory.trunk(config, expert_forms(modules))
+    head = inventory.mtp(config, expert_forms(modules))
+    check_modules(modules, trunk | head)
     _require_all(trunk, modules, folder)
     problem = _mtp_problem(config, modules, head)
     has_mtp = all(name in modules for name in head)
@@ -198,7 +214,7 @@ class _Found:
         return found
 
 
-def _describe_all(tensors: Mapping[str, TensorInfo]) -> dict[str, Module]:
+def describe_all(tensors: Mapping[str, TensorInfo]) -> dict[str, Module]:
     parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in tensors.items():
         module, suffix = names.split(name)
@@ -212,11 +228,19 @@ def _raw_module(parts: Mapping[str, TensorInfo]) -> str:
     return info.name.removesuffix(suffix) if suffix else info.name
 
 
-def _is_fused(modules: Mapping[str, Module]) -> Callable[[str], bool]:
-    return lambda prefix: f"{prefix}experts.gate_up_proj" in modules or f"{prefix}experts.down_proj" in modules
+def expert_forms(names: Container[str]) -> FormOf:
+    """The form of each layer's experts, told from the names of all modules."""
+
+    def form_of(prefix: str) -> ExpertForm:
+        if f"{prefix}experts.gate_proj" in names:
+            return ExpertForm.STACKED
+        fused = f"{prefix}experts.gate_up_proj" in names or f"{prefix}experts.down_proj" in names
+        return ExpertForm.FUSED if fused else ExpertForm.SINGLE
+
+    return form_of
 
 
-def _check_modules(modules: Mapping[str, Module], expected: Inventory) -> None:
+def check_modules(modules: Mapping[str, Module], expected: Inventory) -> None:
     """Raises CheckpointError or LayoutError unless each module found is expected, with its shape and layout."""
     for name, module in modules.items():
         if name not in expected:

@@ -98,7 +98,7 @@ def test_each_layout_is_told_apart(row, wanted):
 
 
 def test_every_layout_has_a_row():
-    assert {wanted for _, wanted in ROWS} == set(Layout)
+    assert {wanted for _, wanted in ROWS} == set(Layout) - {Layout.GGUF}  # told by the container
 
 
 @pytest.mark.parametrize("row", [row for row, wanted in ROWS if wanted not in READ])
