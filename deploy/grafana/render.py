@@ -58,7 +58,7 @@ def _row(reader: Reader, row: Row, out: Path) -> Path:
     from matplotlib import pyplot
 
     lines = _lines(row.panels)
-    heights = [1.1 if line[0].kind == "stat" else 2.7 for line in lines]
+    heights = [0.8 if line[0].kind == "stat" else 2.7 for line in lines]
     figure = pyplot.figure(figsize=(12, sum(heights) + 0.5), layout="constrained", dpi=80)
     figure.suptitle(row.title, x=0.01, ha="left", fontweight="bold")
     grid = figure.add_gridspec(len(lines), COLUMNS, height_ratios=heights)
@@ -101,7 +101,8 @@ def _timeseries(axes: Any, panel: Panel, reader: Reader) -> None:
         else:
             axes.plot(times, values, color=colour, label=label, lw=1.4, ls="--" if query.dashed else "-")
     axes.set_xlim(0, (reader.end - reader.start) / 60)
-    axes.set_ylim(bottom=0)
+    flat = axes.get_ylim()[1] < 0.1
+    axes.set_ylim(0, scale * panel.maximum if flat and panel.maximum else None)
     _ticks(axes, unit)
     axes.grid(alpha=0.25)
     if any(_legend(query, series) for query, series in drawn):
@@ -115,7 +116,7 @@ def _stat(axes: Any, panel: Panel, reader: Reader) -> None:
     decimals = panel.decimals or 0
     shown = f"{scale * values[-1]:.{decimals}f}{unit}" if values else "no data"
     axes.axis("off")
-    axes.text(0, 0.35, shown, fontsize=20, color=COLOURS[0], va="center", transform=axes.transAxes)
+    axes.text(0, 0.6, shown, fontsize=20, color=COLOURS[0], va="center", transform=axes.transAxes)
 
 
 def _bars(axes: Any, panel: Panel, reader: Reader) -> None:
@@ -132,22 +133,24 @@ def _bars(axes: Any, panel: Panel, reader: Reader) -> None:
 
 
 def _heatmap(axes: Any, panel: Panel, reader: Reader) -> None:
-    buckets = sorted(
-        ((float(s.labels["le"]), s) for query in panel.queries for s in reader.series(query)), key=lambda pair: pair[0]
-    )
-    rows, names, below = [], [], [0.0] * len(buckets[0][1].points)
-    for bound, series in buckets:
-        counts = [0.0 if math.isnan(value) else value for _, value in series.points]
-        added = [max(0.0, count - low) for count, low in zip(counts, below, strict=True)]
-        below = counts
+    """Buckets are cumulative: a row is what its bound adds to the one before."""
+    found = [series for query in panel.queries for series in reader.series(query)]
+    by_bound = {float(series.labels["le"]): dict(series.points) for series in found}
+    times = sorted({at for counts in by_bound.values() for at in counts})
+    rows, names, below = [], [], [0.0] * len(times)
+    for bound, counts in sorted(by_bound.items()):
+        values = [0.0 if math.isnan(value) else value for value in (counts.get(at, 0.0) for at in times)]
+        added = [max(0.0, value - low) for value, low in zip(values, below, strict=True)]
+        below = values
         if math.isfinite(bound) and (any(added) or bound <= 4):
             rows.append(added)
             names.append(f"{bound:g}")
-    times = reader.minutes(buckets[0][1])
-    mesh = axes.pcolormesh(times, range(len(rows)), rows, cmap="Oranges", shading="nearest")
+    if rows:
+        minutes = [(at - reader.start) / 60 for at in times]
+        mesh = axes.pcolormesh(minutes, range(len(rows)), rows, cmap="Oranges", shading="nearest")
+        axes.figure.colorbar(mesh, ax=axes, pad=0.01).ax.tick_params(labelsize=7)
     axes.set_yticks(range(len(names)), names)
     _ticks(axes, "")
-    axes.figure.colorbar(mesh, ax=axes, pad=0.01).ax.tick_params(labelsize=7)
 
 
 DRAW = {"timeseries": _timeseries, "stat": _stat, "bargauge": _bars, "heatmap": _heatmap}
