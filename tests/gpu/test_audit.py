@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.support.tiny_models import build_tiny
 
 from pilotfish.engine.audit import _parse, audit, make_auditor
 from pilotfish.engine.model.trunk import Trunk
 from pilotfish.kernels.linear import QuantizedLinear
+from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
 
