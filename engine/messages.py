@@ -122,12 +122,28 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     stats: StepStats
 
 
+class HeadCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the draft head made of a known text at load. Tuples go by draft, the first one first.
+
+    `trunk_top1`, `head_top1`: shares of the text's tokens ranked first. "dead" is far below the trunk, "weak" well
+    below, "untested" without a verdict; `reason` says why.
+    """
+
+    verdict: Literal["ok", "weak", "dead", "untested"]
+    reason: str = ""
+    num_positions: int = 0
+    trunk_top1: float = 0.0
+    head_top1: tuple[float, ...] = ()
+    head_median_rank: tuple[int, ...] = ()
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Sent once, when the engine can take requests.
 
     `num_speculative_tokens` is the k really served: 0 when the head is missing, and then
     `speculation_disabled_reason` says why. `binding_limit` names what set `max_num_seqs`; `limits` has the sequences
     that each limit would allow (KV pages: sequences of the full context). `ledger` is engine/ledger.py's, in bytes.
+    `draft_head` says what drafts, and from where; `head_check` how it did on a known text.
     """
 
     model_type: str
@@ -147,6 +163,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     limits: dict[str, int] = {}
     kv_bytes_per_token: int = 0
     bytes_per_sequence: int = 0
+    draft_head: str | None = None
+    head_check: HeadCheck | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -16,9 +17,11 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
+from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.config import ModelConfig
-from pilotfish.engine.errors import OptionError
-from pilotfish.engine.messages import Ready
+from pilotfish.engine.errors import CheckpointError, OptionError
+from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
+from pilotfish.engine.messages import HeadCheck, Ready
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.runner import Runner
@@ -46,6 +49,14 @@ class Engine:
 
 
 @dataclass(frozen=True)
+class HeadReport:
+    """What drafts and from where, and how it did on a known text."""
+
+    origin: str | None
+    check: HeadCheck | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
     with in place of the checkpoint's."""
@@ -67,6 +78,8 @@ def start_engine(options: EngineOptions) -> Engine:
     started = perf_counter()
     torch.set_num_threads(_num_threads(options))
     checkpoint = open_checkpoint(options.model)
+    if options.draft_head is not None:
+        checkpoint = attach_head(checkpoint, options.draft_head)
     logger.info(checkpoint.summary())
     plan = make_plan(options, checkpoint)
     weights = load_weights(checkpoint, plan.device)
@@ -77,12 +90,46 @@ def start_engine(options: EngineOptions) -> Engine:
     model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
-    engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started)
+    report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options))
+    engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started, report)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     return engine
 
 
-def assemble(model: Model, plan: Plan, max_waiting: int, weight_bytes: int, load_seconds: float) -> Engine:
+def _origin(checkpoint: Checkpoint, plan: Plan) -> str | None:
+    """What drafts, in a few words."""
+    if plan.depth == 0:
+        return None
+    if plan.lookup is not None:
+        return f"look-up of {plan.lookup.longest} to {plan.lookup.shortest} tokens"
+    return f"MTP head from {checkpoint.head.path}" if checkpoint.head else "MTP head of the checkpoint"
+
+
+def _test_head(model: Model, plan: Plan, options: EngineOptions) -> HeadCheck | None:
+    """Raises CheckpointError for a dead head unless the options say otherwise."""
+    if plan.depth == 0 or plan.lookup is not None or options.head_check == "off":
+        return None
+    num_tokens = longest_text(plan.max_model_len, plan.depth)
+    ids = text_of(Path(options.model), model.config.vocab_size, num_tokens)
+    check = check_head(model, ids, plan.depth)
+    line = describe(check, model.config.vocab_size)
+    if check.verdict == "dead" and options.head_check == "refuse":
+        where = options.draft_head or options.model
+        raise CheckpointError(
+            f"{where}: {line}. --num-speculative-tokens 0 serves without it, --head-check warn with it"
+        )
+    logger.log(logging.WARNING if check.verdict in ("dead", "weak") else logging.INFO, line)
+    return check
+
+
+def assemble(
+    model: Model,
+    plan: Plan,
+    max_waiting: int,
+    weight_bytes: int,
+    load_seconds: float,
+    head: HeadReport | None = None,
+) -> Engine:
     """Scheduler, buffers and runner around a built model."""
     reads_history = model.head is not None and model.head.reads_history
     # a last window may reach past the limit
@@ -110,6 +157,8 @@ def assemble(model: Model, plan: Plan, max_waiting: int, weight_bytes: int, load
         limits=limits(plan, slots.capacity),
         kv_bytes_per_token=ledger.bytes_per_token(model),
         bytes_per_sequence=ledger.bytes_per_sequence(account, slots.total),
+        draft_head=head.origin if head else None,
+        head_check=head.check if head else None,
     )
     return Engine(Runner(model, state, plan.depth > 0 and model.head is not None), scheduler, ready)
 

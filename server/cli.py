@@ -82,6 +82,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='vLLM\'s, e.g. {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     )
+    parser.add_argument("--draft-head", metavar="PATH", help="a folder, .safetensors or .gguf file with an MTP head")
+    parser.add_argument(
+        "--head-check", choices=("refuse", "warn", "off"), default="refuse", help="what to do about a dead head"
+    )
     parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="cap on running sequences")
     parser.add_argument("--max-model-len", type=_count, metavar="N", help="prompt and answer together, in tokens")
     parser.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE")
@@ -168,6 +172,8 @@ def engine_options(args: argparse.Namespace) -> Any:
     return EngineOptions(
         model=args.model,
         **speculation,
+        draft_head=args.draft_head,
+        head_check=args.head_check,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         gpu_memory_utilization=args.gpu_memory_utilization,

@@ -1,0 +1,209 @@
+"""A known text run through trunk and head at load: a head that is dead is found before it is served.
+
+A draft head that was damaged on its way (norms shifted twice or not at all, halves of its input swapped, weights of
+another model) costs no correctness: every draft is refused and the server is merely slow. So it is asked here how it
+ranks the tokens of a text that the trunk can tell, and if it cannot, which known fault, undone, revives it.
+T = tokens of the text, H = hidden, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from pilotfish.draft_heads.mtp.head import MtpHead
+from pilotfish.engine.messages import HeadCheck
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.trunk import Norm
+from pilotfish.engine.model.window import Span, Window
+from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.linear import TILE_ROWS, padded_rows
+
+TEXT = """The harbour lies at the mouth of the river, where the water is deep enough for large ships. In the morning the
+fishermen bring in the boats, and the women of the town come down to the quay to buy fish. There are two roads from the
+harbour to the market: the first goes along the river, and the second goes up the hill and past the church.
+
+def add(a, b):
+    \"\"\"Return the sum of a and b.\"\"\"
+    return a + b
+
+
+def subtract(a, b):
+    \"\"\"Return the difference of a and b.\"\"\"
+    return a - b
+
+
+for i in range(10):
+    print(add(i, 1), subtract(i, 1))
+
+One, two, three, four, five, six, seven, eight, nine, ten. Monday, Tuesday, Wednesday, Thursday, Friday, Saturday.
+"""
+SLOT = 1
+MIN_POSITIONS = 32
+TRUNK_MUST_KNOW = 0.15
+"""Share of the text's tokens that the trunk must rank first, or the text tells nothing about a head."""
+DEAD_BELOW, WEAK_BELOW = 0.25, 0.6
+"""Shares of the trunk's own share; sound heads reach 0.7 and more."""
+NUM_STARTS = 24
+"""Places from which the drafts after the first are tried, one by one."""
+
+Verdict = Literal["ok", "weak", "dead", "untested"]
+WEAK_CAUSE = "a head of another fine-tune or precision, or a quantised fc"
+
+
+def text_of(folder: Path, vocab_size: int, num_tokens: int) -> list[int]:
+    """Ids of the text in the checkpoint's tokenizer, [] without one or with ids that the model lacks."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return []
+    ids: list[int] = Tokenizer.from_file(str(file)).encode(TEXT, add_special_tokens=False).ids[:num_tokens]
+    return ids if all(i < vocab_size for i in ids) else []
+
+
+def longest_text(max_model_len: int, depth: int) -> int:
+    """Tokens that one page holds with the drafts after them."""
+    return min(PAGE, max_model_len) - depth - 1
+
+
+@torch.inference_mode()
+def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
+    """Ranks of the text's tokens under the head for drafts 1 .. depth, and a verdict; writes to slot 1 and page 1."""
+    head = model.head
+    if not isinstance(head, MtpHead):
+        return HeadCheck(verdict="untested", reason="the head has no weights")
+    if len(ids) < MIN_POSITIONS + depth + 1:
+        return HeadCheck(verdict="untested", reason="no text to test with: no tokenizer.json, or too short a context")
+    tokens = torch.tensor(ids, device=model.device)
+    span = Span.build(SLOT, 0, len(ids), [1], model.inv_freq)
+    model.trunk.state.reset(SLOT)
+    hidden = model.trunk.bulk(tokens, span)
+    trunk_ranks = _ranks(model, hidden[1:-1], tokens[2:])
+    rows = _head_rows(model, head, tokens, hidden)
+    ranks = [_ranks(model, rows, tokens[2:]), *_later_ranks(model, head, tokens, rows, depth)]
+    trunk, first = _share(trunk_ranks), _share(ranks[0])
+    verdict, reason = _judge(trunk, first)
+    if verdict == "dead":
+        reason = _likely_cause(model, head, tokens, hidden, trunk)
+    return HeadCheck(
+        verdict=verdict,
+        reason=reason,
+        num_positions=len(trunk_ranks),
+        trunk_top1=trunk,
+        head_top1=tuple(map(_share, ranks)),
+        head_median_rank=tuple(int(r.median()) for r in ranks),
+    )
+
+
+def describe(check: HeadCheck, vocab_size: int) -> str:
+    """One line for the log and for a refusal."""
+    if check.verdict == "untested" and not check.num_positions:
+        return f"the draft head was not tested: {check.reason}"
+    shares = ", ".join(
+        f"draft {k}: {share:.0%}, median rank {rank}"
+        for k, (share, rank) in enumerate(zip(check.head_top1, check.head_median_rank, strict=True), 1)
+    )
+    trunk = f"of {check.num_positions} tokens of a known text the trunk ranks {check.trunk_top1:.0%} first"
+    verdict = {"ok": "", "weak": "; the head is weak", "dead": "; the head is dead", "untested": "; no verdict"}
+    reason = f": {check.reason}" if check.reason else ""
+    return f"{trunk}, the head: {shares} of {vocab_size}{verdict[check.verdict]}{reason}"
+
+
+def _judge(trunk: float, first: float) -> tuple[Verdict, str]:
+    if trunk < TRUNK_MUST_KNOW:
+        return "untested", "the trunk itself does not know the text"
+    if first < DEAD_BELOW * trunk:
+        return "dead", ""
+    if first < WEAK_BELOW * trunk:
+        return "weak", f"likely {WEAK_CAUSE}"
+    return "ok", ""
+
+
+def _head_rows(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The head's hidden [T - 2, H] for the pairs (h_i, t_(i+1)) whose draft t_(i+2) the text has."""
+    count = len(tokens) - 2
+    return head.fill(tokens[1 : count + 1], hidden[:count], Span.build(SLOT, 0, count, [1], model.inv_freq))
+
+
+def _later_ranks(
+    model: Model, head: MtpHead, tokens: torch.Tensor, rows: torch.Tensor, depth: int
+) -> Iterator[torch.Tensor]:
+    """Ranks of drafts 2 .. depth, each from the head's own hidden and the text's token before.
+
+    From the last start to the first: what a step leaves in the head's cache lies behind all that follow.
+    """
+    slots = torch.tensor([SLOT], device=tokens.device)
+    most = len(rows) - depth + 1
+    starts = sorted({int(i * most / NUM_STARTS) for i in range(NUM_STARTS)}, reverse=True)
+    found: list[list[torch.Tensor]] = [[] for _ in range(depth - 1)]
+    for start in starts:
+        hidden = rows[start : start + 1]
+        for step in range(1, depth):
+            position = start + step
+            window = Window.build(1, slots, [position], [[1]], model.inv_freq)
+            padded = F.pad(hidden[:1], (0, 0, 0, padded_rows(1) - 1))
+            token = F.pad(tokens[position + 1 : position + 2], (0, padded_rows(1) - 1))
+            hidden = head.repair(token, padded, window)
+            found[step - 1].append(_ranks(model, hidden[:1], tokens[position + 2 : position + 3]))
+    yield from (torch.cat(ranks) for ranks in found)
+
+
+def _ranks(model: Model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """int64 [n]: how many tokens the model does not rank below each target; ties and NaN count against it."""
+    ranks = []
+    for rows, wanted in zip(hidden.split(TILE_ROWS), targets.split(TILE_ROWS), strict=True):
+        logits = model.trunk.logits(F.pad(rows, (0, 0, 0, TILE_ROWS - len(rows))))[: len(rows)]
+        below = logits < logits.gather(1, wanted[:, None])
+        ranks.append(logits.shape[1] - 1 - below.sum(1))
+    return torch.cat(ranks)
+
+
+def _share(ranks: torch.Tensor) -> float:
+    return float((ranks == 0).float().mean())
+
+
+# What is wrong with a dead head.
+
+
+class _Swapped(MtpHead):
+    """The head with the halves of its input the other way round."""
+
+    def _pair(self, next_tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat(super()._pair(next_tokens, hidden).chunk(2, dim=-1)[::-1], dim=-1)
+
+
+def _likely_cause(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, trunk: float) -> str:
+    """The known fault whose undoing revives the head."""
+    for cause, undone in _remedies(head):
+        rows = _head_rows(model, undone, tokens, hidden)
+        if _share(_ranks(model, rows, tokens[2:])) >= trunk / 2:
+            return f"likely cause: {cause}"
+    return "likely cause: its weights are random or of another model; no known fault, undone, revives it"
+
+
+def _remedies(head: MtpHead) -> Iterator[tuple[str, MtpHead]]:
+    fields = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
+    yield "its norms hold 1 + w in a file whose norms should hold w (shifted twice)", _shifted(head, -1.0)
+    yield "its norms hold w in a file whose norms should hold 1 + w (not shifted)", _shifted(head, 1.0)
+    yield "its pre_fc norms alone hold 1 + w (shifted twice)", _shifted(head, -1.0, all_norms=False)
+    yield "its pre_fc norms alone hold w (not shifted)", _shifted(head, 1.0, all_norms=False)
+    yield "its fc expects [hidden, embedding], not [embedding, hidden]", _Swapped(**fields)
+
+
+def _shifted(head: MtpHead, by: float, all_norms: bool = True) -> MtpHead:
+    def shift(norm: object) -> Norm:
+        assert isinstance(norm, Norm)
+        return dataclasses.replace(norm, scale=norm.scale + by)
+
+    changes: dict[str, Any] = {name: shift(getattr(head, name)) for name in ("embedding_norm", "hidden_norm")}
+    if not all_norms:
+        return dataclasses.replace(head, **changes)
+    mixer = dataclasses.replace(head.layer.mixer, qk_norm=head.layer.mixer.qk_norm + by)
+    norms = {name: shift(getattr(head.layer, name)) for name in ("input_norm", "post_norm")}
+    layer = dataclasses.replace(head.layer, mixer=mixer, **norms)
+    return dataclasses.replace(head, **changes, norm=shift(head.norm), layer=layer)
