@@ -54,7 +54,12 @@ NUM_STARTS = 24
 """Places from which the drafts after the first are tried, one by one."""
 
 Verdict = Literal["ok", "weak", "dead", "untested"]
-WEAK_CAUSE = "a head of another fine-tune or precision, or a quantised fc"
+REVIVAL = 1.25
+"""How much better a head must be without a fault for that fault to be named."""
+DEFAULTS = {
+    "dead": "likely cause: its weights are random or of another model; no known fault, undone, revives it",
+    "weak": "likely cause: a head of another fine-tune, or one that was quantised too far",
+}
 
 
 def text_of(folder: Path, vocab_size: int, num_tokens: int) -> list[int]:
@@ -88,8 +93,10 @@ def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
     ranks = [_ranks(model, rows, tokens[2:]), *_later_ranks(model, head, tokens, rows, depth)]
     trunk, first = _share(trunk_ranks), _share(ranks[0])
     verdict, reason = _judge(trunk, first)
-    if verdict == "dead":
-        reason = _likely_cause(model, head, tokens, hidden, trunk)
+    if verdict in ("dead", "weak"):
+        reason = (
+            _likely_cause(model, head, tokens, hidden, max(WEAK_BELOW * trunk, REVIVAL * first)) or DEFAULTS[verdict]
+        )
     return HeadCheck(
         verdict=verdict,
         reason=reason,
@@ -119,9 +126,7 @@ def _judge(trunk: float, first: float) -> tuple[Verdict, str]:
         return "untested", "the trunk itself does not know the text"
     if first < DEAD_BELOW * trunk:
         return "dead", ""
-    if first < WEAK_BELOW * trunk:
-        return "weak", f"likely {WEAK_CAUSE}"
-    return "ok", ""
+    return ("weak" if first < WEAK_BELOW * trunk else "ok"), ""
 
 
 def _head_rows(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -177,13 +182,13 @@ class _Swapped(MtpHead):
         return torch.cat(super()._pair(next_tokens, hidden).chunk(2, dim=-1)[::-1], dim=-1)
 
 
-def _likely_cause(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, trunk: float) -> str:
-    """The known fault whose undoing revives the head."""
+def _likely_cause(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, wanted: float) -> str | None:
+    """The known fault whose undoing brings the head to the wanted share."""
     for cause, undone in _remedies(head):
         rows = _head_rows(model, undone, tokens, hidden)
-        if _share(_ranks(model, rows, tokens[2:])) >= trunk / 2:
+        if _share(_ranks(model, rows, tokens[2:])) >= wanted:
             return f"likely cause: {cause}"
-    return "likely cause: its weights are random or of another model; no known fault, undone, revives it"
+    return None
 
 
 def _remedies(head: MtpHead) -> Iterator[tuple[str, MtpHead]]:

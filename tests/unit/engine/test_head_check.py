@@ -8,15 +8,20 @@ them blanks every channel.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import CheckpointError
 from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import start_engine
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny, write_checkpoint
@@ -118,7 +123,7 @@ def test_a_weak_head_is_served_with_a_warning(tmp_path, sound, monkeypatch, capl
     engine = start(model_of(tmp_path, sound, noisy_fc), text=COUNTING, monkeypatch=monkeypatch)
     check = engine.ready.head_check
     assert check.verdict == "weak" and 0.25 < check.head_top1[0] < 0.6
-    assert "the head is weak: likely a head of another fine-tune" in caplog.text
+    assert "the head is weak: likely cause: a head of another fine-tune" in caplog.text
 
 
 def test_a_text_that_the_trunk_does_not_know_decides_nothing(tmp_path, sound):
@@ -172,3 +177,66 @@ def test_a_sidecar_is_tested_and_named(tmp_path, sound, monkeypatch):
     save_file(wrong, tmp_path / "bare.safetensors")
     with pytest.raises(CheckpointError, match=r"bare.safetensors: .*dead: likely cause: its norms hold w"):
         start(folder, draft_head=str(tmp_path / "bare.safetensors"))
+
+
+# The demo model: a small real one.
+
+DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
+with_demo = pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo model's weights are not here")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """Its checkpoint, its head unpacked, and the text."""
+    checkpoint = open_checkpoint(DEMO)
+    weights = load_weights(checkpoint, progress=False)
+    head = {
+        name: weight if isinstance(weight, torch.Tensor) else weight.dequantize(torch.bfloat16)
+        for name, weight in weights.items()
+        if name.startswith("mtp.")
+    }
+    return checkpoint, head, text_of(DEMO, checkpoint.config.vocab_size, 160)
+
+
+def check_demo(demo, path, tensors, metadata):
+    checkpoint, _, ids = demo
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    attached = attach_head(checkpoint, path)
+    weights, sizes = load_weights(attached, progress=False), CacheSizes(2, 2, 3)
+    model = build_model(weights, checkpoint.config, sizes, torch.bfloat16, torch.device("cpu"))
+    return check_head(model, ids, 2)
+
+
+def absolute(head):
+    return {name: tensor.float() + 1 if "norm" in name else tensor for name, tensor in head.items()}
+
+
+@with_demo
+def test_a_real_head_passes_in_every_container(tmp_path, demo):
+    head = demo[1]
+    plain = check_demo(demo, tmp_path / "a.safetensors", head, {"format": "pt"})
+    assert plain.verdict == "ok" and plain.trunk_top1 > 0.25 and min(plain.head_top1) > 0.25
+    by_mlx = check_demo(demo, tmp_path / "b.safetensors", absolute(head), {"format": "mlx"})
+    assert by_mlx == plain
+
+
+@with_demo
+@pytest.mark.parametrize(
+    ("change", "metadata", "cause"),
+    [
+        (dict, {"format": "mlx"}, "not shifted"),
+        (
+            lambda head: head | {"mtp.fc.weight": torch.cat(head["mtp.fc.weight"].chunk(2, 1)[::-1], 1)},
+            None,
+            "fc expects",
+        ),
+        (
+            lambda head: head | {"mtp.fc.weight": head["mtp.fc.weight"].flip(0)},
+            None,
+            "random or of another model",
+        ),
+    ],
+)
+def test_a_real_head_s_faults_are_named(tmp_path, demo, change, metadata, cause):
+    check = check_demo(demo, tmp_path / "x.safetensors", change(demo[1]), metadata)
+    assert check.verdict == "dead" and cause in check.reason and check.head_top1[0] < 0.1
