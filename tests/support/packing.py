@@ -272,3 +272,39 @@ RECIPES = (
         fused_experts=True,
     ),
 )
+
+
+def refused_layouts(weight: torch.Tensor) -> dict[str, Parts]:
+    """A matrix in the layouts that are recognised and not read: name -> its tensors by suffix, without the dot."""
+    rows, columns = weight.shape
+    packed = quantize(weight)
+    fp8 = weight.to(E4M3)
+    return {
+        "FP8 without a scale": {"weight": fp8},
+        "compressed-tensors pack-quantized integers": {
+            "weight_packed": torch.zeros(rows, columns // 8, dtype=torch.int32),
+            "weight_scale": torch.ones(rows, 1),
+            "weight_shape": torch.tensor([rows, columns]),
+        },
+        "GPTQ or AWQ integers": {
+            "qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
+            "qzeros": torch.zeros(1, rows // 8, dtype=torch.int32),
+            "scales": torch.ones(1, rows).half(),
+        },
+        "MXFP4 or MXFP8 (shared exponents)": {
+            "weight_packed": packed.packed,
+            "weight_scale": torch.zeros(rows, columns // 32, dtype=torch.uint8),
+        },
+        "transformers' own nvfp4": {
+            "weight": packed.packed,
+            "weight_sf": packed.scale,
+            "weight_scale_2": torch.ones(()),
+        },
+        "MLX affine-quantised integers": {
+            "weight": torch.zeros(rows, columns // 8, dtype=torch.uint32),
+            "scales": torch.ones(rows, columns // 64),
+            "biases": torch.ones(rows, columns // 64),
+        },
+        "an unknown combination of tensors": {"weight": fp8, "weight_scale": torch.ones(3, 5)},
+        "unquantised, of a dtype that is not BF16, F16 or F32": {"weight": weight.double()},
+    }

@@ -12,6 +12,7 @@ from pilotfish.engine.checkpoint.layouts import Layout
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
 from pilotfish.engine.errors import CheckpointError, ConfigError, HeaderError, LayoutError
+from tests.support.packing import refused_layouts
 from tests.support.tiny_models import KINDS, NVFP4_IGNORE, ct_parts, fuse_experts, nvfp4_config, split_experts
 
 NUM_TRUNK = {"dense": 56, "hv_gt_hk": 56, "tied": 55, "moe": 160, "vl": 56, "vl_moe": 160}
@@ -439,46 +440,11 @@ def test_marker_file_that_only_quantises_the_kv_cache_is_accepted(draft):
 FP8 = torch.float8_e4m3fn
 
 
-def other_layouts(weight):
-    rows, columns = weight.shape
-    packed = quantize(weight)
-    fp8 = weight.to(FP8)
-    return {
-        "FP8 without a scale": {"weight": fp8},
-        "compressed-tensors pack-quantized integers": {
-            "weight_packed": torch.zeros(rows, columns // 8, dtype=torch.int32),
-            "weight_scale": torch.ones(rows, 1),
-            "weight_shape": torch.tensor([rows, columns]),
-        },
-        "GPTQ or AWQ integers": {
-            "qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
-            "qzeros": torch.zeros(1, rows // 8, dtype=torch.int32),
-            "scales": torch.ones(1, rows).half(),
-        },
-        "MXFP4 or MXFP8 (shared exponents)": {
-            "weight_packed": packed.packed,
-            "weight_scale": torch.zeros(rows, columns // 32, dtype=torch.uint8),
-        },
-        "transformers' own nvfp4": {
-            "weight": packed.packed,
-            "weight_sf": packed.scale,
-            "weight_scale_2": torch.ones(()),
-        },
-        "MLX affine-quantised integers": {
-            "weight": torch.zeros(rows, columns // 8, dtype=torch.uint32),
-            "scales": torch.ones(rows, columns // 64),
-            "biases": torch.ones(rows, columns // 64),
-        },
-        "an unknown combination of tensors": {"weight": fp8, "weight_scale": torch.ones(3, 5)},
-        "unquantised, of a dtype that is not BF16, F16 or F32": {"weight": weight.double()},
-    }
-
-
-@pytest.mark.parametrize("layout", list(other_layouts(torch.zeros(16, 64))))
+@pytest.mark.parametrize("layout", list(refused_layouts(torch.zeros(16, 64))))
 @pytest.mark.parametrize("prefix", ["model.layers.3.self_attn.v_proj", "mtp.layers.0.self_attn.v_proj"])
 def test_other_layouts_are_refused_by_name(draft, layout, prefix):
     other = draft("dense")
-    stored = other_layouts(other.tensors.pop(f"{prefix}.weight").float())[layout]
+    stored = refused_layouts(other.tensors.pop(f"{prefix}.weight").float())[layout]
     other.tensors |= {f"{prefix}.{suffix}": tensor for suffix, tensor in stored.items()}
     with pytest.raises(LayoutError) as caught:
         open_checkpoint(other.write())
