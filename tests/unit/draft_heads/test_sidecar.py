@@ -17,6 +17,7 @@ from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import GGUF_NAMES, attach_head
 from pilotfish.engine.errors import CheckpointError, HeaderError, LayoutError
+from pilotfish.server.cli import build_parser, engine_options
 from tests.support.gguf_writer import stored, write_gguf
 from tests.support.packing import ct_nvfp4, fp8_block, fp8_channel, modelopt_nvfp4
 from tests.support.tiny_models import build_tiny, split_experts, write_checkpoint
@@ -207,6 +208,13 @@ def test_two_conventions_in_one_head_are_refused(models, tmp_path):
     write(tmp_path / "b.safetensors", {name: model.head[name] for name in names[7:]}, {"format": "pt"})
     with pytest.raises(LayoutError, match=r"norms hold w in one file and 1 \+ w in another"):
         attach_head(model.trunk, tmp_path)
+
+
+def test_flags_reach_the_engine():
+    args = build_parser().parse_args(["serve", "m", "--draft-head", "head.gguf", "--head-check", "warn"])
+    options = engine_options(args)
+    assert (options.draft_head, options.head_check, options.speculative_method) == ("head.gguf", "warn", "mtp")
+    assert engine_options(build_parser().parse_args(["serve", "m"])).head_check == "refuse"
 
 
 # Refusals.
