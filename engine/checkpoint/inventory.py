@@ -21,8 +21,16 @@ class ExpertForm(Enum):
     STACKED = "stacked"
 
 
-FormOf = Callable[[str], ExpertForm]
-"""Prefix, up to and with `mlp.` -> the form of the experts there."""
+@dataclass(frozen=True)
+class Experts:
+    """A layer's routed experts; packs that dropped some have fewer in some layers than the config says."""
+
+    form: ExpertForm
+    count: int
+
+
+ExpertsOf = Callable[[str], Experts]
+"""Prefix, up to and with `mlp.` -> the experts there."""
 
 
 class Kind(Enum):
@@ -55,7 +63,7 @@ class Expected:
 Inventory = dict[str, Expected]
 
 
-def trunk(config: ModelConfig, form_of: FormOf) -> Inventory:
+def trunk(config: ModelConfig, experts_of: ExpertsOf) -> Inventory:
     """All weights of the trunk."""
     hidden, vocab = config.hidden_size, config.vocab_size
     found: Inventory = {
@@ -65,25 +73,27 @@ def trunk(config: ModelConfig, form_of: FormOf) -> Inventory:
     if not config.tie_word_embeddings:
         found["lm_head"] = Expected(Kind.LINEAR, (vocab, hidden))
     for i, kind in enumerate(config.layer_types):
-        found |= _layer(config, f"model.layers.{i}.", kind == FULL, form_of)
+        found |= _layer(config, f"model.layers.{i}.", kind == FULL, experts_of)
     return found
 
 
-def mtp(config: ModelConfig, form_of: FormOf) -> Inventory:
+def mtp(config: ModelConfig, experts_of: ExpertsOf) -> Inventory:
     """All weights of the one-layer multi-token-prediction head; embedding and output head are the trunk's."""
     hidden = config.hidden_size
     found: Inventory = {"mtp.fc": Expected(Kind.LINEAR, (hidden, 2 * hidden))}
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         found[f"mtp.{name}"] = Expected(Kind.NORM, (hidden,))
-    return found | _layer(config, "mtp.layers.0.", True, form_of)
+    return found | _layer(config, "mtp.layers.0.", True, experts_of)
 
 
-def _layer(config: ModelConfig, prefix: str, is_full: bool, form_of: FormOf) -> Inventory:
+def _layer(config: ModelConfig, prefix: str, is_full: bool, experts_of: ExpertsOf) -> Inventory:
     norm = Expected(Kind.NORM, (config.hidden_size,))
     found = {f"{prefix}input_layernorm": norm, f"{prefix}post_attention_layernorm": norm}
     found |= _full_attention(config, f"{prefix}self_attn.") if is_full else _delta_net(config, f"{prefix}linear_attn.")
     mlp = f"{prefix}mlp."
-    return found | (_moe(config, mlp, form_of(mlp)) if config.is_moe else _glu(config, mlp, config.intermediate_size))
+    return found | (
+        _moe(config, mlp, experts_of(mlp)) if config.is_moe else _glu(config, mlp, config.intermediate_size)
+    )
 
 
 def _full_attention(config: ModelConfig, prefix: str) -> Inventory:
@@ -124,8 +134,8 @@ def _glu(config: ModelConfig, prefix: str, width: int) -> Inventory:
     }
 
 
-def _moe(config: ModelConfig, prefix: str, form: ExpertForm) -> Inventory:
-    hidden, experts, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
+def _moe(config: ModelConfig, prefix: str, routed: Experts) -> Inventory:
+    hidden, experts, width, form = config.hidden_size, routed.count, config.moe_intermediate_size, routed.form
     found = {
         f"{prefix}gate": Expected(Kind.ROUTER, (experts, hidden)),
         f"{prefix}shared_expert_gate": Expected(Kind.LINEAR, (1, hidden)),

@@ -17,13 +17,22 @@ from typing import Any
 
 from pilotfish.engine.checkpoint import inventory, names, quantization, rules
 from pilotfish.engine.checkpoint.headers import Header, TensorInfo, read_header
-from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Expected, ExpertForm, FormOf, Inventory, Kind
+from pilotfish.engine.checkpoint.inventory import (
+    PACKABLE_KINDS,
+    Expected,
+    ExpertForm,
+    Experts,
+    ExpertsOf,
+    Inventory,
+    Kind,
+)
 from pilotfish.engine.checkpoint.layouts import ACTIVATION_SCALES, PACKED, Layout, Module, describe
 from pilotfish.engine.config import ModelConfig, read_json_object
 from pilotfish.engine.errors import CheckpointError, ConfigError, LayoutError
 
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FOLDER = "mtp"
+VARIABLE_FILE = "lynn_engine_variable_expert_spec.json"
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     _refuse_foreign_metadata(headers)
     found = _Found.collect(_choose_copies(headers, _read_index(folder, headers), folder))
     modules = describe_all(found.tensors)
-    trunk = inventory.trunk(config, expert_forms(modules))
-    head = inventory.mtp(config, expert_forms(modules))
+    experts_of = experts_by_layer(modules, config, _drops_experts(folder, modules))
+    trunk, head = inventory.trunk(config, experts_of), inventory.mtp(config, experts_of)
     check_modules(modules, trunk | head)
     _require_all(trunk, modules, folder)
     problem = _mtp_problem(config, modules, head)
@@ -228,16 +237,31 @@ def _raw_module(parts: Mapping[str, TensorInfo]) -> str:
     return info.name.removesuffix(suffix) if suffix else info.name
 
 
-def expert_forms(names: Container[str]) -> FormOf:
-    """The form of each layer's experts, told from the names of all modules."""
+def _drops_experts(folder: Path, modules: Mapping[str, Module]) -> bool:
+    """Whether layers may have fewer experts than the config says: lynn-engine's packs, before and after packing."""
+    return (folder / VARIABLE_FILE).exists() or any(module.layout is Layout.LYNN for module in modules.values())
 
-    def form_of(prefix: str) -> ExpertForm:
-        if f"{prefix}experts.gate_proj" in names:
-            return ExpertForm.STACKED
-        fused = f"{prefix}experts.gate_up_proj" in names or f"{prefix}experts.down_proj" in names
-        return ExpertForm.FUSED if fused else ExpertForm.SINGLE
 
-    return form_of
+def experts_by_layer(modules: Mapping[str, Module], config: ModelConfig, variable: bool = False) -> ExpertsOf:
+    """The form of each layer's experts, told from the modules' names; if `variable`, their number from the router's."""
+
+    def experts_of(prefix: str) -> Experts:
+        router = modules.get(f"{prefix}gate")
+        count = router.shape[0] if variable and router is not None else config.num_experts
+        if count < config.num_experts_per_tok:
+            raise CheckpointError(
+                f"{prefix}gate: want at least num_experts_per_tok {config.num_experts_per_tok} experts, got {count}"
+            )
+        return Experts(_expert_form(prefix, modules), count)
+
+    return experts_of
+
+
+def _expert_form(prefix: str, names: Container[str]) -> ExpertForm:
+    if f"{prefix}experts.gate_proj" in names:
+        return ExpertForm.STACKED
+    fused = f"{prefix}experts.gate_up_proj" in names or f"{prefix}experts.down_proj" in names
+    return ExpertForm.FUSED if fused else ExpertForm.SINGLE
 
 
 def check_modules(modules: Mapping[str, Module], expected: Inventory) -> None:

@@ -27,7 +27,7 @@ from pilotfish.engine.checkpoint.recognise import (
     HeadSource,
     check_modules,
     describe_all,
-    expert_forms,
+    experts_by_layer,
 )
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import CheckpointError, LayoutError
@@ -86,7 +86,7 @@ def attach_head(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
     """
     path = _gguf_of(Path(path))
     head = _from_gguf(path, checkpoint.config) if path.suffix == ".gguf" else _from_safetensors(path)
-    wanted = inventory.mtp(checkpoint.config, expert_forms(head.modules))
+    wanted = inventory.mtp(checkpoint.config, experts_by_layer(head.modules, checkpoint.config))
     _check(path, head.modules, wanted)
     trunk = {name: module for name, module in checkpoint.modules.items() if not is_mtp(name)}
     own = {name: module for name, module in checkpoint.modules.items() if is_mtp(name)}

@@ -131,7 +131,8 @@ class _Builder:
     def moe(self, name: str) -> MoeMlp:
         config = self.config
         router = [self.plain(f"{name}.{part}.weight").to(self.device) for part in ("gate", "shared_expert_gate")]
-        experts = [self.gated_mlp(f"{name}.experts.{i}") for i in range(config.num_experts)]
+        # from the router, not the config: some packs have dropped experts, layer by layer
+        experts = [self.gated_mlp(f"{name}.experts.{i}") for i in range(len(router[0]))]
         shared = self.gated_mlp(f"{name}.shared_expert")
         return MoeMlp(make_linear(list(router), self.dtype, self.device), experts, shared, config.num_experts_per_tok)
 

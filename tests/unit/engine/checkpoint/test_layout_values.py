@@ -170,6 +170,41 @@ def test_a_model_of_packed_weights_computes_what_one_of_their_values_does(source
         assert got.isfinite().all() and torch.equal(got, values)
 
 
+def without_experts(tensors, layer, kept):
+    """The first `kept` experts of a layer, its router's rows with them."""
+    names = [
+        f"model.layers.{layer}.mlp.{name}" for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    ]
+    return tensors | {name: tensors[name][:kept].clone() for name in names}
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "plain"])
+def test_layers_may_have_fewer_experts_in_lynn_engine_s_folders(sources, tmp_path, packs):
+    config, tensors = sources["moe"]
+    tensors = without_experts(without_experts(fuse_experts(tensors), 1, 5), 3, 2)
+    recipe = recipe_named("lynn-engine native")
+    folder, plain = pack_checkpoint(tmp_path / "packed", config, tensors, recipe)
+    if not packs:
+        folder = write_checkpoint(tmp_path / "plain", config, {"model.safetensors": plain})
+        with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.\S+: want shape \[8, .*, got \[5, "):
+            open_checkpoint(folder)
+        (folder / "lynn_engine_variable_expert_spec.json").write_text("{}")
+    weights = read(folder)
+    for layer, count in enumerate((8, 5, 8, 2)):
+        assert weights[f"model.layers.{layer}.mlp.gate.weight"].shape == (count, 64)
+        assert f"model.layers.{layer}.mlp.experts.{count - 1}.down_proj.weight" in weights
+        assert f"model.layers.{layer}.mlp.experts.{count}.down_proj.weight" not in weights
+    assert all(rows.isfinite().all() for rows in computed(folder))
+
+
+def test_a_layer_needs_as_many_experts_as_a_token_uses(sources, tmp_path):
+    config, tensors = sources["moe"]
+    tensors = without_experts(fuse_experts(tensors), 1, 1)
+    folder, _ = pack_checkpoint(tmp_path, config, tensors, recipe_named("lynn-engine native"))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.gate: want at least num_experts_per_tok 2 .* got 1"):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("trunk", ["ModelOpt NVFP4", "FP8 block, BF16 weight_scale_inv", None])
 @pytest.mark.parametrize("head", [fp8_block(), fp8_tensor(), fp8_channel(), modelopt_nvfp4(), ct_nvfp4, None])
 def test_trunk_and_head_are_decided_apart(sources, tmp_path, trunk, head):
