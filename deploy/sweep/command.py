@@ -15,6 +15,7 @@ import asyncio
 import datetime
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     except SettingsDiffer as error:
         print(f"pilotfish sweep: {error}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     places = [(None, None)] if args.url else [(k, size) for size in args.max_num_seqs for k in args.k]
     try:
         run_all(folder, settings, places, args)
@@ -74,7 +76,7 @@ def run_all(
 
             bar.set_description(f"{cell.name}: starting")
             before = bar.n
-            folder.add(run_cell(cell, settings, args, folder.path, tell))
+            folder.replace(cell, run_cell(cell, settings, args, folder.path, tell))
             report(folder, settings, args.target_concurrency, draw=False)
             # estimates apart, and what a failed cell did not do
             bar.update(before + work_of(settings, cell.max_num_seqs) - bar.n)
@@ -98,7 +100,7 @@ def run_cell(
             seconds = time.monotonic() - began
             whole = asyncio.run(measure(cell, url, settings, args, tell))
             return msgspec.structs.replace(whole, start_seconds=seconds)
-    except (StartError, EndpointError, aiohttp.ClientError) as error:
+    except (StartError, EndpointError, aiohttp.ClientError, OSError) as error:
         return failed(error)
 
 
@@ -209,7 +211,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--relay", metavar="URL", help="a relay before --port: single streams go through it too")
     parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: any free one)")
     parser.add_argument("--served-model", metavar="NAME", help="with --url: which of its models")
-    parser.add_argument("--api-key", metavar="KEY")
+    key = os.environ.get("PILOTFISH_API_KEY")
+    parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $PILOTFISH_API_KEY, as for the servers")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(own)
     args.server_flags = flags

@@ -114,6 +114,12 @@ class Folder:
         """Names of cells that need not be measured again; one that failed is."""
         return {cell.name for cell in self.cells() if cell.error is None}
 
+    def replace(self, asked: Cell, measured: Cell) -> None:
+        """An endpoint's cell gets its name from what it says of itself; an earlier failure had none."""
+        if asked.name != measured.name:
+            (self.path / "cells" / f"{asked.name}.json").unlink(missing_ok=True)
+        self.add(measured)
+
     def add(self, cell: Cell) -> None:
         write(self.path / "cells" / f"{cell.name}.json", pretty(cell))
 

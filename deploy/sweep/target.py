@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import socket
 import subprocess
@@ -17,6 +18,9 @@ START_SECONDS = 1800.0
 STOP_SECONDS = 30.0
 
 
+PR_SET_PDEATHSIG = 1
+
+
 class StartError(Exception):
     """The server did not come up; the message is the last thing it said."""
 
@@ -27,7 +31,10 @@ def started(model: str, flags: Sequence[str], log: Path, port: int | None = None
     port = port or free_port()
     command = [sys.executable, "-m", "pilotfish.server.cli", "serve", model, "--port", str(port), *flags]
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent) as process,
+    ):
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_ready(url, process, log)
@@ -38,6 +45,12 @@ def started(model: str, flags: Sequence[str], log: Path, port: int | None = None
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _end_with_parent() -> None:
+    """Even a killed sweep leaves no server behind that would hold the GPU."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

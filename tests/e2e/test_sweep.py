@@ -1,11 +1,14 @@
 """`pilotfish sweep` as a process: a small matrix on a tiny random model, killed in the middle and taken up again."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from pathlib import Path
 
 import pytest
 from byte_model import write_model
@@ -111,6 +114,41 @@ def test_a_cell_that_cannot_start_is_named_and_the_rest_goes_on(tmp_path):
         code, said, _ = finish(process)
     assert code == 1 and "k0-mns1 did not run: " in said and "nothing was measured" in said
     assert "Cells that did not run" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_server_that_dies_loses_its_cell_and_a_sweep_that_dies_takes_its_server_along(model, tmp_path):
+    out = tmp_path / "out"
+    with sweep(
+        model, "--out", out, "--k", "0,2", "--max-num-seqs", "1", *SMALL, "--single-tokens", "600", *FLAGS
+    ) as run:
+        os.kill(server_of(run.pid), signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while not list(out.glob("cells/*.json")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        (failed,) = out.glob("cells/*.json")
+        assert failed.name == "k0-mns1.json" and json.loads(failed.read_text())["error"]
+        second = server_of(run.pid)
+        run.kill()
+        run.communicate(timeout=PATIENCE)
+    while Path(f"/proc/{second}/cmdline").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{second}/cmdline").exists()
+
+
+def server_of(sweep_pid):
+    """The process id of the server that a sweep has started, once it answers."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        for pid in Path(f"/proc/{sweep_pid}/task/{sweep_pid}/children").read_text().split():
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "serve" in words:
+                with (
+                    contextlib.suppress(OSError),
+                    urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}/ready", timeout=5),
+                ):
+                    return int(pid)
+        time.sleep(0.05)
+    raise AssertionError("the sweep starts no server")
 
 
 @pytest.mark.parametrize(
