@@ -191,6 +191,8 @@ def _fp8(declared: Mapping[str, Any], where: str) -> Rules:
         (Group(ALL_LINEAR, layouts),),
         _patterns(f"{where}.modules_to_not_convert", listed, Style.PART),
         Style.PART,
+        # some lists leave it out, and readers keep it plain all the same
+        optional=frozenset({"lm_head"}),
     )
 
 

@@ -39,13 +39,15 @@ class Group:
 class Rules:
     """Which layout the config gives each module: that of the group it fits best, unless it is ignored.
 
-    `exhaustive`: a module that a group covers and that is stored plain contradicts the config.
+    `exhaustive`: a module that a group covers and that is stored plain contradicts the config, unless it is
+    `optional`.
     """
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
     style: Style = Style.EXACT
     exhaustive: bool = True
+    optional: frozenset[str] = frozenset()
 
     def layouts(self, names: Iterable[str], kind: Kind) -> frozenset[Layout] | None:
         """Any of these is meant for a module known by these names; None: it is meant to be plain."""
@@ -60,6 +62,10 @@ class Rules:
                 if matches(group.targets, wanted, self.style):
                     return group.layouts
         return None
+
+    def may_be_plain(self, name: str, kind: Kind) -> bool:
+        """Though a group covers it. Whether a router counts as a Linear differs between versions of the model class."""
+        return not self.exhaustive or kind is Kind.ROUTER or name in self.optional
 
 
 def matches(patterns: Iterable[str], names: Iterable[str], style: Style = Style.EXACT) -> bool:
@@ -87,8 +93,7 @@ def check_agreement(rules: Rules | None, modules: Mapping[str, Module], inventor
         declared = rules.layouts(_spellings(module), kind) if rules is not None else None
         if module.layout in PACKED:
             _check_packed(module, declared, has_rules=rules is not None)
-        # Whether a router counts as a Linear differs between versions of the model class.
-        elif declared and rules is not None and rules.exhaustive and kind is not Kind.ROUTER:
+        elif declared and rules is not None and not rules.may_be_plain(name, kind):
             raise LayoutError(f"{module.raw_name}: stored plain ({module.dtype}), but config.json has it quantised")
 
 

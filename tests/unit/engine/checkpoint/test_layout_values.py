@@ -223,6 +223,16 @@ def test_trunk_and_head_are_decided_apart(sources, tmp_path, trunk, head):
     assert all(torch.equal(got[name], plain[name]) for name in plain)
 
 
+def test_fp8_packs_may_leave_lm_head_out_of_their_list(sources, tmp_path):
+    folder, _ = packed(sources, "dense", recipe_named("FP8 block, BF16 weight_scale_inv"), tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["modules_to_not_convert"].remove("lm_head")
+    config["quantization_config"]["modules_to_not_convert"].remove("lm_head")
+    path.write_text(json.dumps(config))
+    assert open_checkpoint(folder).modules["lm_head"].layout is Layout.PLAIN
+
+
 def test_fp8_packs_need_no_second_config_for_activation_scales(sources, tmp_path):
     folder, _ = packed(sources, "dense", recipe_named("ModelOpt FP8"), tmp_path)
     checkpoint = open_checkpoint(folder)
