@@ -143,7 +143,10 @@ def _speculative_config(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"want method {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
     fields: dict[str, Any] = {"num_speculative_tokens": _count_or_zero(str(config["num_speculative_tokens"]))}
     known = {"method", "num_speculative_tokens"}
-    if SPECULATIVE_METHODS[method] == "ngram":
+    if SPECULATIVE_METHODS[method] == "mtp":
+        known |= {"model"}
+        fields |= {"draft_head": str(config["model"])} if config.get("model") is not None else {}
+    else:
         known |= set(LOOKUP_BOUNDS)
         fields |= {name: _count(str(config[name])) for name in LOOKUP_BOUNDS if config.get(name) is not None}
     if unknown := config.keys() - known:
@@ -168,11 +171,11 @@ def engine_options(args: argparse.Namespace) -> Any:
     """EngineOptions from the flags."""
     from pilotfish.engine.options import EngineOptions
 
-    speculation = args.speculative_config or {"num_speculative_tokens": args.num_speculative_tokens}
+    speculation: dict[str, Any] = {"num_speculative_tokens": args.num_speculative_tokens, "draft_head": args.draft_head}
+    speculation |= args.speculative_config or {}
     return EngineOptions(
         model=args.model,
         **speculation,
-        draft_head=args.draft_head,
         head_check=args.head_check,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,

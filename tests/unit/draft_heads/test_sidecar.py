@@ -215,6 +215,9 @@ def test_flags_reach_the_engine():
     options = engine_options(args)
     assert (options.draft_head, options.head_check, options.speculative_method) == ("head.gguf", "warn", "mtp")
     assert engine_options(build_parser().parse_args(["serve", "m"])).head_check == "refuse"
+    by_json = json.dumps({"method": "mtp", "model": "head", "num_speculative_tokens": 2})
+    options = engine_options(build_parser().parse_args(["serve", "m", "--speculative-config", by_json]))
+    assert (options.draft_head, options.num_speculative_tokens) == ("head", 2)
 
 
 # Refusals.
