@@ -31,7 +31,7 @@ from pilotfish.deploy.sweep import plots
 from pilotfish.deploy.sweep.cell import CellRun, work_of
 from pilotfish.deploy.sweep.client import TIMEOUT, Endpoint, EndpointError
 from pilotfish.deploy.sweep.recommend import Recommendation, recommend
-from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, pretty, tsv, write
+from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, merged, pretty, tsv, write
 from pilotfish.deploy.sweep.report import markdown
 from pilotfish.deploy.sweep.target import StartError, started
 
@@ -46,8 +46,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     places = [(None, None)] if args.url else [(k, size) for size in args.max_num_seqs for k in args.k]
+    wanted = [Cell(k=k, max_num_seqs=size, run=run) for run in range(args.repeats) for k, size in places]
     try:
-        run_all(folder, settings, places, args)
+        run_all(folder, settings, wanted, args)
     except KeyboardInterrupt:
         print("\nstopped: the same command goes on with the cell that was running", file=sys.stderr)
         report(folder, settings, args.target_concurrency)
@@ -57,14 +58,12 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(cell.error for cell in folder.cells()) or advice is None else 0
 
 
-def run_all(
-    folder: Folder, settings: Settings, places: Sequence[tuple[int | None, int | None]], args: argparse.Namespace
-) -> None:
+def run_all(folder: Folder, settings: Settings, wanted: Sequence[Cell], args: argparse.Namespace) -> None:
     """Every cell that is not there yet. One that cannot start is written down and left behind."""
     done = folder.done()
-    todo = [Cell(k=k, max_num_seqs=size) for k, size in places if Cell(k=k, max_num_seqs=size).name not in done]
-    if len(todo) < len(places):
-        print(f"{len(places) - len(todo)} of {len(places)} cells are there already", file=sys.stderr)
+    todo = [cell for cell in wanted if cell.name not in done]
+    if len(todo) < len(wanted):
+        print(f"{len(wanted) - len(todo)} of {len(wanted)} cells are there already", file=sys.stderr)
     work = sum(work_of(settings, cell.max_num_seqs) for cell in todo)
     layout = "{desc} |{bar}| {percentage:3.0f}% [{elapsed} gone, {remaining} left]"
     with tqdm(total=work, bar_format=layout, disable=args.quiet, mininterval=0.5) as bar:
@@ -76,7 +75,8 @@ def run_all(
 
             bar.set_description(f"{cell.name}: starting")
             before = bar.n
-            folder.replace(cell, run_cell(cell, settings, args, folder.path, tell))
+            looked = msgspec.structs.replace(cell, busy_before=busy_share())
+            folder.replace(cell, run_cell(looked, settings, args, folder.path, tell))
             report(folder, settings, args.target_concurrency, draw=False)
             # estimates apart, and what a failed cell did not do
             bar.update(before + work_of(settings, cell.max_num_seqs) - bar.n)
@@ -131,15 +131,15 @@ async def measure(
 
 def report(folder: Folder, settings: Settings, concurrency: int | None, draw: bool = True) -> Recommendation | None:
     """Everything that is made from the cells; written anew each time."""
-    cells = folder.cells()
+    cells = merged(folder.cells())
     advice = recommend(cells, settings, concurrency)
     pictures: list[str] = []
     if draw and advice is not None and plots.available():
         pictures = plots.draw(cells, settings, advice.cell.max_num_seqs, folder.path)
     write(folder.path / "report.md", markdown(cells, settings, advice, frame(), pictures))
-    write(folder.path / "measurements.tsv", tsv(cells))
+    write(folder.path / "measurements.tsv", tsv(folder.cells()))
     found = {"command": advice.command, "reasons": advice.reasons, "cell": advice.cell.name} if advice else None
-    whole = {"frame": frame(), "settings": settings, "recommendation": found, "cells": cells}
+    whole = {"frame": frame(), "settings": settings, "recommendation": found, "cells": folder.cells()}
     write(folder.path / "sweep.json", pretty(whole))
     return advice
 
@@ -172,6 +172,24 @@ def cpu_name() -> str:
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or "unknown processor"
+
+
+def busy_share(seconds: float = 1.0) -> float | None:
+    """How much of the processors is in use while we use nothing; None where the system does not tell."""
+    try:
+        before = _times()
+        time.sleep(seconds)
+        after = _times()
+    except OSError:
+        return None
+    idle, whole = (after[i] - before[i] for i in (0, 1))
+    return 1 - idle / whole if whole else None
+
+
+def _times() -> tuple[int, int]:
+    """Idle and all ticks of all processors."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def _devices() -> str:
@@ -207,6 +225,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("sweep"), metavar="DIR", help="default: %(default)s")
     _add_matrix(parser)
     _add_sizes(parser)
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of the matrix; figures are medians")
     parser.add_argument("--target-concurrency", type=int, metavar="N", help="recommend for N at once (default: most)")
     parser.add_argument("--relay", metavar="URL", help="a relay before --port: single streams go through it too")
     parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: any free one)")

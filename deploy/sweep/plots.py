@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pilotfish.deploy.sweep.recommend import acceptance, pick, rate_at, single_rate
+from pilotfish.deploy.sweep.recommend import acceptance, long_figures, pick, rate_at, single_rate
 from pilotfish.deploy.sweep.records import Cell, Settings
 
 SIZE = (12, 3.6)
@@ -92,11 +92,10 @@ def _single(cells: Sequence[Cell], settings: Settings, out: Path) -> str:
 def _context(cells: Sequence[Cell], out: Path) -> str:
     figure, (left, right) = _figure(2)
     for cell in cells:
-        ones = sorted(pick(cell, "long"), key=lambda one: one.context)
-        if ones:
-            contexts = [one.context for one in ones]
-            left.plot(contexts, [one.tokens_per_second for one in ones], marker="o", label=f"k = {cell.k}")
-            right.plot(contexts, [one.first_token_seconds for one in ones], marker="o", label=f"k = {cell.k}")
+        if figures := long_figures(cell):
+            rates, seconds = zip(*figures.values(), strict=True)
+            left.plot(list(figures), rates, marker="o", label=f"k = {cell.k}")
+            right.plot(list(figures), seconds, marker="o", label=f"k = {cell.k}")
     _label(left, "One stream after a long prompt", "prompt tokens", "tokens/s")
     _label(right, "Time to first token", "prompt tokens", "seconds")
     for axes in (left, right):

@@ -12,6 +12,9 @@ from pilotfish.deploy.sweep.records import Cell, Measurement, Settings
 CLOSE = 0.03
 """Cells within this share of the fastest count as equally fast: single runs differ by about as much."""
 
+BUSY = 0.2
+"""Of the processors in use by others, at which a warning is due."""
+
 
 def pick(
     cell: Cell, kind: str, *, path: str | None = None, domain: str | None = None, concurrency: int | None = None
@@ -49,6 +52,18 @@ def acceptance(cell: Cell, domain: str | None = None) -> float | None:
     ones = [one for one in pick(cell, "single", domain=domain) if one.drafts]
     drafts = sum(one.drafts or 0 for one in ones)
     return 1 + sum(one.accepted or 0 for one in ones) / drafts if drafts else None
+
+
+def long_figures(cell: Cell) -> dict[int, tuple[float, float]]:
+    """Median tokens/s and seconds to the first token after each length of prompt."""
+    ones = pick(cell, "long")
+    return {
+        context: (
+            statistics.median(one.tokens_per_second for one in ones if one.context == context),
+            statistics.median(one.first_token_seconds for one in ones if one.context == context),
+        )
+        for context in sorted({one.context for one in ones})
+    }
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,10 @@ def _reasons(chosen: Cell, cells: Sequence[Cell], rated: dict[str, float], wante
             reasons.append(f"Speculation does not pay here: the best cell with drafts gives {max(drafting):.1f}.")
     elif plain:
         gain = rate / max(plain.values())
-        reasons.append(f"{gain:.2f} times the best cell at k = 0 ({max(plain.values()):.1f}).")
+        beside = f"the best cell at k = 0 ({max(plain.values()):.1f})"
+        reasons.append(
+            f"{gain:.2f} times {beside}." if gain > 1 + CLOSE else f"No more than {beside}, but faster for one stream."
+        )
     if length := acceptance(chosen):
         reasons.append(f"Acceptance length {length:.2f} of at most {(chosen.k or 0) + 1} on single streams.")
     return reasons + _warnings(chosen, cells)
@@ -100,6 +118,9 @@ def _reasons(chosen: Cell, cells: Sequence[Cell], rated: dict[str, float], wante
 def _warnings(chosen: Cell, cells: Sequence[Cell]) -> list[str]:
     """Where another cell is clearly better: for one stream, or in a domain."""
     found: list[str] = []
+    busy = max((cell.busy_before or 0 for cell in cells), default=0)
+    if busy > BUSY:
+        found.append(f"Others used up to {busy:.0%} of the processor before a cell: differences may be noise.")
     rates = {cell.name: rate for cell in cells if (rate := single_rate(cell))}
     own = rates.get(chosen.name)
     if own and max(rates.values()) > (1 + CLOSE) * own:

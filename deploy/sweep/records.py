@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -66,11 +67,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One start of the server. None for a k or a number of sequences that an endpoint does not tell.
 
-    `notes` say what was left out and why; `error` why nothing was measured.
+    `run` numbers repetitions of the whole matrix. `busy_before` is the share of the processor that others used just
+    before the start: figures from a busy machine say little. `notes` say what was left out and why; `error` why
+    nothing was measured.
     """
 
     k: int | None
     max_num_seqs: int | None
+    run: int = 0
+    busy_before: float | None = None
     start_seconds: float = 0.0
     max_model_len: int | None = None
     binding_limit: str | None = None
@@ -80,18 +85,37 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return f"k{_or_dash(self.k)}-mns{_or_dash(self.max_num_seqs)}"
+        return f"k{_or_dash(self.k)}-mns{_or_dash(self.max_num_seqs)}" + (f"-run{self.run}" if self.run else "")
 
 
 def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+def merged(cells: Iterable[Cell]) -> list[Cell]:
+    """One cell a place: the measurements of all its runs, the median start. An error only if no run went well."""
+    places: dict[tuple[int | None, int | None], list[Cell]] = {}
+    for cell in cells:
+        places.setdefault((cell.k, cell.max_num_seqs), []).append(cell)
+    return [_merge([run for run in runs if run.error is None] or runs[:1]) for runs in places.values()]
+
+
+def _merge(runs: list[Cell]) -> Cell:
+    shares = [run.busy_before for run in runs if run.busy_before is not None]
+    return msgspec.structs.replace(
+        runs[0],
+        start_seconds=statistics.median(run.start_seconds for run in runs),
+        busy_before=max(shares) if shares else None,
+        measurements=tuple(one for run in runs for one in run.measurements),
+        notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
+    )
+
+
 class SettingsDiffer(Exception):
     """The folder holds cells of another sweep; the message names what differs."""
 
 
-COLUMNS = ("k", "max_num_seqs", *(name for name in Measurement.__struct_fields__), "acceptance_length")
+COLUMNS = ("k", "max_num_seqs", "run", *(name for name in Measurement.__struct_fields__), "acceptance_length")
 
 
 class Folder:
@@ -108,7 +132,7 @@ class Folder:
     def cells(self) -> list[Cell]:
         """What has been measured, by k and number of sequences."""
         found = [msgspec.json.decode(p.read_bytes(), type=Cell) for p in (self.path / "cells").glob("*.json")]
-        return sorted(found, key=lambda cell: (cell.k or 0, cell.max_num_seqs or 0))
+        return sorted(found, key=lambda cell: (cell.k or 0, cell.max_num_seqs or 0, cell.run))
 
     def done(self) -> set[str]:
         """Names of cells that need not be measured again; one that failed is."""
@@ -148,7 +172,7 @@ def tsv(cells: Iterable[Cell]) -> str:
     lines = ["\t".join(COLUMNS)]
     for cell in cells:
         for one in cell.measurements:
-            values = [cell.k, cell.max_num_seqs, *(getattr(one, name) for name in COLUMNS[2:])]
+            values = [cell.k, cell.max_num_seqs, cell.run, *(getattr(one, name) for name in COLUMNS[3:])]
             lines.append("\t".join(_shown(value) for value in values))
     return "\n".join(lines) + "\n"
 

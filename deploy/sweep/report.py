@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pilotfish.deploy.sweep.recommend import Recommendation, acceptance, pick, rate_at, single_rate
+from pilotfish.deploy.sweep.recommend import Recommendation, acceptance, long_figures, pick, rate_at, single_rate
 from pilotfish.deploy.sweep.records import Cell, Settings
 
 Row = Sequence[object]
@@ -62,7 +62,7 @@ def _aggregate(cells: Sequence[Cell], settings: Settings) -> list[str]:
 
         def entry(cell: Cell, count: int = count) -> str:
             slowest = [one.slowest_seconds for one in pick(cell, "concurrent", concurrency=count)]
-            return f"{rate_at(cell, count):.1f} ({max(slowest):.1f} s)" if slowest else ""
+            return f"{rate_at(cell, count):.1f} ({statistics.median(slowest):.1f} s)" if slowest else ""
 
         parts += [f"## {count} requests at once: tokens/s together (slowest request)", _matrix(cells, entry)]
     return parts
@@ -133,18 +133,25 @@ def _long(cells: Sequence[Cell], shown: int | None) -> list[str]:
         return []
 
     def row(cell: Cell) -> Row:
-        ones = {one.context: one for one in pick(cell, "long")}
-        shown = [f"{o.tokens_per_second:.1f} ({o.first_token_seconds:.2f} s)" for c in contexts if (o := ones.get(c))]
-        return [_value(cell.k), *shown]
+        return [_value(cell.k), *(_after(long_figures(cell).get(context)) for context in contexts)]
 
     head = ("k", *(f"{context} tokens" for context in contexts))
     title = f"## Long context: tokens/s after it (time to first token) (--max-num-seqs {_value(shown)})"
     return [title, table(head, map(row, cells))]
 
 
+def _after(figures: tuple[float, float] | None) -> str:
+    return f"{figures[0]:.1f} ({figures[1]:.2f} s)" if figures else ""
+
+
 def _starts(cells: Sequence[Cell]) -> list[str]:
-    rows = [[_value(c.k), _value(c.max_num_seqs), f"{c.start_seconds:.1f}", c.binding_limit or ""] for c in cells]
-    return ["## Starts", table(("k", "--max-num-seqs", "seconds to ready", "limit that set the cap"), rows)]
+    head = ("k", "--max-num-seqs", "seconds to ready", "limit that set the cap", "processor in use by others before")
+    return ["## Starts", table(head, map(_start, cells))]
+
+
+def _start(cell: Cell) -> Row:
+    busy = "" if cell.busy_before is None else f"{cell.busy_before:.0%}"
+    return [_value(cell.k), _value(cell.max_num_seqs), f"{cell.start_seconds:.1f}", cell.binding_limit or "", busy]
 
 
 def _failure(cell: Cell) -> Row:

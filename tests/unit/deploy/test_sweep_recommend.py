@@ -3,7 +3,7 @@
 import pytest
 
 from pilotfish.deploy.sweep import plots
-from pilotfish.deploy.sweep.recommend import acceptance, rate_at, recommend, single_rate
+from pilotfish.deploy.sweep.recommend import acceptance, long_figures, rate_at, recommend, single_rate
 from pilotfish.deploy.sweep.records import Cell, Measurement, Settings
 from pilotfish.deploy.sweep.report import markdown
 
@@ -113,3 +113,24 @@ def test_pictures_are_drawn_and_small(tmp_path):
         data = (tmp_path / name).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) < 120_000
     assert plots.draw([Cell(k=0, max_num_seqs=1, error="x")], SETTINGS, 1, tmp_path) == []
+
+
+def test_figures_of_repeats_are_medians():
+    ones = tuple(one("concurrent", rate, 8, "mixed") for rate in (100, 10, 120))
+    ones += tuple(one("long", rate, context=3000, first_token_seconds=rate / 10) for rate in (5, 50, 7))
+    repeated = Cell(k=3, max_num_seqs=1, measurements=ones)
+    assert rate_at(repeated, 8) == 100
+    assert long_figures(repeated) == {3000: (7, 0.7)}
+
+
+def test_a_busy_machine_is_named():
+    cells = [Cell(k=0, max_num_seqs=1, busy_before=0.65, measurements=cell(0, 1, 100).measurements)]
+    assert "Others used up to 65% of the processor" in recommend(cells, SETTINGS).reasons[-1]
+    assert "| 65% |" in markdown(cells, SETTINGS, recommend(cells, SETTINGS), {})
+
+
+def test_a_draw_with_plain_decoding_is_called_one():
+    cells = [cell(0, 4, 500, single=80), cell(3, 4, 495, single=120)]
+    advice = recommend(cells, SETTINGS)
+    assert advice.cell.k == 3
+    assert "No more than the best cell at k = 0 (500.0), but faster for one stream." in advice.reasons

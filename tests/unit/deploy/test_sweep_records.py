@@ -10,6 +10,7 @@ from pilotfish.deploy.sweep.records import (
     Measurement,
     Settings,
     SettingsDiffer,
+    merged,
     tsv,
     write,
 )
@@ -74,3 +75,32 @@ def test_every_line_of_the_table_has_every_column():
     rows = [dict(zip(COLUMNS, line.split("\t"), strict=True)) for line in lines]
     assert [row["acceptance_length"] for row in rows] == ["", "2.5"]
     assert rows[0]["drafts"] == "" and rows[0]["k"] == "0"
+
+
+def test_runs_of_a_place_become_one_cell():
+    cells = [
+        Cell(k=1, max_num_seqs=2, start_seconds=4.0, busy_before=0.1, measurements=(measurement(number=1),)),
+        Cell(k=1, max_num_seqs=2, run=1, error="it broke", notes=("lost",)),
+        Cell(k=1, max_num_seqs=2, run=2, start_seconds=6.0, busy_before=0.4, measurements=(measurement(number=2),)),
+        Cell(k=3, max_num_seqs=2, error="no head"),
+        Cell(k=3, max_num_seqs=2, run=1, error="no head"),
+    ]
+    good, bad = merged(cells)
+    assert [one.number for one in good.measurements] == [1, 2]
+    assert (good.start_seconds, good.busy_before, good.error, good.notes) == (5.0, 0.4, None, ())
+    assert (bad.k, bad.error) == (3, "no head")
+
+
+def test_runs_have_files_of_their_own(tmp_path):
+    folder = Folder(tmp_path, SETTINGS)
+    for run in range(2):
+        folder.add(Cell(k=1, max_num_seqs=2, run=run))
+    assert folder.done() == {"k1-mns2", "k1-mns2-run1"}
+
+
+def test_an_endpoints_failure_gives_way_to_its_cell(tmp_path):
+    folder = Folder(tmp_path, SETTINGS)
+    asked = Cell(k=None, max_num_seqs=None)
+    folder.replace(asked, msgspec.structs.replace(asked, error="refused"))
+    folder.replace(asked, Cell(k=3, max_num_seqs=4))
+    assert [cell.name for cell in folder.cells()] == ["k3-mns4"]
