@@ -48,8 +48,8 @@ class Features:
 
 
 def stop_ids_of(params: SamplingParams) -> list[int]:
-    """Ids that end the request: its own, and the model's unless ignore_eos."""
-    eos = () if params.ignore_eos else params.eos_token_ids
+    """Ids that end the request: its own, and the model's unless ignore_eos. A grammar's text ends with the model's."""
+    eos = () if params.ignore_eos and params.grammar is None else params.eos_token_ids
     return sorted({*params.stop_token_ids, *eos})
 
 
@@ -139,11 +139,17 @@ class BatchState:
         return features
 
     def sampling_rows(
-        self, slots: torch.Tensor, features: Features, positions_BW: torch.Tensor, drafts_Bn: torch.Tensor
+        self,
+        slots: torch.Tensor,
+        features: Features,
+        positions_BW: torch.Tensor,
+        drafts_Bn: torch.Tensor,
+        forbidden_RV: torch.Tensor | None = None,
     ) -> SamplingRows:
         """Parameters of B x W rows, the last W of the n + 1 that follow each sequence's committed tokens.
 
-        Row j's history is the sequence's own and drafts 0 .. n - W + j. positions: of the tokens to choose.
+        Row j's history is the sequence's own and drafts 0 .. n - W + j. positions: of the tokens to choose. forbidden:
+        tokens that a row must not choose (grammars), beside those that min_tokens bans.
         """
         width = positions_BW.shape[1]
 
@@ -164,7 +170,7 @@ class BatchState:
             seen=seen,
             counts=counts,
             bias=rows(self.bias, features.biased) if self.bias is not None else None,
-            banned=self._banned(slots, positions_BW) if features.min_tokens else None,
+            banned=_either(self._banned(slots, positions_BW) if features.min_tokens else None, forbidden_RV),
         )
 
     def _history(self, slots: torch.Tensor, width: int, drafts_Bn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,3 +226,7 @@ class BatchState:
         if counts_B is not None:
             offered = torch.minimum(offered, counts_B)
         self.num_offered[slots] = torch.where(self.done[slots], 0, offered.clamp_(min=0))
+
+
+def _either(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a | b

@@ -9,7 +9,17 @@ import torch
 
 from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.messages import ErrorCode, FinishReason, Ready, RequestOutput, StepReport, StepStats, Submit
+from pilotfish.engine.grammar import Constraint, GrammarLibrary
+from pilotfish.engine.messages import (
+    ErrorCode,
+    FinishReason,
+    Ready,
+    RequestOutput,
+    SamplingParams,
+    StepReport,
+    StepStats,
+    Submit,
+)
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round import run_round
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
@@ -35,6 +45,7 @@ class EngineLoop:
         self.runner: Runner = engine.runner
         self.scheduler: Scheduler = engine.scheduler
         self.ready: Ready = engine.ready
+        self.grammars: GrammarLibrary | None = engine.grammars
         self.depth = engine.ready.num_speculative_tokens
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[RequestOutput] = []
@@ -98,7 +109,17 @@ class EngineLoop:
             raise RequestError(
                 f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"
             )
-        return Sequence(request, limit, own_k, num_pages)
+        return Sequence(request, limit, own_k, num_pages, self._constraint(params))
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.grammar is None:
+            return None
+        if params.min_tokens:
+            # a finished grammar allows the end alone
+            raise RequestError("min_tokens: want 0 with a grammar")
+        if self.grammars is None:
+            raise RequestError("grammar: this engine has no tokenizer to read grammars with")
+        return self.grammars.constraint(params.grammar, params.eos_token_ids)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -109,7 +130,9 @@ class EngineLoop:
         outputs, self._ended = self._ended, []
         for sequence in self.scheduler.admit():
             params = sequence.request.sampling
-            self.runner.admit(sequence.slot, sequence.prompt, params, sequence.limit, sequence.own_k)
+            self.runner.admit(
+                sequence.slot, sequence.prompt, params, sequence.limit, sequence.own_k, sequence.constraint
+            )
         step = self.scheduler.next_step()
         phases: dict[str, float] = {}
         num_prefilled = 0
@@ -149,8 +172,9 @@ class EngineLoop:
 
     def _output(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> RequestOutput:
         finish: FinishReason | None = None
-        if report.done:
-            finish = "stop" if report.stopped else "length"
+        error = sequence.constraint.error if sequence.constraint is not None else None
+        if report.done or error is not None:
+            finish = "error" if error is not None else "stop" if report.stopped else "length"
             self.scheduler.finish(sequence)
             del self._sequences[sequence.request_id]
         return RequestOutput(
@@ -158,6 +182,7 @@ class EngineLoop:
             token_ids=report.token_ids,
             logprobs=report.logprobs,
             finish_reason=finish,
+            error=error,
             stop_token_id=report.token_ids[-1] if report.stopped else None,
             num_drafted=report.num_drafted,
             num_accepted=report.num_accepted,

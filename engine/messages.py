@@ -18,6 +18,16 @@ ErrorCode = Literal["queue_full", "invalid"]
 MAX_MESSAGE_BYTES = 256 << 20
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text must match. `source` is a JSON schema, a regular expression, a JSON list of strings (choice), or a
+    Lark or GBNF grammar; unused for json_object. `after_token_id`: in force once that token has been generated
+    (the end of thinking)."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    source: str = ""
+    after_token_id: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen; names and defaults are vLLM's.
 
@@ -25,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `stop_token_ids` end a request and are not part of its text; `eos_token_ids` (the model's own
     end ids, filled in by the server) do too unless `ignore_eos`. `max_tokens` counts generated tokens.
     `logprobs` = n returns the n most likely tokens beside the chosen one; None returns nothing.
-    `seed` is a 64-bit integer (the server draws one where the client gave none).
+    `seed` is a 64-bit integer (the server draws one where the client gave none). Under a `grammar` the model's own end
+    ids always stop.
     """
 
     temperature: float = 1.0
@@ -44,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int = 0
     choice: int = 0
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):

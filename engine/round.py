@@ -30,6 +30,9 @@ def run_round(runner: Runner, batch: Batch, next_depth: int) -> tuple[list[Seque
     clock = PhaseClock()
     verified = runner.verify(batch)
     clock.mark("verify")
+    if verified.masks is not None:
+        verified.masks.result()
+        clock.mark("mask")
     chosen = runner.choose(verified)
     clock.mark("choose")
     verdict, offered = runner.accept(verified, chosen)

@@ -6,13 +6,16 @@ B = sequences, W = window rows, R = B * W rows padded to whole tiles, K = drafts
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.batch_state import BatchState, Features
+from pilotfish.engine.grammar import Constraint
 from pilotfish.engine.messages import SamplingParams, TokenLogprob
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.window import Span, Window
@@ -36,13 +39,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Verified:
-    """hidden [R, H] and raw logits fp32 [B * W, V] of a window, and the drafts int64 [B, K] it held."""
+    """hidden [R, H] and raw logits fp32 [B * W, V] of a window, and the drafts int64 [B, K] it held.
+
+    `masks`, where a sequence has a grammar: tokens each row must not choose, bool [B * W, V], computed meanwhile.
+    """
 
     window: Window
     features: Features
     drafts: torch.Tensor
     hidden: torch.Tensor
     logits: torch.Tensor
+    masks: Future[torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,24 @@ class Runner:
         assert not head_on or model.head is not None
         self.model, self.state, self.head_on = model, state, head_on
         self.observers: list[Observer] = []
+        self.constraints: dict[int, Constraint] = {}
+        self._mask_thread = ThreadPoolExecutor(1, "grammar")
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def admit(self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int) -> None:
+    def admit(
+        self,
+        slot: int,
+        prompt: list[int],
+        params: SamplingParams,
+        limit: int,
+        own_k: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         """Takes a free slot for a request; its caches start empty."""
+        self.constraints.pop(slot, None)
+        if constraint is not None:
+            self.constraints[slot] = constraint
         self.state.admit(slot, prompt, params, limit, own_k)
         self.model.trunk.state.reset(slot)
 
@@ -91,7 +111,8 @@ class Runner:
         features = self.state.features[slot]
         position = torch.tensor([[end]], device=device)
         empty = position.new_zeros((1, 0))
-        rows = self.state.sampling_rows(slots, features, position, empty)
+        masks = self._start_masks([slot], empty)
+        rows = self.state.sampling_rows(slots, features, position, empty, masks.result() if masks else None)
         chosen = choose(logits, rows, position[0])[:, None]
         remaining = self.state.limit[slots] - end
         done = self.state.done[slots]
@@ -119,17 +140,19 @@ class Runner:
         drafts = state.drafts[slots, : batch.depth]
         tokens = drafts.new_zeros(padded_rows(window.num_rows))
         tokens[: window.num_rows] = torch.cat((state.last_token[slots][:, None], drafts), dim=1).flatten()
+        masks = self._start_masks(batch.slots, drafts)
         trace = (lambda name, rows: self._see(name, rows, window)) if self.observers else None
         hidden = self.model.trunk.rows(tokens, window, counts, trace)
         logits = self.model.trunk.logits(hidden)[: window.num_rows]
         self._see("logits", logits, window)
-        return Verified(window, state.batch_features(batch.slots), drafts, hidden, logits)
+        return Verified(window, state.batch_features(batch.slots), drafts, hidden, logits, masks)
 
     def choose(self, verified: Verified) -> torch.Tensor:
         """The trunk's own token of every row, int64 [B, W]."""
         window = verified.window
+        forbidden = verified.masks.result() if verified.masks is not None else None
         positions = (window.positions + 1).view(window.num_sequences, window.width)
-        rows = self.state.sampling_rows(window.slots, verified.features, positions, verified.drafts)
+        rows = self.state.sampling_rows(window.slots, verified.features, positions, verified.drafts, forbidden)
         if rows.counts is not None:
             self._see("history", rows.counts, window)
         chosen = choose(verified.logits, rows, positions.flatten())
@@ -168,6 +191,21 @@ class Runner:
     ) -> list[SequenceReport]:
         """The round's outcome on the host; the one place that waits for the device."""
         return self._reports(batch.slots, chosen, verdict, offered, verified.logits, batch.logprobs)
+
+    def _start_masks(self, slots: list[int], drafts: torch.Tensor) -> Future[torch.Tensor] | None:
+        """What grammars forbid each row, computed on another thread while the trunk runs. None without a grammar."""
+        if not any(slot in self.constraints for slot in slots):
+            return None
+        return self._mask_thread.submit(self._masks, slots, drafts.tolist())
+
+    def _masks(self, slots: list[int], drafts: list[list[int]]) -> torch.Tensor:
+        width, vocab = len(drafts[0]) + 1, self.state.vocab_size
+        bits = np.full((len(slots) * width, -(-vocab // 32)), -1, dtype=np.int32)
+        for b, slot in enumerate(slots):
+            if slot in self.constraints:
+                self.constraints[slot].mask_rows(drafts[b], bits[b * width : (b + 1) * width])
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
+        return torch.from_numpy(allowed == 0).to(self.state.device)
 
     # -- shared -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +260,13 @@ class Runner:
             reports.append(
                 SequenceReport(slots[b], tokens[:count], drafted, min(accepted, count), stopped, done, probabilities)
             )
+        self._advance_grammars(reports)
         return reports
+
+    def _advance_grammars(self, reports: list[SequenceReport]) -> None:
+        for report in reports:
+            if report.slot in self.constraints:
+                self.constraints[report.slot].advance(report.token_ids)
 
     def _see(self, name: str, rows: torch.Tensor, window: Window) -> None:
         if self.observers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pilotfish.engine.grammar import Constraint
 from pilotfish.engine.messages import Submit
 
 
@@ -15,6 +16,7 @@ class Sequence:
     limit: int
     own_k: int
     num_pages: int
+    constraint: Constraint | None = None
     slot: int = 0
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0

@@ -20,6 +20,7 @@ from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import CheckpointError, OptionError
+from pilotfish.engine.grammar import GrammarLibrary
 from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.messages import HeadCheck, Ready
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
@@ -41,11 +42,12 @@ MAX_ROWS = 256
 
 @dataclass(frozen=True)
 class Engine:
-    """What the loop drives."""
+    """What the loop drives. `grammars` is None where there is no tokenizer.json to read them with."""
 
     runner: Runner
     scheduler: Scheduler
     ready: Ready
+    grammars: GrammarLibrary | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def start_engine(options: EngineOptions) -> Engine:
     report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options))
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started, report)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
-    return engine
+    tokenizer = Path(options.model) / "tokenizer.json"
+    grammars = GrammarLibrary(tokenizer, checkpoint.config.vocab_size) if tokenizer.exists() else None
+    return dataclasses.replace(engine, grammars=grammars)
 
 
 def _origin(checkpoint: Checkpoint, plan: Plan) -> str | None:

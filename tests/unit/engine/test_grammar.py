@@ -1,0 +1,158 @@
+"""Grammars: masks per row of a window, and text under a grammar that is the same for every k."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from pilotfish.engine.errors import RequestError
+from pilotfish.engine.grammar import GrammarLibrary
+from pilotfish.engine.loop import EngineLoop, make_core
+from pilotfish.engine.messages import Grammar, SamplingParams, Submit
+from pilotfish.engine.options import EngineOptions
+
+MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
+EOS = (8179,)
+VOCAB = 8192
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "required": ["name", "age", "ok"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def library():
+    return GrammarLibrary(MODEL / "tokenizer.json", VOCAB)
+
+
+def rows_of(constraint, drafts):
+    bits = np.zeros((len(drafts) + 1, VOCAB // 32), dtype=np.int32)
+    constraint.mask_rows(drafts, bits)
+    return np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little").astype(bool)
+
+
+class TestMasks:
+    def test_each_row_allows_what_may_follow_the_drafts_before_it(self, library, tokenizer):
+        a, b, c = (tokenizer.token_to_id(letter) for letter in "abc")
+        constraint = library.constraint(Grammar(kind="regex", source="ab*c"), EOS)
+        rows = rows_of(constraint, [a, b, c])
+        assert rows[0][a] and not rows[0][b] and not rows[0][EOS[0]]
+        assert rows[1][b] and rows[1][c] and not rows[1][a]
+        assert rows[2][b] and rows[2][c]
+        # complete: nothing but the end may follow
+        assert rows[3].nonzero()[0].tolist() == list(EOS)
+
+    def test_drafts_leave_no_trace(self, library, tokenizer):
+        a, b, c = (tokenizer.token_to_id(letter) for letter in "abc")
+        constraint = library.constraint(Grammar(kind="regex", source="ab*c"), EOS)
+        before = rows_of(constraint, [])
+        for drafts in ([a, b, c], [c, a, b], [a, c, EOS[0]], [a, a, a]):
+            rows_of(constraint, drafts)
+        assert (rows_of(constraint, []) == before).all()
+        constraint.advance([a, b])
+        assert rows_of(constraint, [])[0][c]
+
+    def test_rows_after_a_forbidden_draft_allow_everything(self, library, tokenizer):
+        a, c = tokenizer.token_to_id("a"), tokenizer.token_to_id("c")
+        rows = rows_of(library.constraint(Grammar(kind="regex", source="ab"), EOS), [a, c, c])
+        assert not rows[1][c]
+        assert rows[2].all() and rows[3].all()
+
+    def test_a_grammar_after_a_token_waits_for_it_inside_a_window_too(self, library, tokenizer):
+        think, a = tokenizer.token_to_id("</think>"), tokenizer.token_to_id("a")
+        constraint = library.constraint(Grammar(kind="regex", source="a", after_token_id=think), EOS)
+        rows = rows_of(constraint, [5, think, a])
+        assert rows[0].all() and rows[1].all()
+        assert rows[2][a] and not rows[2][5]
+        constraint.advance([5, think])
+        assert not rows_of(constraint, [])[0][5]
+
+    def test_a_forbidden_commit_is_an_error_and_not_a_crash(self, library, tokenizer):
+        constraint = library.constraint(Grammar(kind="regex", source="ab"), EOS)
+        constraint.advance([tokenizer.token_to_id("c")])
+        assert constraint.error
+
+
+@pytest.mark.parametrize(
+    ("grammar", "named"),
+    [
+        (Grammar(kind="json_schema", source="{not json"), "json_schema"),
+        (Grammar(kind="json_schema", source='{"type": "nonsense"}'), "json_schema"),
+        (Grammar(kind="regex", source="(unclosed"), "regex"),
+        (Grammar(kind="grammar", source="start: missing_rule"), "grammar"),
+        (Grammar(kind="choice", source="[]"), "choice"),
+    ],
+)
+def test_a_malformed_grammar_is_refused_by_kind(library, grammar, named):
+    with pytest.raises(RequestError, match=named):
+        library.constraint(grammar, EOS)
+
+
+def run(depth: int, batch: int, requests: list[Submit]) -> dict[str, list[int]]:
+    core: EngineLoop = make_core(
+        EngineOptions(model=str(MODEL), num_speculative_tokens=depth, max_num_seqs=batch, max_model_len=1024)
+    )
+    for request in requests:
+        core.submit(request)
+    texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    accepted = 0
+    while core.has_work():
+        report = core.step()
+        for output in report.outputs:
+            assert output.error is None, output.error
+            texts[output.request_id] += output.token_ids
+            accepted += output.num_accepted
+    core.scheduler.check()
+    assert depth == 0 or accepted > 0
+    return texts
+
+
+@pytest.fixture(scope="module")
+def requests(tokenizer):
+    prompt = tokenizer.encode("<|im_start|>user\nDescribe a person.<|im_end|>\n<|im_start|>assistant\n").ids
+    base = {"eos_token_ids": EOS, "max_tokens": 48, "seed": 5}
+    grammars = {
+        "schema": Grammar(kind="json_schema", source=json.dumps(SCHEMA)),
+        "regex": Grammar(kind="regex", source=r"[a-z]{3,8}(, [a-z]{3,8}){2}\."),
+        "choice": Grammar(kind="choice", source=json.dumps(["yes, certainly", "no, never", "perhaps"])),
+        "free": None,
+    }
+    modes = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.2}}
+    return [
+        Submit(
+            request_id=f"{name}-{mode}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(grammar=grammar, **base, **how),
+        )
+        for name, grammar in grammars.items()
+        for mode, how in modes.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(requests):
+    return {name: tokens for request in requests for name, tokens in run(0, 1, [request]).items()}
+
+
+def test_text_matches_its_grammar(plain, tokenizer):
+    texts = {name: tokenizer.decode(tokens, skip_special_tokens=True) for name, tokens in plain.items()}
+    for mode in ("greedy", "sampled"):
+        person = json.loads(texts[f"schema-{mode}"])
+        assert isinstance(person["name"], str) and isinstance(person["age"], int) and isinstance(person["ok"], bool)
+        assert re.fullmatch(r"[a-z]{3,8}(, [a-z]{3,8}){2}\.", texts[f"regex-{mode}"])
+        assert texts[f"choice-{mode}"] in ("yes, certainly", "no, never", "perhaps")
+
+
+@pytest.mark.parametrize(("depth", "batch"), [(1, 4), (3, 1), (3, 4), (5, 3)])
+def test_text_under_a_grammar_does_not_depend_on_k_or_batch(plain, requests, depth, batch):
+    assert run(depth, batch, requests) == plain
