@@ -1,0 +1,89 @@
+"""Structured output: OpenAI's `response_format` and vLLM's `structured_outputs` and `guided_*`, as one grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pilotfish.engine.messages import Grammar
+from pilotfish.server.errors import BadRequest
+
+MAX_SOURCE_BYTES = 256 << 10
+GUIDED_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+}
+"""vLLM's older names, and what each is called inside `structured_outputs`."""
+
+
+def grammar_of(fields: dict[str, Any], after_token_id: int | None = None) -> Grammar | None:
+    """The one grammar that a request's fields ask for, in force after a token if given (the end of thinking).
+
+    `fields` holds the values of response_format, structured_outputs and guided_* that are not None. Raises BadRequest
+    naming the field, also if two of them ask for a grammar.
+    """
+    asked = [(name, grammar) for name, value in fields.items() if (grammar := _read(name, value)) is not None]
+    if len(asked) > 1:
+        names = " and ".join(name for name, _ in asked)
+        raise BadRequest(f"Want one grammar, got {names}.", param=asked[1][0])
+    if not asked:
+        return None
+    name, (kind, source) = asked[0]
+    if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
+        raise BadRequest(f"Want a grammar of at most {MAX_SOURCE_BYTES} bytes.", param=name)
+    return Grammar(kind=kind, source=source, after_token_id=after_token_id)
+
+
+def _read(name: str, value: Any) -> tuple[Any, str] | None:
+    """(kind, source) of one field, or None where it asks for free text."""
+    if name == "response_format":
+        return _response_format(value)
+    if name in GUIDED_FIELDS:
+        return _constraint(name, GUIDED_FIELDS[name], value)
+    if not isinstance(value, dict):
+        raise BadRequest(f"Want an object, got {type(value).__name__}.", param=name)
+    given = {key: inner for key, inner in value.items() if inner is not None}
+    known = set(GUIDED_FIELDS.values())
+    strange = sorted(given.keys() - known)
+    if strange:
+        raise BadRequest(f"Not supported here: {strange[0]}. Want one of {', '.join(sorted(known))}.", param=name)
+    if len(given) != 1:
+        raise BadRequest(f"Want exactly one of {', '.join(sorted(known))}, got {len(given)}.", param=name)
+    ((key, inner),) = given.items()
+    return _constraint(f"{name}.{key}", key, inner)
+
+
+def _response_format(value: Any) -> tuple[Any, str] | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return "json_object", ""
+    if kind == "json_schema":
+        holder = value.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise BadRequest("Want an object.", param="response_format.json_schema.schema")
+        return "json_schema", json.dumps(schema)
+    raise BadRequest("Want type text, json_object or json_schema.", param="response_format.type")
+
+
+def _constraint(param: str, key: str, value: Any) -> tuple[Any, str] | None:
+    if key == "json_object":
+        return ("json_object", "") if value else None
+    if key == "json":
+        if isinstance(value, dict):
+            return "json_schema", json.dumps(value)
+        if isinstance(value, str):
+            return "json_schema", value
+        raise BadRequest(f"Want a JSON schema, got {type(value).__name__}.", param=param)
+    if key == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
+            raise BadRequest("Want a list of at least one string.", param=param)
+        return "choice", json.dumps(value)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"Want a string, got {type(value).__name__}.", param=param)
+    return key, value
