@@ -14,7 +14,13 @@ from pilotfish.engine.checkpoint.gguf_file import TYPES
 
 NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 # bytes of a block that are 16-bit scales
-SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
+SCALE_PLACES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
 
 
 def write_gguf(

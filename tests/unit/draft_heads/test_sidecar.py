@@ -346,21 +346,26 @@ def test_gguf_embeddings_of_its_own_are_left(models, tmp_path):
     assert checkpoint.dropped["not the head's"] == (2, 64)
 
 
-BLOCK_TYPES = {
-    "q_proj": "Q4_K",
-    "k_proj": "Q5_K",
-    "v_proj": "Q6_K",
-    "fc": "IQ4_XS",
-    "o_proj": "Q8_0",
-    "gate_proj": "F16",
-}
+BLOCK_TYPES = (
+    {"q_proj": "Q4_K", "k_proj": "Q5_K", "v_proj": "Q6_K", "fc": "IQ4_XS", "o_proj": "Q8_0", "gate_proj": "F16"},
+    {
+        "q_proj": "Q2_K",
+        "k_proj": "Q3_K",
+        "v_proj": "IQ4_NL",
+        "fc": "Q4_0",
+        "o_proj": "Q4_1",
+        "up_proj": "Q5_0",
+        "down": "Q5_1",
+    },
+)
 
 
-def test_gguf_block_types_are_decoded_by_the_gguf_package(models, tmp_path):
-    """Of single rows too: a matrix of blocks and a row of it give the same."""
+@pytest.mark.parametrize("types", BLOCK_TYPES)
+def test_gguf_block_types_are_decoded_by_the_gguf_package(models, tmp_path, types):
+    """A matrix of blocks and a row of it give the same."""
     gguf = pytest.importorskip("gguf", reason="gguf is an optional dependency")
     model = models["dense"]
-    records = gguf_tensors(model, BLOCK_TYPES)
+    records = gguf_tensors(model, types)
     got = head_of(attach_head(model.trunk, write_gguf(tmp_path / "x.gguf", metadata(), OTHERS | records)))
     seen = set()
     for name, (kind, shape, raw) in records.items():
@@ -372,7 +377,7 @@ def test_gguf_block_types_are_decoded_by_the_gguf_package(models, tmp_path):
         assert np.array_equal(got[ours][3:4].numpy(), values), name
         assert got[ours].isfinite().all() and got[ours].std() > 0
         seen.add(kind)
-    assert seen == {"Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0"}
+    assert seen == set(types.values()) - {"F16"}
 
 
 def test_q8_0_of_known_bytes(tmp_path):
@@ -395,7 +400,7 @@ def test_without_the_gguf_package_block_types_are_refused(models, tmp_path, monk
 
 def test_headers_are_read_as_the_gguf_package_reads_them(models, tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is an optional dependency")
-    path = write_gguf(tmp_path / "x.gguf", metadata(), OTHERS | gguf_tensors(models["dense"], BLOCK_TYPES))
+    path = write_gguf(tmp_path / "x.gguf", metadata(), OTHERS | gguf_tensors(models["dense"], BLOCK_TYPES[0]))
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
     assert [t.name for t in theirs.tensors] == list(ours.tensors)
     for tensor in theirs.tensors:
@@ -418,7 +423,7 @@ GGUF_FAULTS = [
     ),
     (metadata(**{"qwen35.block_count": 9}), {}, CheckpointError, "head is block 8, .* the trunk has 4"),
     (metadata(), {"blk.4.ssm_a": ("F32", (8,), bytes(32))}, CheckpointError, "a head has no such tensor"),
-    (metadata(), {"blk.4.nextn.eh_proj.weight": ("Q2_K", (8,), bytes(32))}, LayoutError, "stored as GGUF type 99"),
+    (metadata(), {"blk.4.nextn.eh_proj.weight": ("IQ1_S", (8,), bytes(32))}, LayoutError, "stored as GGUF type 99"),
     (
         metadata(),
         {"blk.4.nextn.eh_proj.weight": ("F32", (8,), bytes(32))},
@@ -461,3 +466,28 @@ def test_hostile_gguf_headers_are_refused(tmp_path, raw, message):
     path.write_bytes(raw)
     with pytest.raises(HeaderError, match=message):
         read_gguf(path)
+
+
+def test_a_file_of_the_gguf_package_s_writer(models, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="gguf is an optional dependency")
+    model = models["moe"]
+    writer = gguf.GGUFWriter(tmp_path / "mtp-tiny.gguf", "qwen35moe")
+    writer.add_block_count(5)
+    writer.add_nextn_predict_layers(1)
+    writer.add_rope_freq_base(1e7)
+    writer.add_token_list(["a", "b"])
+    for name, (kind, shape, raw) in gguf_tensors(model, {}).items():
+        values = decode_bf16(raw) if kind == "BF16" else np.frombuffer(raw, np.float32)
+        data = gguf.quants.quantize(values.reshape(shape), gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    got = head_of(attach_head(model.trunk, tmp_path))
+    for name, tensor in model.wanted.items():
+        assert torch.equal(got[name], tensor.float()), name
+
+
+def decode_bf16(raw):
+    return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).float().numpy()
