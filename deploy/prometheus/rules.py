@@ -69,7 +69,8 @@ ALERTS = (
     ),
     Alert(
         "PilotfishEngineRestarted",
-        f"changes({RULE.select('engine_ready_timestamp_seconds')}[15m])",
+        # 0 is an engine that has not been ready yet: a first start is none again
+        f"changes(({RULE.select('engine_ready_timestamp_seconds')} > 0)[15m:5s])",
         "> 0",
         "0m",
         "ticket",

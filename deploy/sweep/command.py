@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
     except SettingsDiffer as error:
         print(f"pilotfish sweep: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # a shell starts what it puts into the background with SIGINT ignored
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     places = [(None, None)] if args.url else [(k, size) for size in args.max_num_seqs for k in args.k]
     wanted = [Cell(k=k, max_num_seqs=size, run=run) for run in range(args.repeats) for k, size in places]
     try:

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import time
+import urllib.request
 
 import aiohttp
 import pytest
@@ -117,6 +118,15 @@ def test_prometheus_itself_finds_no_fault_in_the_rules(scraped):
     found = prometheus.rules()
     assert len(found) == len(rules.RECORDINGS) + len(rules.ALERTS)
     assert [(rule["name"], rule["lastError"]) for rule in found if rule.get("lastError")] == []
+
+
+def test_promtool_finds_no_fault_in_the_metrics(scraped):
+    prometheus, _ = scraped
+    (up,) = prometheus.instant("up")
+    with urllib.request.urlopen(f"http://{up.labels['instance']}/metrics", timeout=30) as response:
+        text = response.read()
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_figures_agree_with_each_other(scraped):
