@@ -172,7 +172,7 @@ class EngineLoop:
 
     def _output(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> RequestOutput:
         finish: FinishReason | None = None
-        error = sequence.constraint.error if sequence.constraint is not None else None
+        error = _error(sequence, report)
         if report.done or error is not None:
             finish = "error" if error is not None else "stop" if report.stopped else "length"
             self.scheduler.finish(sequence)
@@ -202,3 +202,10 @@ class EngineLoop:
             state_slots_used=scheduler.slots.num_used,
             state_slots_total=scheduler.slots.capacity,
         )
+
+
+def _error(sequence: Sequence, report: SequenceReport) -> str | None:
+    """What ends this request alone; its neighbours do not notice."""
+    if report.has_nan:
+        return "the model's logits hold NaN: no token can be chosen"
+    return sequence.constraint.error if sequence.constraint is not None else None

@@ -54,7 +54,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class SequenceReport:
-    """What a round added to one sequence. Drafts that were accepted but lie past a stop are not counted."""
+    """What a round added to one sequence. Drafts that were accepted but lie past a stop are not counted.
+
+    `has_nan`: a committed token was chosen from logits with a NaN, so it means nothing.
+    """
 
     slot: int
     token_ids: list[int]
@@ -62,6 +65,7 @@ class SequenceReport:
     num_accepted: int
     stopped: bool
     done: bool
+    has_nan: bool
     logprobs: list[TokenLogprob] | None
 
 
@@ -249,16 +253,19 @@ class Runner:
         logits: torch.Tensor,
         logprobs: list[int | None],
     ) -> list[SequenceReport]:
-        fields = (chosen, verdict.num_committed, verdict.num_accepted, offered, verdict.stopped, verdict.done)
+        # argmax takes a NaN for the largest value: a row that has one has chosen it
+        is_nan = logits.view(*chosen.shape, -1).gather(-1, chosen[..., None])[..., 0].isnan()
+        fields = (chosen, verdict.num_committed, verdict.num_accepted, offered, verdict.stopped, verdict.done, is_nan)
         reports = []
-        for b, (tokens, count, accepted, drafted, stopped, done) in enumerate(
+        for b, (tokens, count, accepted, drafted, stopped, done, nan) in enumerate(
             zip(*(field.tolist() for field in fields), strict=True)
         ):
             first = b * chosen.shape[1]
             wanted = logprobs[b]
             probabilities = None if wanted is None else _logprobs(logits[first : first + count], tokens[:count], wanted)
+            kept, has_nan = tokens[:count], any(nan[:count])
             reports.append(
-                SequenceReport(slots[b], tokens[:count], drafted, min(accepted, count), stopped, done, probabilities)
+                SequenceReport(slots[b], kept, drafted, min(accepted, count), stopped, done, has_nan, probabilities)
             )
         self._advance_grammars(reports)
         return reports

@@ -365,3 +365,23 @@ class TestReports:
         assert loop.ready.ledger["kv_cache_bytes"] == sum(t.numel() * t.element_size() for t in caches)
         pending = torch.tensor([t.nbytes for t in vars(trunk.state.pending).values()])
         assert loop.ready.ledger["pending_bytes"] == int(pending.sum())
+
+    def test_nan_in_the_logits_ends_that_request_alone(self):
+        driver = LoopDriver(depth=3, agreeing=2)
+        embedding = driver.loop.runner.model.trunk.embedding
+        good = [driver.ask("a", 21), driver.ask("b", 40, seed=2, mode="sampled")]
+        used = {token for r in good for token in (*r.submit.prompt_token_ids, *r.reference.tokens)}
+        # neither read nor written nor (as a wrong draft, one above a right one) verified by the others
+        poison = next(token for token in range(VOCAB_SIZE) if not {token, token - 1} & used)
+        before = embedding[poison].clone()
+        bad = driver.submit("bad", [1, 2, poison], SamplingParams(temperature=0, max_tokens=9))
+        try:
+            embedding[poison] = float("nan")
+            driver.run()
+        finally:
+            embedding[poison] = before
+        assert (bad.finish, bad.last.error_code) == ("error", None)
+        assert "NaN" in bad.last.error
+        for request in good:
+            assert_alone(request)
+        assert_idle(driver)
