@@ -27,7 +27,7 @@ class TemplateError(Exception):
 
 
 class ChatTemplate:
-    """A compiled template. `variables` are the names it reads and does not define."""
+    """A compiled template of this `source`. `variables` are the names it reads and does not define."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
         environment = _environment()
@@ -37,12 +37,14 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
         self._special_tokens = special_tokens or {}
+        self.source = source
 
     def render(
         self,
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
         values: dict[str, Any] | None = None,
     ) -> str:
         """The prompt. Raises BadRequest naming `messages` for whatever the template objects to."""
@@ -56,7 +58,7 @@ class ChatTemplate:
                     **self._special_tokens,
                     **values,
                     "messages": messages,
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }

@@ -50,6 +50,21 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for")
     parser.add_argument("--api-key", nargs="+", metavar="KEY", help=f"keys clients must send (or ${KEY_VARIABLE})")
     _add_model_flags(parser)
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=("auto", "none", "qwen3"),
+        default="auto",
+        help="tell reasoning from content (auto: where the chat template writes </think>)",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=("auto", "none", "qwen3_coder", "qwen3_xml"),
+        default="auto",
+        help="read tool calls (auto: where the chat template writes <function=)",
+    )
+    parser.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="as vLLM's; on wherever tool calls are read"
+    )
     parser.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
     parser.add_argument("--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503")
     parser.add_argument(

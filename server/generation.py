@@ -16,6 +16,7 @@ import msgspec
 from pilotfish.engine.client import EngineClient
 from pilotfish.engine.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
+from pilotfish.server.answer import MARKERS, AnswerParser, Part, Said, merge
 from pilotfish.server.detokenize import Detokenizer
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.plan import Plan, StopRules
@@ -35,10 +36,15 @@ class ShownToken(msgspec.Struct, frozen=True):
 class Piece(msgspec.Struct, frozen=True):
     """What has become certain since the last piece. `tokens` only where someone asked for them."""
 
-    text: str
+    parts: list[Part]
     tokens: list[ShownToken]
     finish_reason: str | None
     stop_reason: int | str | None
+
+    @property
+    def text(self) -> str:
+        """The content."""
+        return "".join(part.text for part in self.parts if isinstance(part, Said) and part.kind == "content")
 
 
 class Choice:
@@ -58,18 +64,18 @@ class Choice:
         self.error: ApiError | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.num_tokens = self.num_drafted = self.num_accepted = 0
+        self.num_tokens = self.num_drafted = self.num_accepted = self.num_reasoning_tokens = 0
         self._num_generated = 0
         self._num_rounds = self._num_round_tokens = 0
         self._synthetic = False
-        self._detokenizer = Detokenizer(
-            tokenizer.token_bytes, tokenizer.special_ids if rules.skip_special_tokens else frozenset()
-        )
+        self._detokenizer = Detokenizer(tokenizer.token_bytes, _hidden_ids(tokenizer, rules))
         self._stops = StopMatcher(rules.strings, include=rules.include)
-        self._text: list[str] = []
+        self._parser = AnswerParser(rules.answer) if rules.answer is not None else None
+        self._parts: list[Part] = []
         self._num_chars = self._num_shown = 0
         self._unsettled: deque[ShownToken] = deque()
         self._settled: list[ShownToken] = []
+        self._unread_starts: deque[int] = deque()
         self._arrived = arrived
         self._last_time: float | None = None
         self._metrics = metrics
@@ -85,16 +91,21 @@ class Choice:
     def feed(self, output: RequestOutput) -> RequestOutput:
         """Takes one output in and returns it as it counts."""
         kept, matched = self._read_tokens(output)
-        output = _trim(output, kept, matched)
+        if matched is not None or self._is_complete():
+            output = _trim(output, kept)
         self._count(output)
         if output.finish_reason is not None:
             self._finish(output, matched)
         self._settle(ended=self.finish_reason is not None and matched is None)
+        self._count_reasoning(ended=self.ended)
         self.wake()
         return output
 
     def _read_tokens(self, output: RequestOutput) -> tuple[int, str | None]:
-        """How many tokens would have been generated one by one, and the stop string that the last of them completed."""
+        """How many tokens would have been generated one by one, and the stop string that the last of them completed.
+
+        The first call of a request that wants no second ends it as a stop string does, text included.
+        """
         last = len(output.token_ids) - 1
         for position, token_id in enumerate(output.token_ids):
             stops_here = position == last and output.stop_token_id is not None
@@ -106,13 +117,19 @@ class Choice:
             drafted = position < output.num_accepted
             self._unsettled.append(ShownToken(token_id, self._num_chars, drafted, logprob))
             self._num_chars += len(text)
-            if matched is not None:
+            if matched is not None or self._is_complete():
                 return position + 1, matched
         return last + 1, None
 
+    def _is_complete(self) -> bool:
+        return self._parser is not None and self._parser.finished
+
     def _show(self, text: str) -> None:
         self._num_shown += len(text)
-        self._text.append(text)
+        if self._parser is not None:
+            self._parts += self._parser.push(text)
+        elif text:
+            self._parts.append(Said("content", text))
 
     def _settle(self, *, ended: bool) -> None:
         """Moves tokens that are certain to the answer: all of them at its end, else those whose text has begun to show.
@@ -125,6 +142,17 @@ class Choice:
             self.num_accepted += token.drafted
             if self.rules.keep_tokens:
                 self._settled.append(token)
+            if self._parser is not None:
+                self._unread_starts.append(token.start)
+
+    def _count_reasoning(self, *, ended: bool) -> None:
+        """Tokens whose text begins inside the thinking block, as soon as it is known where that is."""
+        if self._parser is None:
+            return
+        begin, end, starts = self._parser.reasoning_begin, self._parser.reasoning_end, self._unread_starts
+        while starts and (ended or end is not None or starts[0] < self._parser.position):
+            start = starts.popleft()
+            self.num_reasoning_tokens += begin is not None and begin <= start and (end is None or start < end)
 
     def _count(self, output: RequestOutput) -> None:
         self._num_generated += len(output.token_ids)
@@ -148,12 +176,15 @@ class Choice:
             return
         if matched is None:
             self._flush()
-        self.finish_reason = output.finish_reason
+        if self._parser is not None:
+            self._parts += self._parser.flush()
+        calls = self._parser.num_calls if self._parser is not None else 0
+        self.finish_reason = "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
         if matched is not None:
             self.stop_reason = matched
         elif output.stop_token_id in self.submit.sampling.stop_token_ids:
             self.stop_reason = output.stop_token_id
-        self._end(self.finish_reason or "error")
+        self._end(output.finish_reason or "error")
 
     def _flush(self) -> None:
         """The rest: an unfinished character becomes U+FFFD, held text was no stop string after all."""
@@ -185,20 +216,27 @@ class Choice:
 
     def take(self) -> Piece | None:
         """Everything new, or None. The piece with a finish_reason is the last one."""
-        text = "".join(self._text)
-        self._text.clear()
+        parts = merge(self._parts)
+        self._parts.clear()
         tokens, self._settled = self._settled, []
         ends = self.finish_reason is not None and not self._taken_end
-        if not (text or tokens or ends):
+        if not (parts or tokens or ends):
             return None
         self._taken_end = self._taken_end or ends
-        return Piece(text, tokens, self.finish_reason, self.stop_reason)
+        return Piece(parts, tokens, self.finish_reason, self.stop_reason)
 
 
-def _trim(output: RequestOutput, kept: int, matched: str | None) -> RequestOutput:
-    """Only the first `kept` tokens; a matched stop string ends the request."""
-    if matched is None:
-        return output
+def _hidden_ids(tokenizer: Tokenizer, rules: StopRules) -> frozenset[int]:
+    """Special tokens without text. An answer that is parsed keeps its markers, which some tokenizers call special."""
+    if not rules.skip_special_tokens:
+        return frozenset()
+    if rules.answer is None:
+        return tokenizer.special_ids
+    return tokenizer.special_ids - {tokenizer.token_to_id(marker) for marker in MARKERS}
+
+
+def _trim(output: RequestOutput, kept: int) -> RequestOutput:
+    """Only the first `kept` tokens, which end the request."""
     return msgspec.structs.replace(
         output,
         token_ids=output.token_ids[:kept],

@@ -173,10 +173,14 @@ async def _send_events(
     opening = b"".join(_event(encode(chunk)) for chunk in shape.opening())
     if opening:
         await response.write(opening)
+    written = time.monotonic()
     try:
         async for batch in generation.pieces(HEARTBEAT_SECONDS):
-            events = [_event(encode(shape.chunk(choice, piece))) for choice, piece in batch]
-            await response.write(b"".join(events) or HEARTBEAT)
+            events = [_event(encode(chunk)) for choice, piece in batch for chunk in shape.chunks(choice, piece)]
+            # thinking that is not shown is silence to a relay
+            if events or time.monotonic() - written >= HEARTBEAT_SECONDS:
+                await response.write(b"".join(events) or HEARTBEAT)
+                written = time.monotonic()
     except ApiError as error:
         # the status line is out: the error is an event, and no [DONE] follows
         service.metrics.on_rejection(error.reason)

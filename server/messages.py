@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pilotfish.server.errors import BadRequest
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+FIELDS = frozenset({"role", "content", "name"})
+ROLE_FIELDS = {"assistant": frozenset({"reasoning", "reasoning_content", "tool_calls"}), "tool": {"tool_call_id"}}
 NOT_YET = frozenset({"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "annotations"})
+"""Refused unless empty, where the role does not have them: answers come back in histories with these fields empty."""
+CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 MAX_MESSAGES = 65536
 
 
 def check_messages(messages: list[dict[str, Any]], *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
-    """Plain role and text pairs. Raises BadRequest naming the message and field."""
+    """Role and text, and what assistants thought and called. Raises BadRequest naming the message and field."""
     if not messages:
         raise BadRequest("Want at least one message, got none.", param="messages", code="empty_array")
     if len(messages) > MAX_MESSAGES:
@@ -23,34 +27,77 @@ def check_messages(messages: list[dict[str, Any]], *, ignore_unknown: bool = Fal
 
 def _check(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[str, Any]:
     role = message.get("role")
-    if role in ("tool", "function"):
+    if role == "function":
         raise BadRequest(f"Role '{role}' is not supported yet.", param=f"{where}.role", code="unsupported_parameter")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"Want a role of {', '.join(ROLES)}, got {_shown(role)}.", param=f"{where}.role")
-    for name in message.keys() - FIELDS:
-        # answers come back in histories with these fields empty
+    for name in message.keys() - FIELDS - ROLE_FIELDS.get(role, frozenset()):
         if name in NOT_YET and message[name] not in (None, []):
             raise BadRequest(f"'{name}' is not supported yet.", param=f"{where}.{name}", code="unsupported_parameter")
         if name not in NOT_YET and not ignore_unknown:
             param = f"{where}.{name}"
             raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
-    checked = {"role": ROLES[role], "content": _text(message.get("content"), f"{where}.content", role)}
-    for name in ("name", "reasoning_content"):
+    checked: dict[str, Any] = {"role": ROLES[role], "content": _text(message.get("content"), f"{where}.content", role)}
+    for name, target in (
+        ("name", "name"),
+        ("tool_call_id", "tool_call_id"),
+        ("reasoning", "reasoning_content"),
+        ("reasoning_content", "reasoning_content"),
+    ):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
             raise BadRequest(f"Want a string, got {_shown(value)}.", param=f"{where}.{name}")
         if value is not None:
-            checked[name] = value
+            checked[target] = value
+    if role == "assistant" and message.get("tool_calls") not in (None, []):
+        checked["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls", ignore_unknown)
     return checked
 
 
+def _calls(calls: Any, where: str, ignore_unknown: bool) -> list[dict[str, Any]]:
+    """Calls that were made, their arguments as objects: that is what templates print."""
+    if not isinstance(calls, list):
+        raise BadRequest(f"Want a list, got {_shown(calls)}.", param=where)
+    return [_call(call, f"{where}[{index}]", ignore_unknown) for index, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
+    if not isinstance(call, dict) or call.get("type", "function") != "function":
+        raise BadRequest("Want a call of type 'function'.", param=f"{where}.type", code="unsupported_parameter")
+    unknown = call.keys() - CALL_FIELDS
+    if unknown and not ignore_unknown:
+        param = f"{where}.{min(unknown)}"
+        raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise BadRequest("Want a function's name.", param=f"{where}.function.name")
+    if call.get("id") is not None and not isinstance(call["id"], str):
+        raise BadRequest(f"Want a string, got {_shown(call['id'])}.", param=f"{where}.id")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(given: Any, where: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            raise BadRequest("Want the JSON of an object.", param=where) from None
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise BadRequest(f"Want the JSON of an object, got {_shown(given)}.", param=where)
+    return given
+
+
 def _text(content: Any, where: str, role: str) -> str:
-    """A string as it is, text parts joined without a separator; nothing at all only from the assistant."""
+    """A string as it is, text parts joined without a separator; nothing at all only from assistants and tools."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content:
         return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-    if content is None and role == "assistant":
+    if content in (None, []) and role in ("assistant", "tool"):
         return ""
     raise BadRequest(f"Want a string or a list of text parts, got {_shown(content)}.", param=where)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pilotfish.server.answer import END_THINK, FUNCTION
 from pilotfish.server.chat_template import ChatTemplate, load_chat_template, token_content
 from pilotfish.server.tokenizer import Tokenizer
 
@@ -33,6 +34,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     defaults: SamplingDefaults
+    parses_reasoning: bool = False
+    parses_tool_calls: bool = False
 
 
 def load_model_files(
@@ -41,9 +44,13 @@ def load_model_files(
     generation_config: str = "auto",
     override: dict[str, Any] | None = None,
     chat_template: Path | None = None,
+    reasoning_parser: str = "auto",
+    tool_call_parser: str = "auto",
 ) -> ModelFiles:
     """`generation_config`: "auto" reads the folder's defaults, "vllm" none, anything else is a folder to read.
     `override` then replaces single values.
+
+    The parsers are on, or "none", or, with "auto", on where the chat template writes what they read.
 
     The end ids of config.json, generation_config.json and the tokenizer all stop, whichever is chosen.
     """
@@ -59,13 +66,22 @@ def load_model_files(
     named = token_content(tokenizer_config.get("eos_token"))
     if named is not None and (token_id := tokenizer.token_to_id(named)) is not None:
         eos.append(token_id)
+    template = load_chat_template(folder, tokenizer_config, chat_template)
     return ModelFiles(
         folder=folder,
         tokenizer=tokenizer,
-        chat_template=load_chat_template(folder, tokenizer_config, chat_template),
+        chat_template=template,
+        parses_reasoning=_is_on(reasoning_parser, template, END_THINK),
+        parses_tool_calls=_is_on(tool_call_parser, template, FUNCTION),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         defaults=_defaults({**chosen, **(override or {})}),
     )
+
+
+def _is_on(parser: str, template: ChatTemplate | None, marker: str) -> bool:
+    if parser == "auto":
+        return template is not None and marker in template.source
+    return parser != "none"
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from pilotfish.engine.messages import Ready, SamplingParams
+from pilotfish.server.answer import CALL, END_THINK, FUNCTION, THINK, AnswerRules
 from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.messages import check_messages
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.tool_calls import Tools, read_tools
 
 DEFAULT_COMPLETION_TOKENS = 16
 LOWEST_TEMPERATURE = 1e-5
@@ -38,13 +40,14 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class StopRules(msgspec.Struct, frozen=True):
-    """What the HTTP side itself watches for in a sequence's text."""
+    """What the HTTP side itself watches for in a sequence's text. Without `answer` rules all of it is content."""
 
     strings: tuple[str, ...] = ()
     include: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
     keep_tokens: bool = False
+    answer: AnswerRules | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     return_token_ids: bool = False
+    include_reasoning: bool = True
 
     @property
     def seed(self) -> int:
@@ -95,17 +99,27 @@ async def plan_chat(request: ChatRequest, context: Context) -> Plan:
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
+    tools = _tools(request, context.files)
     text = template.render(
         check_messages(request.messages, ignore_unknown=context.ignore_unknown),
         add_generation_prompt=request.add_generation_prompt is not False,
+        tools=tools.shown if tools else None,
         values=_template_values(request, template),
     )
+    answer = _answer_rules(request, context.files, text, tools)
+    if answer is not None and answer.forced:
+        text = _close_thinking(text) + answer.forced
     prompt = Prompt(await _tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None)
     asked = request.max_completion_tokens or request.max_tokens
     limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
     limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
-    return _plan("chatcmpl-", request, context, [prompt], sampling, limits)
+    plan = _plan("chatcmpl-", request, context, [prompt], sampling, limits)
+    return msgspec.structs.replace(
+        plan,
+        stops=msgspec.structs.replace(plan.stops, answer=answer),
+        include_reasoning=request.include_reasoning is not False,
+    )
 
 
 def _plan(
@@ -300,3 +314,48 @@ def _template_values(request: ChatRequest, template: ChatTemplate) -> dict[str, 
             raise BadRequest("This model's chat template has no reasoning_effort.", param="reasoning_effort")
         values.setdefault("reasoning_effort", request.reasoning_effort)
     return values
+
+
+# -- tools and thinking ----------------------------------------------------------------------------------------------
+
+
+def _tools(request: ChatRequest, files: ModelFiles) -> Tools | None:
+    """What may be called. Tools that must not be are not shown to the model either."""
+    tools = read_tools(request.tools, request.tool_choice)
+    if tools is None:
+        return None
+    template = files.chat_template
+    if not files.parses_tool_calls or template is None or "tools" not in template.variables:
+        raise BadRequest("This model's chat template has no tools that are known here.", param="tools")
+    if tools.choice.mode in ("required", "named") and request.add_generation_prompt is False:
+        raise BadRequest("A call can only be demanded in a new turn.", param="add_generation_prompt")
+    return tools
+
+
+def _answer_rules(request: ChatRequest, files: ModelFiles, text: str, tools: Tools | None) -> AnswerRules | None:
+    """None where the answer has no parts to tell apart."""
+    if tools is None and not files.parses_reasoning:
+        return None
+    forced = ""
+    if tools is not None and tools.choice.mode in ("required", "named"):
+        named = tools.choice.named
+        forced = f"{CALL}\n{FUNCTION}" + (f"{named}>\n" if named else "")
+    thinking: Literal["none", "look", "open"] = "none"
+    if files.parses_reasoning and not forced:
+        thinking = "open" if _is_thinking(text) else "look"
+    return AnswerRules(
+        thinking=thinking,
+        tools=tools.schemas if tools else None,
+        forced=forced,
+        single=request.parallel_tool_calls is False,
+    )
+
+
+def _is_thinking(text: str) -> bool:
+    """The prompt ends inside an empty thinking block."""
+    return text.rstrip().endswith(THINK)
+
+
+def _close_thinking(text: str) -> str:
+    """A call that is demanded comes without thought: the block that the template opened is closed again."""
+    return text.rstrip() + f"\n\n{END_THINK}\n\n" if _is_thinking(text) else text

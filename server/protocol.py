@@ -115,6 +115,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
@@ -177,10 +181,11 @@ def _named(message: str) -> BadRequest:
 
 
 class TokensDetails(Struct, frozen=True):
-    """Drafted tokens that became part of the text, and those that did not."""
+    """Drafted tokens that became part of the text, and those that did not; tokens inside the thinking block."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int
 
 
 class Usage(Struct, frozen=True):
@@ -225,15 +230,39 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class CalledFunction(Struct, frozen=True, kw_only=True):
+    """`arguments` is JSON; in a stream, a piece of it."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """In a stream only the first delta of an index has id, type and name."""
+
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+    function: CalledFunction
+
+
 class ChatMessage(Struct, frozen=True, kw_only=True):
+    """`reasoning` and `reasoning_content` are two names for one thing: clients read either."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(Struct, frozen=True, kw_only=True):
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):

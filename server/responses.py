@@ -9,9 +9,11 @@ import msgspec
 from msgspec import UNSET
 
 from pilotfish.engine.messages import TokenLogprob
+from pilotfish.server.answer import CallArguments, CallClosed, CallOpened, Part, Said, merge
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import Plan
 from pilotfish.server.protocol import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
@@ -22,6 +24,7 @@ from pilotfish.server.protocol import (
     CompletionLogprobs,
     Response,
     TokensDetails,
+    ToolCall,
     TopLogprob,
     Usage,
 )
@@ -36,14 +39,15 @@ def usage_of(plan: Plan, choices: Sequence[Choice]) -> Usage:
     completion = sum(choice.num_tokens for choice in choices)
     accepted = sum(choice.num_accepted for choice in choices)
     rejected = sum(choice.num_drafted for choice in choices) - accepted
-    return Usage(prompt, completion, prompt + completion, TokensDetails(accepted, rejected))
+    reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+    return Usage(prompt, completion, prompt + completion, TokensDetails(accepted, rejected, reasoning))
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
     """The pieces of one choice as one."""
     last = pieces[-1]
     return Piece(
-        "".join(piece.text for piece in pieces),
+        merge(part for piece in pieces for part in piece.parts),
         [token for piece in pieces for token in piece.tokens],
         last.finish_reason,
         last.stop_reason,
@@ -56,8 +60,8 @@ class Format(Protocol):
     def opening(self) -> list[Response]:
         """Chunks sent before any text."""
 
-    def chunk(self, choice: Choice, piece: Piece) -> Response:
-        """One chunk of a stream."""
+    def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
+        """A piece of a stream."""
 
     def usage_chunk(self, usage: Usage) -> Response:
         """The last chunk, if usage was asked for."""
@@ -124,8 +128,8 @@ class CompletionFormat(_Base):
             )
         return [self._chunk([choice]) for choice in choices]
 
-    def chunk(self, choice: Choice, piece: Piece) -> Response:
-        return self._chunk([self._choice(choice.index, piece, piece.text)])
+    def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
+        return [self._chunk([self._choice(choice.index, piece, piece.text)])]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
         choices = []
@@ -178,25 +182,54 @@ class ChatFormat(_Base):
             chunks[0] = msgspec.structs.replace(chunks[0], prompt_token_ids=ids)
         return chunks
 
-    def chunk(self, choice: Choice, piece: Piece) -> Response:
-        return self._chunk(
-            [
-                ChatChunkChoice(
-                    index=choice.index,
-                    delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
-                    logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
-                    finish_reason=piece.finish_reason,
-                    stop_reason=piece.stop_reason,
-                    token_ids=self._token_ids(piece),
-                )
-            ]
+    def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
+        """One chunk for each part; tokens come with the first, the end with the last."""
+        deltas = [delta for part in piece.parts if (delta := self._delta(part)) is not None]
+        if not deltas and not piece.tokens and piece.finish_reason is None:
+            return []
+        choices = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas or [ChatDelta()]]
+        choices[0] = msgspec.structs.replace(
+            choices[0],
+            logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
+            token_ids=self._token_ids(piece),
+        )
+        choices[-1] = msgspec.structs.replace(
+            choices[-1], finish_reason=piece.finish_reason, stop_reason=piece.stop_reason
+        )
+        return [self._chunk([entry]) for entry in choices]
+
+    def _delta(self, part: Part) -> ChatDelta | None:
+        """What a client sees of a part, if anything."""
+        if isinstance(part, Said):
+            if part.kind == "content":
+                return ChatDelta(content=part.text)
+            shown = self._plan.include_reasoning
+            return ChatDelta(reasoning=part.text, reasoning_content=part.text) if shown else None
+        if isinstance(part, CallOpened):
+            function = CalledFunction(name=part.name, arguments="")
+            return ChatDelta(tool_calls=[ToolCall(index=part.index, id=part.id, type="function", function=function)])
+        if isinstance(part, CallArguments):
+            return ChatDelta(tool_calls=[ToolCall(index=part.index, function=CalledFunction(arguments=part.text))])
+        return None
+
+    def _message(self, parts: Sequence[Part]) -> ChatMessage:
+        """The parts as a whole; calls that broke off are text."""
+        content = "".join(part.text for part in parts if isinstance(part, Said) and part.kind == "content")
+        reasoning = "".join(part.text for part in parts if isinstance(part, Said) and part.kind == "reasoning")
+        calls = _complete_calls(parts)
+        shown = reasoning if reasoning and self._plan.include_reasoning else UNSET
+        return ChatMessage(
+            content=content or (None if calls else ""),
+            reasoning=shown,
+            reasoning_content=shown,
+            tool_calls=calls or UNSET,
         )
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
         choices = [
             ChatChoice(
                 index=index,
-                message=ChatMessage(content=piece.text),
+                message=self._message(piece.parts),
                 logprobs=self._logprobs(piece.tokens),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
@@ -222,3 +255,19 @@ class ChatFormat(_Base):
 
     def _shown(self, token_id: int, value: float) -> tuple[str, float, list[int]]:
         return self._tokenizer.token_text(token_id), value, list(self._tokenizer.bytes_of(token_id))
+
+
+def _complete_calls(parts: Sequence[Part]) -> list[ToolCall]:
+    opened: dict[int, CallOpened] = {}
+    arguments: dict[int, list[str]] = {}
+    calls = []
+    for part in parts:
+        if isinstance(part, CallOpened):
+            opened[part.index], arguments[part.index] = part, []
+        elif isinstance(part, CallArguments):
+            arguments[part.index].append(part.text)
+        elif isinstance(part, CallClosed) and part.complete:
+            call = opened[part.index]
+            function = CalledFunction(name=call.name, arguments="".join(arguments[part.index]))
+            calls.append(ToolCall(id=call.id, type="function", function=function))
+    return calls

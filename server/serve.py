@@ -41,6 +41,8 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             generation_config=args.generation_config,
             override=args.override_generation_config,
             chat_template=args.chat_template,
+            reasoning_parser=args.reasoning_parser,
+            tool_call_parser=args.tool_call_parser,
         )
     except (ModelFilesError, TokenizerError, TemplateError) as error:
         print(f"pilotfish: {error}", file=sys.stderr)

@@ -204,7 +204,6 @@ def test_fields_for_the_callers_own_records(client):
     ("fields", "param"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"extra_body": {"best_of_all": 1}}, "best_of_all"),
         (

@@ -12,7 +12,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 MERGES = [(b"\xe2", b"\x82"), (b"\xf0", b"\x9f"), (b"\xf0\x9f", b"\x98"), (b"l", b"l"), (b"o", b",")]
 END, START, IM_END, THINK = 300, 301, 302, 303
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
+    "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
 )

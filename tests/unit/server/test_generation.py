@@ -3,15 +3,18 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 from byte_model import IM_END
 from prometheus_client import CollectorRegistry
 
 from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector
+from pilotfish.server.answer import AnswerRules, Said
 from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.generation import Choice
 from pilotfish.server.plan import StopRules
+from pilotfish.server.tokenizer import Tokenizer
 
 # making series costs more than everything these tests do with them
 COLLECTOR = Collector(CollectorRegistry())
@@ -204,3 +207,53 @@ def test_each_choice_ends_once_in_the_metrics(tokenizer):
     choice.give_up()
     assert ended("abort") == 1
     assert sum(ended(reason) for reason in ("stop", "length", "error")) == 0
+
+
+TOOL_RULES = AnswerRules(thinking="open", tools={"f": {}}, single=True)
+
+
+def run_parsed(tokenizer, text, runs, **rules):
+    """What a client saw of a parsed answer, and the counts."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    choice = make_choice(tokenizer, answer=msgspec.structs.replace(TOOL_RULES, **rules))
+    parts, ids = [], []
+    for output in outputs_of(tokens, runs, "stop"):
+        counted = choice.feed(output)
+        if piece := choice.take():
+            parts, ids = parts + piece.parts, ids + [token.token_id for token in piece.tokens]
+        if counted.finish_reason is not None:
+            break
+    said = {
+        kind: "".join(part.text for part in parts if isinstance(part, Said) and part.kind == kind)
+        for kind in ("reasoning", "content")
+    }
+    return said, tokenizer.decode(ids), choice.finish_reason, choice.num_tokens, choice.num_reasoning_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "kept", "finish", "num_reasoning"),
+    [
+        ("hm</think>ok", {}, "hm</think>ok", "stop", 2),
+        ("hm", {}, "hm", "stop", 2),
+        ("<think>hm</think>ok", {"thinking": "look"}, "<think>hm</think>ok", "stop", 2),
+        ("ok", {"thinking": "look"}, "ok", "stop", 0),
+        ("</think><function=f></function>xyz", {}, "</think><function=f></function>", "tool_calls", 0),
+        ("</think><function=f></function>xyz", {"single": False}, None, "tool_calls", 0),
+        ("a<function=f></function>", {}, "a<function=f></function>", "tool_calls", 24),
+        ("a<function=f></func", {}, "a<function=f></func", "stop", 19),
+    ],
+)
+def test_runs_do_not_change_a_parsed_answer(tokenizer, text, rules, kept, finish, num_reasoning):
+    plain = run_parsed(tokenizer, text, [1] * 99, **rules)
+    kept = text if kept is None else kept
+    assert plain[1:] == (kept, finish, len(tokenizer.encode(kept, add_special_tokens=False)), num_reasoning)
+    for seed in range(60):
+        runs = random.Random(seed).choices([1, 2, 3, 4, 9], k=99)
+        assert run_parsed(tokenizer, text, runs, **rules) == plain, runs
+
+
+def test_a_parsed_answer_shows_markers_that_the_tokenizer_calls_special(tokenizer):
+    special = Tokenizer(tokenizer._raw, tokenizer.special_ids | {303})
+    choice = make_choice(special, answer=AnswerRules(thinking="look"))
+    choice.feed(RequestOutput(request_id="r", token_ids=[303, 65, 301], finish_reason="length"))
+    assert choice.take().parts == [Said("reasoning", "A")]

@@ -50,7 +50,11 @@ def test_parts_other_than_text_are_refused(kind):
         ({}, "messages[1].role"),
         ({"role": "robot", "content": "x"}, "messages[1].role"),
         ({"role": ["user"], "content": "x"}, "messages[1].role"),
-        ({"role": "tool", "content": "x"}, "messages[1].role"),
+        ({"role": "function", "content": "x"}, "messages[1].role"),
+        ({"role": "tool", "content": 1}, "messages[1].content"),
+        ({"role": "tool", "content": "x", "tool_call_id": 1}, "messages[1].tool_call_id"),
+        ({"role": "user", "content": "x", "tool_call_id": "c"}, "messages[1].tool_call_id"),
+        ({"role": "user", "content": "x", "tool_calls": [{}]}, "messages[1].tool_calls"),
         ({"role": "user"}, "messages[1].content"),
         ({"role": "user", "content": None}, "messages[1].content"),
         ({"role": "user", "content": 1}, "messages[1].content"),
@@ -60,7 +64,21 @@ def test_parts_other_than_text_are_refused(kind):
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": "x", "name": 1}, "messages[1].name"),
         ({"role": "user", "content": "x", "mood": 1}, "messages[1].mood"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}, "messages[1].tool_calls"),
+        *(
+            ({"role": "assistant", "tool_calls": calls}, f"messages[1].tool_calls{where}")
+            for calls, where in (
+                (1, ""),
+                ([1], "[0].type"),
+                ([{"type": "custom"}], "[0].type"),
+                ([{"id": "a"}], "[0].function.name"),
+                ([{"function": {"name": ""}}], "[0].function.name"),
+                ([{"function": {"name": "f"}, "id": 1}], "[0].id"),
+                ([{"function": {"name": "f"}, "mood": 1}], "[0].mood"),
+                ([{"function": {"name": "f", "arguments": "{"}}], "[0].function.arguments"),
+                ([{"function": {"name": "f", "arguments": "[1]"}}], "[0].function.arguments"),
+                ([{"function": {"name": "f"}}, {"function": {"name": "f", "arguments": 1}}], "[1].function.arguments"),
+            )
+        ),
     ],
 )
 def test_bad_messages_name_the_field(message, param):
@@ -75,4 +93,27 @@ def test_no_messages():
 
 def test_lenient_ignores_unknown_but_not_unsupported():
     assert check_messages([{"role": "user", "content": "x", "mood": 1}], ignore_unknown=True)
-    assert refusal({"role": "assistant", "content": "x", "tool_calls": [1]}, ignore_unknown=True).param
+    assert refusal({"role": "assistant", "content": "x", "function_call": {}}, ignore_unknown=True).param
+
+
+def test_calls_reach_the_template_with_arguments_as_objects():
+    def sent(arguments):
+        call = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": arguments}}
+        (message,) = check_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        assert message["content"] == ""
+        return message["tool_calls"]
+
+    expected = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "x"]}}}]
+    assert sent('{"a": [1, "x"]}') == sent({"a": [1, "x"]}) == expected
+    assert [call["function"]["arguments"] for given in ("", "{}", None) for call in sent(given)] == [{}, {}, {}]
+
+
+def test_results_of_tools():
+    message = {"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "c"}
+    assert check_messages([message]) == [{"role": "tool", "content": "42", "tool_call_id": "c"}]
+    assert check_messages([{"role": "tool", "content": []}])[0]["content"] == ""
+
+
+def test_both_names_of_reasoning():
+    (message,) = check_messages([{"role": "assistant", "content": "x", "reasoning": "r"}])
+    assert message["reasoning_content"] == "r"

@@ -58,3 +58,10 @@ def test_files_that_are_missing_or_wrong_are_named(folder, tmp_path):
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelFilesError, match="object"):
         load_model_files(folder)
+
+
+def test_parsers_follow_the_template_unless_named(model_folder):
+    files = load_model_files(model_folder)
+    assert (files.parses_reasoning, files.parses_tool_calls) == (True, True)
+    files = load_model_files(model_folder, reasoning_parser="none", tool_call_parser="none")
+    assert (files.parses_reasoning, files.parses_tool_calls) == (False, False)

@@ -8,6 +8,7 @@ import pytest
 from byte_model import END, IM_END
 
 from pilotfish.engine.messages import Ready
+from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import SamplingDefaults
 from pilotfish.server.plan import Context, plan_chat, plan_completion
@@ -209,3 +210,22 @@ def test_reasoning_effort_only_where_the_template_reads_it(files):
 
 def test_without_a_template_chat_says_so(files):
     assert "chat template" in refusal(chat, msgspec.structs.replace(files, chat_template=None)).message
+
+
+def test_tools_want_a_template_that_shows_them(files):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for other in (
+        msgspec.structs.replace(files, parses_tool_calls=False),
+        msgspec.structs.replace(files, chat_template=ChatTemplate("{{ messages[0].content }}")),
+    ):
+        assert refusal(chat, other, tools=tools).param == "tools"
+        assert chat(other, tools=tools, tool_choice="none").stops.answer.tools is None
+
+
+def test_where_thinking_may_be(files):
+    def thinking(files, **values):
+        return chat(files, chat_template_kwargs=values).stops.answer.thinking
+
+    assert thinking(files) == "look"
+    assert thinking(files, enable_thinking=True) == "open"
+    assert chat(msgspec.structs.replace(files, parses_reasoning=False)).stops.answer is None

@@ -1,0 +1,167 @@
+"""Tools: what a request offers, which of them it demands, and how an argument's text becomes JSON.
+
+The model writes arguments as text. The tool's JSON schema says what a text is: a string as it stands, or the JSON of
+a number, boolean, null, array or object. Text that is not what the schema allows is kept as a string: it is the
+caller who validates, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from pilotfish.server.errors import BadRequest
+
+Schema = dict[str, Any]
+
+NAME = re.compile(r"[^\s<>\"]{1,256}")
+MAX_TOOLS = 1024
+MAX_SCHEMA_DEPTH = 8
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+"""Some models write Python's constants."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`named` only with mode "named"."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    named: str = ""
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """`shown` is what the template prints, `schemas` the parameters' schemas by function."""
+
+    shown: list[dict[str, Any]]
+    schemas: dict[str, Schema]
+    choice: ToolChoice
+
+
+def read_tools(tools: list[Any] | None, choice: Any) -> Tools | None:
+    """None where no tool may be called. Raises BadRequest naming the field."""
+    shown = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+    if len(shown) > MAX_TOOLS:
+        raise BadRequest(f"Want at most {MAX_TOOLS} tools, got {len(shown)}.", param="tools")
+    schemas: dict[str, Schema] = {}
+    for index, tool in enumerate(shown):
+        function = tool["function"]
+        if function["name"] in schemas:
+            raise BadRequest(f"Want different names, got {function['name']!r} twice.", param=f"tools[{index}]")
+        schemas[function["name"]] = function.get("parameters") or {}
+    chosen = _read_choice(choice, schemas)
+    return Tools(shown, schemas, chosen) if schemas and chosen.mode != "none" else None
+
+
+def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise BadRequest("Want an object with type 'function'.", param=f"{where}.type", code="unsupported_parameter")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise BadRequest("Want an object.", param=f"{where}.function")
+    _refuse_others(tool, {"type", "function"}, where)
+    _refuse_others(function, FUNCTION_FIELDS, f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise BadRequest("Want a name of 1 to 256 characters without spaces.", param=f"{where}.function.name")
+    kinds: dict[str, type] = {"description": str, "parameters": dict, "strict": bool}
+    for field, kind in kinds.items():
+        if function.get(field) is not None and not isinstance(function[field], kind):
+            raise BadRequest(f"Want {kind.__name__}.", param=f"{where}.function.{field}")
+    # a promise about the decoder, not something for the model to read
+    return {"type": "function", "function": {field: function[field] for field in function if field != "strict"}}
+
+
+def _refuse_others(given: dict[str, Any], known: Iterable[str], where: str) -> None:
+    for name in given.keys() - set(known):
+        param = f"{where}.{name}"
+        raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+
+
+def _read_choice(choice: Any, schemas: dict[str, Schema]) -> ToolChoice:
+    if choice is None or choice == "auto":
+        return ToolChoice("auto")
+    if choice == "none":
+        return ToolChoice("none")
+    if choice == "required":
+        if not schemas:
+            raise BadRequest("'tool_choice' wants 'tools'.", param="tool_choice")
+        return ToolChoice("required")
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest("Want 'none', 'auto', 'required', or a function by name.", param="tool_choice")
+    if function["name"] not in schemas:
+        raise BadRequest(f"No tool is called {function['name'][:100]!r}.", param="tool_choice.function.name")
+    return ToolChoice("named", function["name"])
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+def argument_types(function: Schema, parameter: str) -> frozenset[str]:
+    """JSON types that the schema allows for a parameter; empty where it says nothing."""
+    properties = function.get("properties")
+    schema = properties.get(parameter) if isinstance(properties, dict) else None
+    return frozenset(_types(schema, function, MAX_SCHEMA_DEPTH))
+
+
+def _types(schema: Any, root: Schema, depth: int) -> set[str]:
+    if not isinstance(schema, dict) or depth == 0:
+        return set()
+    if isinstance(schema.get("$ref"), str):
+        return _types(_resolve(schema["$ref"], root), root, depth - 1)
+    given = schema.get("type")
+    if isinstance(given, str):
+        return {given}
+    if isinstance(given, list):
+        return {name for name in given if isinstance(name, str)}
+    found: set[str] = set()
+    for group in ("anyOf", "oneOf", "allOf"):
+        for entry in schema[group] if isinstance(schema.get(group), list) else ():
+            found |= _types(entry, root, depth - 1)
+    values = list(schema["enum"]) if isinstance(schema.get("enum"), list) else []
+    values += [schema["const"]] if "const" in schema else []
+    return found | {_type_of(value) for value in values}
+
+
+def _resolve(reference: str, root: Schema) -> Any:
+    """`#/$defs/Name` in the function's own schema."""
+    if not reference.startswith("#"):
+        return None
+    found: Any = root
+    for step in reference.lstrip("#/").split("/"):
+        found = found.get(step) if isinstance(found, dict) else None
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def is_text(types: frozenset[str]) -> bool:
+    """A string and nothing else: it needs no look at its end to be written."""
+    return types <= {"string"}
+
+
+def argument_json(text: str, types: frozenset[str]) -> str:
+    """The JSON of an argument: its own text where that is JSON of an allowed type, else a string."""
+    stripped = text.strip()
+    written = WORDS.get(stripped.lower(), stripped)
+    try:
+        value = json.loads(written, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = _type_of(value)
+    fits = kind in types or (kind == "integer" and "number" in types)
+    fits = fits or ("integer" in types and isinstance(value, float) and value.is_integer())
+    return written if fits and kind != "string" else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
