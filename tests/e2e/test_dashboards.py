@@ -41,7 +41,18 @@ def scraped(tmp_path_factory):
         target = server.url.removeprefix("http://")
         with api.scraping(target, DEPLOY / "prometheus" / "pilotfish.rules.yml") as prometheus:
             asyncio.run(load(server.v1))
-            yield prometheus, time.time()
+            yield prometheus, last_scrape(prometheus)
+
+
+def last_scrape(prometheus):
+    """A time just after a scrape that went well: on a busy machine one may time out, and gauges are then stale."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        now = time.time()
+        if values(prometheus.instant("up", now)) == [1.0]:
+            return now
+        time.sleep(0.2)
+    raise AssertionError("the server is not scraped")
 
 
 async def load(url):
