@@ -126,8 +126,8 @@ PAYING = Row(
         Panel(
             "Tokens/s, and the modelled k = 0",
             "Modelled: the same load with rounds that take only verify, choose, accept and report. It supposes that a "
-            "window of k + 1 rows costs what one row costs, true within the fast path; beyond it the modelled line is "
-            "too low. The sweep measures k = 0 itself.",
+            "window of k + 1 rows costs what one row costs; where it costs more, the modelled line is too low. The "
+            "sweep measures k = 0 itself.",
             "none",
             (
                 Query(q.tokens_per_second(PANEL), "measured"),
