@@ -13,6 +13,8 @@ import aiohttp
 
 COUNTER = re.compile(r"^(?:pilotfish_|vllm:)spec_decode_(num_\w+)_total(?:\{(.*)\})? ([0-9.e+]+)$", re.M)
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+OUTPUT = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""What a chat's delta may carry; servers differ in the name of reasoning."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=1800)
 
 
@@ -123,6 +125,6 @@ def says_something(event: dict[str, Any]) -> bool:
     """Whether an event carries output. A chat's opening event names the role only, and comes before any token."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or choice.get("finish_reason"):
+        if choice.get("text") or choice.get("finish_reason") or any(delta.get(name) for name in OUTPUT):
             return True
     return False

@@ -131,6 +131,12 @@ def test_prometheus_itself_finds_no_fault_in_the_rules(scraped):
     assert [(rule["name"], rule["lastError"]) for rule in found if rule.get("lastError")] == []
 
 
+def test_load_is_told_apart_by_the_number_of_the_key(scraped):
+    prometheus, now = scraped
+    found = prometheus.instant("pilotfish_key_generation_tokens_total > 0", now)
+    assert {series.labels["key"] for series in found} == {"1", "2"}
+
+
 def test_promtool_finds_no_fault_in_the_metrics(scraped):
     prometheus, _ = scraped
     (up,) = prometheus.instant("up")

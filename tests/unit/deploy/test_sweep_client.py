@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from pilotfish.deploy.sweep.cell import CellRun, growth, summary
-from pilotfish.deploy.sweep.client import Answer, Endpoint, EndpointError, read_counters
+from pilotfish.deploy.sweep.client import Answer, Endpoint, EndpointError, read_counters, says_something
 from pilotfish.deploy.sweep.records import MAX, Settings
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 40, "total_tokens": 47}
@@ -226,3 +226,10 @@ def test_counters_are_read_around_each_measurement():
     script = Script(events=FAST, metrics=lambda: f"vllm:spec_decode_num_drafts_total {next(drafts)}\n")
     measured, _, _ = run_cell(script, concurrency=(), contexts=())
     assert {one.drafts for one in measured} == {5}
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning", "reasoning_content"])
+def test_whatever_a_chat_calls_its_output_is_output(name):
+    assert says_something({"choices": [{"delta": {name: "x"}}]})
+    assert not says_something({"choices": [{"delta": {"role": "assistant", name: ""}}]})
+    assert not says_something({"choices": [], "usage": {}})
