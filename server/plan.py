@@ -307,9 +307,11 @@ def _check_id(token_id: int, vocab_size: int, where: str) -> None:
 
 
 def _template_values(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-    """Keyword values for the template; one that it does not read would be ignored silently, so it is refused."""
+    """Keyword values for the template; an effort that it does not read is refused, but none is a switch many have."""
     values = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
+    if request.reasoning_effort == "none" and "enable_thinking" in template.variables:
+        values.setdefault("enable_thinking", False)
+    elif request.reasoning_effort is not None:
         if "reasoning_effort" not in template.variables:
             raise BadRequest("This model's chat template has no reasoning_effort.", param="reasoning_effort")
         values.setdefault("reasoning_effort", request.reasoning_effort)

@@ -187,6 +187,8 @@ def test_help_needs_no_torch(args, words):
         (["serve", "m", "--gpu-memory-utilization", "1.5"], "share"),
         (["serve", "m", "--override-generation-config", '{"heat": 1}'], "temperature"),
         (["serve", "m", "--override-generation-config", "7"], "want an object"),
+        (["serve", "m", "--reasoning-parser", "deepseek_r1"], "qwen3"),
+        (["serve", "m", "--tool-call-parser", "hermes"], "qwen3_xml"),
         (
             ["serve", "m", "--num-speculative-tokens", "1", "--speculative-config", '{"num_speculative_tokens": 2}'],
             "not allowed",
@@ -225,3 +227,14 @@ def test_flags_become_engine_options():
         == 0
     )
     assert engine_options(build_parser().parse_args(["serve", "m"])).num_speculative_tokens is None
+
+
+def test_vllms_names_of_the_parsers_are_taken():
+    from pilotfish.server.cli import build_parser
+
+    args = build_parser().parse_args(
+        ["serve", "m", "--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_coder", "--enable-auto-tool-choice"]
+    )
+    assert (args.reasoning_parser, args.tool_call_parser) == ("qwen3", "qwen3_coder")
+    args = build_parser().parse_args(["serve", "m"])
+    assert (args.reasoning_parser, args.tool_call_parser) == ("auto", "auto")

@@ -53,6 +53,7 @@ async def serving(
     wait: bool = True,
     core: str = "scripted_core:make_core",
     engine: dict | None = None,
+    files: dict | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
     app = make_app(
@@ -60,7 +61,7 @@ async def serving(
             **{"served_names": ("scripted", "alias"), "core": core, "engine_environment": ENVIRONMENT, **options}
         ),
         EngineOptions(model=str(folder), **(engine or {})),
-        load_model_files(folder),
+        load_model_files(folder, **(files or {})),
     )
     runner = make_runner(app, shutdown_seconds=1.0)
     await runner.setup()
