@@ -25,7 +25,8 @@ VERSIONS = (2, 3)
 MAX_TENSORS = 1 << 20
 MAX_METADATA = 1 << 16
 MAX_STRING = 64 << 20
-MAX_ARRAY = 1 << 24
+MAX_ARRAY = 1 << 21
+"""All strings of all arrays together: a vocabulary of 250 000 and its merges are a quarter of it."""
 ALIGNMENT = 32
 PREFIX = "GGUF "
 
@@ -78,6 +79,7 @@ def read_gguf(path: Path) -> GgufHeader:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self.path, self.file, self.size = path, file, size
+        self.num_strings = 0
 
     def header(self) -> GgufHeader:
         if self.take(4) != b"GGUF":
@@ -104,25 +106,28 @@ class _Reader:
         values: dict[str, Any] = {}
         for _ in range(count):
             key, kind = self.string(MAX_NAME_LENGTH), self.number("I")
-            value = self.value(kind, depth=0)
+            value = self.value(kind)
             if kind != _ARRAY:
                 values[key] = value
         return values
 
-    def value(self, kind: int, depth: int) -> Any:
+    def value(self, kind: int) -> Any:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
             return self.string(MAX_STRING)
-        if kind != _ARRAY or depth:
+        if kind != _ARRAY:
             raise self.fault(f"metadata of unknown type {kind}")
         inner, length = self.number("I"), self.number("Q")
-        if length > MAX_ARRAY:
-            raise self.fault(f"an array of {length} values")
         if inner in _SCALARS:
             return self.skip(length * struct.calcsize("<" + _SCALARS[inner]))
+        if inner != _STRING:
+            raise self.fault(f"metadata of unknown type {inner}")
+        self.num_strings += length
+        if self.num_strings > MAX_ARRAY:
+            raise self.fault(f"an array of {length} strings")
         for _ in range(length):
-            self.skip(self.number("Q")) if inner == _STRING else self.value(inner, depth + 1)
+            self.skip(self.number("Q"))
         return None
 
     def record(self) -> tuple[str, tuple[int, ...], int, int]:
