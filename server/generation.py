@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -66,7 +66,8 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.num_tokens = self.num_drafted = self.num_accepted = self.num_reasoning_tokens = 0
         self._num_generated = 0
-        self._num_rounds = self._num_round_tokens = 0
+        self.committed_per_round: Counter[int] = Counter()
+        self.num_round_accepted = 0
         self._synthetic = False
         self._detokenizer = Detokenizer(tokenizer.token_bytes, _hidden_ids(tokenizer, rules))
         self._stops = StopMatcher(rules.strings, include=rules.include)
@@ -159,8 +160,8 @@ class Choice:
         self.num_drafted += output.num_drafted
         self._synthetic = self._synthetic or output.synthetic
         if output.round and output.token_ids:
-            self._num_rounds += 1
-            self._num_round_tokens += len(output.token_ids)
+            self.committed_per_round[len(output.token_ids)] += 1
+            self.num_round_accepted += output.num_accepted
         if output.token_ids:
             now = time.monotonic()
             if self._last_time is None:
@@ -206,8 +207,8 @@ class Choice:
                 seconds=time.monotonic() - self._arrived,
                 num_prompt_tokens=len(self.submit.prompt_token_ids),
                 num_tokens=self._num_generated,
-                num_rounds=self._num_rounds,
-                num_round_tokens=self._num_round_tokens,
+                num_rounds=self.committed_per_round.total(),
+                num_round_tokens=sum(size * count for size, count in self.committed_per_round.items()),
                 synthetic=self._synthetic,
             )
         )
@@ -331,6 +332,7 @@ def _submissions(plan: Plan) -> list[Submit]:
                     request_id=f"{plan.id}-{len(submissions)}",
                     prompt_token_ids=prompt.token_ids,
                     sampling=msgspec.structs.replace(sampling, choice=number),
+                    speculative_k=plan.speculative_k,
                 )
             )
     return submissions

@@ -27,7 +27,7 @@ from pilotfish.server.protocol import (
     decode_request,
     encode,
 )
-from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, join, usage_of
+from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, join
 
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
@@ -148,7 +148,7 @@ async def _whole(plan: Plan, shape: Format, generation: Generation) -> web.Respo
     async for batch in generation.pieces():
         for choice, piece in batch:
             pieces[choice.index].append(piece)
-    response = shape.whole([join(parts) for parts in pieces], usage_of(plan, generation.choices))
+    response = shape.whole([join(parts) for parts in pieces], generation.choices)
     return web.Response(body=encode(response), content_type=JSON, headers={"X-Request-Id": plan.id})
 
 
@@ -162,14 +162,12 @@ async def _stream(
     await response.prepare(request)
     # a client that has gone cancels this handler; a write to it may come first
     with contextlib.suppress(ConnectionError):
-        await _send_events(response, service, plan, shape, generation)
+        await _send_events(response, service, shape, generation)
         await response.write_eof()
     return response
 
 
-async def _send_events(
-    response: web.StreamResponse, service: Service, plan: Plan, shape: Format, generation: Generation
-) -> None:
+async def _send_events(response: web.StreamResponse, service: Service, shape: Format, generation: Generation) -> None:
     opening = b"".join(_event(encode(chunk)) for chunk in shape.opening())
     if opening:
         await response.write(opening)
@@ -186,10 +184,8 @@ async def _send_events(
         service.metrics.on_rejection(error.reason)
         await response.write(_event(error.body()))
         return
-    closing = _event(b"[DONE]")
-    if plan.include_usage:
-        closing = _event(encode(shape.usage_chunk(usage_of(plan, generation.choices)))) + closing
-    await response.write(closing)
+    closing = [_event(encode(chunk)) for chunk in shape.closing(generation.choices)]
+    await response.write(b"".join([*closing, _event(b"[DONE]")]))
 
 
 def _event(data: bytes) -> bytes:

@@ -65,6 +65,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     return_token_ids: bool = False
     include_reasoning: bool = True
+    include_metrics: bool = False
+    speculative_k: int
 
     @property
     def seed(self) -> int:
@@ -153,7 +155,19 @@ def _plan(
         stream=stream,
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         return_token_ids=bool(request.return_token_ids),
+        include_metrics=bool(request.include_metrics),
+        speculative_k=_speculative_k(request, context.ready),
     )
+
+
+def _speculative_k(request: SamplingFields, ready: Ready) -> int:
+    """The request's own depth, or what is served."""
+    served = ready.num_speculative_tokens
+    asked = request.speculation.k if request.speculation is not None else None
+    if asked is not None and asked > served:
+        reason = f" ({ready.speculation_disabled_reason})" if ready.speculation_disabled_reason else ""
+        raise BadRequest(f"This server speculates with k = {served}{reason}, got {asked}.", param="speculation.k")
+    return served if asked is None else asked
 
 
 def _sampling(request: SamplingFields, context: Context, logprobs: int | None) -> SamplingParams:

@@ -8,6 +8,7 @@ refused by name, or listed in ACCEPTED_AND_UNUSED; none is ignored otherwise (un
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -70,6 +71,12 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class SpeculationField(Struct, frozen=True):
+    """`k` drafted tokens a round for this request, at most those served."""
+
+    k: Count | None = None
+
+
 class SamplingFields(Struct, frozen=True, kw_only=True):
     """What both endpoints share. None means: the checkpoint's default, else the neutral value."""
 
@@ -91,6 +98,8 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    speculation: SpeculationField | None = None
+    include_metrics: bool | None = None
     max_tokens: PositiveCount | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -140,6 +149,7 @@ def decode_request(body: bytes, kind: type[AnyRequest], *, ignore_unknown: bool 
             _check_unserved(name, value, ignore_unknown)
     if not ignore_unknown:
         _check_stream_options(known.get("stream_options"))
+        _check_nested("speculation", known.get("speculation"), {"k"})
     try:
         return msgspec.convert(known, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -155,14 +165,17 @@ def _check_unserved(name: str, value: Any, ignore_unknown: bool) -> None:
 
 
 def _check_stream_options(options: Any) -> None:
-    """The one nested object of ours whose fields are all known. `include_obfuscation` false asks for nothing."""
-    if isinstance(options, dict):
-        for name in options.keys() - {"include_usage", "include_obfuscation"}:
-            param = f"stream_options.{name}"
-            raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
-        if options.get("include_obfuscation"):
-            param = "stream_options.include_obfuscation"
-            raise BadRequest(f"'{param}' is not supported yet.", param=param, code="unsupported_parameter")
+    """`include_obfuscation` false asks for nothing."""
+    _check_nested("stream_options", options, {"include_usage", "include_obfuscation"})
+    if isinstance(options, dict) and options.get("include_obfuscation"):
+        param = "stream_options.include_obfuscation"
+        raise BadRequest(f"'{param}' is not supported yet.", param=param, code="unsupported_parameter")
+
+
+def _check_nested(field: str, given: Any, known: Set[str]) -> None:
+    for name in given.keys() - known if isinstance(given, dict) else ():
+        param = f"{field}.{name}"
+        raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
 
 
 def _named(message: str) -> BadRequest:
@@ -193,6 +206,22 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     completion_tokens_details: TokensDetails
+
+
+class SpeculationMetrics(Struct, frozen=True, kw_only=True):
+    """What speculation did for all choices of a request. Rounds are those that added tokens; the first token of a
+    choice comes from its prompt, in no round. `committed_per_round[n]`: rounds that added n + 1 tokens."""
+
+    k: int
+    rounds: int
+    drafted: int
+    accepted: int
+    mean_acceptance_length: float | None
+    committed_per_round: list[int]
+
+
+class ResponseMetrics(Struct, frozen=True):
+    speculative_decoding: SpeculationMetrics
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -292,6 +321,7 @@ class Response(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    metrics: ResponseMetrics | msgspec.UnsetType = msgspec.UNSET
     system_fingerprint: str
     seed: int
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from pilotfish.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     Response,
+    ResponseMetrics,
+    SpeculationMetrics,
     TokensDetails,
     ToolCall,
     TopLogprob,
@@ -41,6 +44,24 @@ def usage_of(plan: Plan, choices: Sequence[Choice]) -> Usage:
     rejected = sum(choice.num_drafted for choice in choices) - accepted
     reasoning = sum(choice.num_reasoning_tokens for choice in choices)
     return Usage(prompt, completion, prompt + completion, TokensDetails(accepted, rejected, reasoning))
+
+
+def metrics_of(plan: Plan, choices: Sequence[Choice]) -> ResponseMetrics:
+    """Raw counts of all choices, as the metrics of the server count them."""
+    rounds: Counter[int] = Counter()
+    for choice in choices:
+        rounds.update(choice.committed_per_round)
+    total, num_tokens = rounds.total(), sum(size * count for size, count in rounds.items())
+    return ResponseMetrics(
+        SpeculationMetrics(
+            k=plan.speculative_k,
+            rounds=total,
+            drafted=sum(choice.num_drafted for choice in choices),
+            accepted=sum(choice.num_round_accepted for choice in choices),
+            mean_acceptance_length=num_tokens / total if total else None,
+            committed_per_round=[rounds[size] for size in range(1, max(rounds, default=0) + 1)],
+        )
+    )
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
@@ -63,10 +84,10 @@ class Format(Protocol):
     def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
         """A piece of a stream."""
 
-    def usage_chunk(self, usage: Usage) -> Response:
-        """The last chunk, if usage was asked for."""
+    def closing(self, choices: Sequence[Choice]) -> list[Response]:
+        """The last chunk, if usage or metrics were asked for."""
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Response:
         """The answer to a request without streaming; `pieces` in the order of the choices."""
 
 
@@ -94,8 +115,16 @@ class _Base:
     def _chunk(self, choices: list) -> Response:
         return self._response(choices, None if self._plan.include_usage else UNSET, chunk=True)
 
-    def usage_chunk(self, usage: Usage) -> Response:
-        return self._response([], usage, chunk=True)
+    def closing(self, choices: Sequence[Choice]) -> list[Response]:
+        if not (self._plan.include_usage or self._plan.include_metrics):
+            return []
+        usage = usage_of(self._plan, choices) if self._plan.include_usage else UNSET
+        return [self._with_metrics(self._response([], usage, chunk=True), choices)]
+
+    def _with_metrics(self, response: Response, choices: Sequence[Choice]) -> Response:
+        if not self._plan.include_metrics:
+            return response
+        return msgspec.structs.replace(response, metrics=metrics_of(self._plan, choices))
 
     @property
     def _num_top(self) -> int | None:
@@ -131,15 +160,15 @@ class CompletionFormat(_Base):
     def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
         return [self._chunk([self._choice(choice.index, piece, piece.text)])]
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
-        choices = []
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Response:
+        shown: list[CompletionChoice] = []
         for index, piece in enumerate(pieces):
             prompt = self._plan.prompts[index // self._plan.n]
             choice = self._choice(index, piece, prompt.text + piece.text)
             if self._plan.return_token_ids:
                 choice = msgspec.structs.replace(choice, prompt_token_ids=prompt.token_ids)
-            choices.append(choice)
-        return self._response(choices, usage, chunk=False)
+            shown.append(choice)
+        return self._with_metrics(self._response(shown, usage_of(self._plan, choices), chunk=False), choices)
 
     def _choice(self, index: int, piece: Piece, text: str) -> CompletionChoice:
         return CompletionChoice(
@@ -225,8 +254,8 @@ class ChatFormat(_Base):
             tool_calls=calls or UNSET,
         )
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Response:
-        choices = [
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Response:
+        shown = [
             ChatChoice(
                 index=index,
                 message=self._message(piece.parts),
@@ -237,7 +266,8 @@ class ChatFormat(_Base):
             )
             for index, piece in enumerate(pieces)
         ]
-        response = self._response(choices, usage, chunk=False)
+        response = self._response(shown, usage_of(self._plan, choices), chunk=False)
+        response = self._with_metrics(response, choices)
         if self._plan.return_token_ids:
             response = msgspec.structs.replace(response, prompt_token_ids=self._plan.prompts[0].token_ids)
         return response

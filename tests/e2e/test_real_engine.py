@@ -56,7 +56,12 @@ def requests():
         yield {**fields, "return_token_ids": True}
 
 
-async def ask_all(server, at_once):
+async def ask_all(server, at_once, depths=()):
+    """`depths`: the k that requests ask for themselves, in turn."""
+    bodies = [
+        {**body, "speculation": {"k": depths[index % len(depths)]}} if depths else body
+        for index, body in enumerate(requests())
+    ]
     async with aiohttp.ClientSession() as http:
 
         async def one(body):
@@ -65,8 +70,8 @@ async def ask_all(server, at_once):
                 return await response.json()
 
         if at_once:
-            return await asyncio.gather(*map(one, requests()))
-        return [await one(body) for body in requests()]
+            return await asyncio.gather(*map(one, bodies))
+        return [await one(body) for body in bodies]
 
 
 def test_every_answer_is_the_one_without_speculation(plain, speculating):
@@ -83,6 +88,13 @@ def test_every_answer_is_the_one_without_speculation(plain, speculating):
                 assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
     reasons = {choice["finish_reason"] for answer in got for choice in answer["choices"]}
     assert reasons == {"stop", "length"}
+
+
+def test_answers_do_not_depend_on_the_depth_that_a_request_asks_for(plain, speculating):
+    """Every k in one batch."""
+    expected = asyncio.run(ask_all(plain, at_once=False))
+    got = asyncio.run(ask_all(speculating, at_once=True, depths=(0, 3, 1, 2)))
+    assert [answer["choices"] for answer in got] == [answer["choices"] for answer in expected]
 
 
 def test_a_stop_string_anywhere_in_the_text(plain, speculating):

@@ -132,9 +132,12 @@ class ScriptedCore:
         self._maybe_fault(sequence)
         sampling, script = sequence.request.sampling, sequence.script
         size = 1
+        own_k = self._k if sequence.request.speculative_k is None else sequence.request.speculative_k
         if sequence.prefilled:
             runs = script.get("runs", [1])
             size = min(runs[sequence.rounds % len(runs)], len(sequence.todo), sampling.max_tokens - sequence.done)
+            if own_k < self._k:
+                size = min(size, own_k + 1)
             sequence.rounds += 1
         tokens, stop = self._cut(sequence, sequence.todo[:size])
         sequence.todo = sequence.todo[len(tokens) :]
@@ -142,7 +145,7 @@ class ScriptedCore:
         ended = "stop" if stop is not None or not sequence.todo else None
         if ended is None and sequence.done >= sampling.max_tokens:
             ended = "length"
-        drafted = min(script.get("drafted", self._k), self._k) if sequence.prefilled else 0
+        drafted = min(script.get("drafted", self._k), own_k) if sequence.prefilled else 0
         output = RequestOutput(
             request_id=sequence.request.request_id,
             token_ids=tokens,

@@ -229,3 +229,9 @@ def test_where_thinking_may_be(files):
     assert thinking(files) == "look"
     assert thinking(files, enable_thinking=True) == "open"
     assert chat(msgspec.structs.replace(files, parses_reasoning=False)).stops.answer is None
+
+
+def test_a_request_may_speculate_less_but_not_more(files):
+    assert complete(files).speculative_k == complete(files, speculation={}).speculative_k == 3
+    assert [complete(files, speculation={"k": k}).speculative_k for k in range(4)] == [0, 1, 2, 3]
+    assert refusal(complete, files, speculation={"k": 4}).param == "speculation.k"
