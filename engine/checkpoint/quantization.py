@@ -240,8 +240,9 @@ def _patterns(where: str, raw: Any, style: Style) -> tuple[str, ...]:
     if not isinstance(raw, list) or not all(isinstance(item, str) for item in raw):
         raise ConfigError(f"{where}: want a list of strings, got {raw!r:.80}")
     for item in raw:
+        is_expression = style is Style.PART or (style is Style.EXACT and item.startswith("re:"))
         try:
-            re.compile(item.removeprefix("re:") if item.startswith("re:") and style is Style.EXACT else "")
+            re.compile(item.removeprefix("re:") if is_expression else "")
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{where}: {item!r:.80} is no regular expression: {error}") from error
     return tuple(raw)

@@ -24,7 +24,7 @@ class Style(Enum):
 
     EXACT = "compressed-tensors: whole names, or `re:` expressions that match from the start"
     GLOB = "ModelOpt: whole names or globs; a container covers what lies in it"
-    PART = "fp8: dotted parts of names, wherever they stand"
+    PART = "fp8: dotted parts of names, wherever they stand, or expressions that match from the start up to a dot"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _fits(pattern: str, name: str, style: Style) -> bool:
     if style is Style.GLOB:
         return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
     if style is Style.PART:
-        return f".{pattern}." in f".{name}."
+        return f".{pattern}." in f".{name}." or re.match(rf"(?:{pattern})(?:\.|$)", name) is not None
     return pattern == name
 
 

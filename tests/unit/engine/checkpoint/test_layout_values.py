@@ -66,7 +66,7 @@ def recipe_named(name) -> Recipe:
     return next(recipe for recipe in RECIPES if recipe.name == name)
 
 
-EACH = [(kind, recipe) for kind in ("dense", "moe") for recipe in RECIPES] + [("vl_moe", r) for r in RECIPES[::5]]
+EACH = [(kind, recipe) for kind in ("dense", "moe") for recipe in RECIPES] + [("vl_moe", r) for r in RECIPES[::2]]
 
 
 @pytest.mark.parametrize(("kind", "recipe"), EACH, ids=lambda value: getattr(value, "name", value))

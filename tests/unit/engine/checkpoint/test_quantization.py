@@ -80,6 +80,8 @@ def test_globs(pattern, name, fits):
         ("mlp.gate", "model.layers.0.mlp.gate_proj", False),
         ("model.layers.0.linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_a", True),
         ("visual", "model.visual.blocks.0.qkv", True),
+        (r"model\.layers\.\d+\.linear_attn\.in_proj_[ab]", "model.layers.7.linear_attn.in_proj_a", True),
+        (r"model\.layers\.1", "model.layers.11.mlp.up_proj", False),
     ],
 )
 def test_parts_of_names(pattern, name, fits):
@@ -255,6 +257,10 @@ def test_refuses_what_is_not_read(change, message):
         ({"config_groups": {"g": group(targets="Linear")}}, "targets: want a list of strings"),
         ({"ignore": [1]}, "ignore: want a list of strings"),
         ({"ignore": ["re:("]}, r"ignore: 're:\(' is no regular expression"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["("]},
+            r"modules_to_not_convert: '\(' is no regular expression",
+        ),
     ],
 )
 def test_refuses_malformed_declarations(change, message):
