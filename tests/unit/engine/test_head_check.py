@@ -21,6 +21,7 @@ from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import CheckpointError
 from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import start_engine
@@ -83,6 +84,20 @@ def start(folder, *, text=None, monkeypatch=None, **options):
 def model_of(tmp_path, sound, change=lambda tensors: tensors):
     _, config, tensors = sound
     return write_checkpoint(tmp_path / "model", config, {"model.safetensors": change(dict(tensors))})
+
+
+def run(core, requests):
+    """Tokens of each request, and all drafts offered and accepted."""
+    for i, (prompt, params) in enumerate(requests):
+        core.submit(Submit(request_id=str(i), prompt_token_ids=prompt, sampling=params))
+    tokens = {str(i): [] for i in range(len(requests))}
+    drafted = accepted = 0
+    while core.has_work():
+        for output in core.step().outputs:
+            assert output.error is None
+            tokens[output.request_id] += output.token_ids
+            drafted, accepted = drafted + output.num_drafted, accepted + output.num_accepted
+    return list(tokens.values()), drafted, accepted
 
 
 def test_a_sound_head_passes(tmp_path, sound):
@@ -154,11 +169,10 @@ def test_the_text_comes_from_the_checkpoint_s_tokenizer(tmp_path):
 
 
 def test_testing_changes_no_token(tmp_path, sound, monkeypatch):
-    from tests.unit.draft_heads.test_lookup import REQUESTS, run
-
     folder = model_of(tmp_path, sound)
-    untested = run(EngineLoop(start(folder, head_check="off")), REQUESTS)
-    assert run(EngineLoop(start(folder, text=COUNTING, monkeypatch=monkeypatch)), REQUESTS) == untested
+    requests = [(COUNTING[:20], SamplingParams(temperature=t, seed=3, max_tokens=20)) for t in (0.0, 0.9)]
+    untested = run(EngineLoop(start(folder, head_check="off")), requests)
+    assert run(EngineLoop(start(folder, text=COUNTING, monkeypatch=monkeypatch)), requests) == untested
 
 
 def test_a_sidecar_is_tested_and_named(tmp_path, sound, monkeypatch):
@@ -240,3 +254,26 @@ def test_a_real_head_passes_in_every_container(tmp_path, demo):
 def test_a_real_head_s_faults_are_named(tmp_path, demo, change, metadata, cause):
     check = check_demo(demo, tmp_path / "x.safetensors", change(demo[1]), metadata)
     assert check.verdict == "dead" and cause in check.reason and check.head_top1[0] < 0.1
+
+
+@with_demo
+def test_the_text_is_the_same_with_any_head(tmp_path, demo):
+    """No head, the checkpoint's, the same one from a file of MLX's, and look-up; greedy and sampled together."""
+    save_file(
+        {name: t.contiguous() for name, t in absolute(demo[1]).items()}, tmp_path / "m.safetensors", {"format": "mlx"}
+    )
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    prompts = ["for i in range(10):\n    print(i, i)\n\nfor j in", "The sea and the river, the sea and the"]
+    sampling = [SamplingParams(temperature=t, seed=5, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
+    requests = [(tokenizer.encode(prompt).ids, params) for prompt, params in zip(prompts, sampling, strict=True)]
+    found = {}
+    for name, options in {
+        "plain": {"num_speculative_tokens": 0},
+        "own": {},
+        "file": {"draft_head": str(tmp_path / "m.safetensors")},
+        "look-up": {"speculative_method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    }.items():
+        found[name] = run(EngineLoop(start(DEMO, **options)), requests)
+    assert all(tokens == found["plain"][0] for tokens, _, _ in found.values())
+    assert found["own"] == found["file"]
+    assert found["own"][2] > 0 and found["look-up"][2] > 0
