@@ -231,6 +231,8 @@ def _lookup(options: EngineOptions) -> LookupHead | None:
         if longest is not None or shortest is not None:
             raise OptionError("prompt_lookup_max, prompt_lookup_min: want them with the method 'ngram' alone")
         return None
+    if options.draft_head is not None:
+        raise OptionError("draft_head: want it with the method 'mtp' alone")
     longest, shortest = longest or shortest or DEFAULT_NGRAM, shortest or longest or DEFAULT_NGRAM
     if not 1 <= shortest <= longest <= MAX_NGRAM:
         raise OptionError(

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from pilotfish.draft_heads.lookup.head import LookupHead, look_up
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.start import Plan, assemble, start_engine
+from pilotfish.engine.start import Plan, assemble, make_plan, start_engine
 from pilotfish.server.cli import build_parser, engine_options
 from tests.support.rounds import MODES, make_engine, random_prompt
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny
@@ -231,5 +232,7 @@ def test_refuses_bounds_by_name(headless):
         start_engine(options(headless, prompt_lookup_max=2, prompt_lookup_min=4))
     with pytest.raises(OptionError, match="with the method 'ngram' alone"):
         start_engine(EngineOptions(model=str(headless), prompt_lookup_max=3))
+    with pytest.raises(OptionError, match="draft_head: want it with the method 'mtp' alone"):
+        make_plan(EngineOptions(model="m", speculative_method="ngram", draft_head="h"), open_checkpoint(headless))
     with pytest.raises(SystemExit):
         options(headless, method="mtp", prompt_lookup_max=3)
