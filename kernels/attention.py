@@ -79,7 +79,8 @@ def _attend(q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, t
     q = q.reshape(kv, group * TILE_ROWS, dim)
     best, weight, total = None, None, None
     for chunk, page in enumerate(tile.pages):
-        k, v = k_cache[page].float(), v_cache[page].to(torch.float32, copy=True)
+        # a draft's value may be NaN; rows before it give it weight 0, and 0 x NaN is NaN. Its own row's logits show it
+        k, v = k_cache[page].float(), v_cache[page].nan_to_num(0.0, 0.0, 0.0).float()
         scores = q @ k.mT
         if chunk in tile.hidden:
             # filled, not added: what an unwritten slot gave may be NaN

@@ -98,6 +98,17 @@ def test_what_rejected_slots_hold_is_not_seen(start):
         assert torch.equal(attend(q, pages, [TABLE], [start]), wanted), junk
 
 
+def test_a_draft_that_overflowed_is_invisible_to_the_rows_before_it():
+    heads, kv, dim, width, start = 4, 2, 32, 4, 20
+    k, v = (draw(start + width, kv, dim, seed=s) for s in (1, 2))
+    q = draw(1, width, heads, dim)
+    wanted = attend(q, caches(kv, dim, k.dtype, k, v), [TABLE], [start])
+    for junk in (NAN, float("inf")):
+        k[start + 2 :], v[start + 2 :] = junk, junk
+        rows = attend(q, caches(kv, dim, k.dtype, k, v), [TABLE], [start])
+        assert torch.equal(rows[0, :2], wanted[0, :2])
+
+
 def test_sequences_of_a_batch_have_the_bits_they_have_alone():
     heads, kv, dim, width = 4, 2, 32, 4
     tables, starts = [[5, 1], [2, 7], [3, 4]], [PAGE - 2, 0, PAGE + 40]
