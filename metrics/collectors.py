@@ -93,6 +93,8 @@ class Collector:
         series["state_slots"].set(stats.state_slots_total)
         if stats.num_prefill_tokens:
             series["prefill_tokens"].inc(stats.num_prefill_tokens)
+        series["exactness_checked_tokens"].inc(stats.num_audited_tokens)
+        series["exactness_mismatched_requests"].inc(stats.num_audit_mismatches)
         if stats.step_seconds:
             series["step_seconds"].observe(stats.step_seconds)
         if "verify" in stats.phases:
@@ -128,7 +130,7 @@ class Collector:
             self._rounds["1" if end.synthetic else "0"].acceptance_length.observe(length)
 
     def on_key(self, key: str, num_tokens: int) -> None:
-        """A request has ended, answered or not; `key` is the number of its API key, or "none"."""
+        """A request has ended, answered or not; `key` is the label of its API key, or "none"."""
         self._series["key_requests"].labels(key).inc()
         self._series["key_generation_tokens"].labels(key).inc(num_tokens)
 

@@ -67,7 +67,7 @@ REQUEST_TOKENS = (
     262144.0,
 )
 
-PHASES = ("verify", "choose", "accept", "repair", "draft", "report", "prefill")
+PHASES = ("verify", "mask", "choose", "accept", "repair", "draft", "report", "prefill")
 ROUND_PATHS = ("graph", "eager")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REJECTION_REASONS = (
@@ -162,13 +162,19 @@ DEFINITIONS = (
         ("path",),
     ),
     Definition(PREFIX + "step_seconds", "histogram", "Time of whole engine steps.", (), PHASE_SECONDS),
+    Definition(
+        PREFIX + "exactness_checked_tokens_total", "counter", "Tokens decoded again at k = 0 while idle (--audit-rate)."
+    ),
+    Definition(
+        PREFIX + "exactness_mismatched_requests_total", "counter", "Requests that k = 0 decoded otherwise; must stay 0."
+    ),
     Definition(PREFIX + "request_finished_total", "counter", "Sequences ended, by reason.", ("finish_reason",)),
     Definition(
         PREFIX + "request_rejected_total", "counter", "HTTP requests answered with an error, by reason.", ("reason",)
     ),
-    Definition(PREFIX + "key_requests_total", "counter", "Requests answered, by the number of the API key.", ("key",)),
+    Definition(PREFIX + "key_requests_total", "counter", "Requests answered, by the API key's label.", ("key",)),
     Definition(
-        PREFIX + "key_generation_tokens_total", "counter", "Tokens of answers, by the number of the API key.", ("key",)
+        PREFIX + "key_generation_tokens_total", "counter", "Tokens of answers, by the API key's label.", ("key",)
     ),
     Definition(PREFIX + "prompt_tokens_total", "counter", "Prompt tokens of ended sequences."),
     Definition(PREFIX + "prefill_tokens_total", "counter", "Prompt tokens that the engine has processed."),

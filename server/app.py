@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +22,7 @@ from pilotfish.engine.messages import StepReport
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers
-from pilotfish.server.auth import check_key
+from pilotfish.server.auth import Keys
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.model_files import ModelFiles
@@ -30,14 +33,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PUBLIC = frozenset({"/health", "/ready", "/metrics", "/version", "/ping"})
+"""Probes and scrapes come without keys; everything else wants one, whether it exists or not."""
+REQUEST_ID = "X-Request-Id"
+GOOD_ID = re.compile(r"[!-~]{1,128}")
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the application itself is told. `core` names another engine core (tests do)."""
+    """What the application itself is told. `core` names another engine core (tests do).
+
+    `root_path` is a prefix under which a relay may forward, stripped or not; "" for none.
+    """
 
     served_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
+    root_path: str = ""
     ignore_unknown_fields: bool = False
     core: str = DEFAULT_CORE
     engine_environment: Mapping[str, str] | None = None
@@ -47,7 +60,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 def make_app(
     options: ServerOptions, engine: EngineOptions, files: ModelFiles, registry: CollectorRegistry | None = None
 ) -> web.Application:
-    """Starting the application starts the engine process; it answers from then on, /ready once it has loaded."""
+    """Starting the application starts the engine process; it answers from then on, /ready once it has loaded.
+
+    Raises KeyFileError.
+    """
     metrics = Collector(registry or CollectorRegistry(), pilotfish.__version__)
     throughput = ThroughputLog()
 
@@ -57,7 +73,7 @@ def make_app(
 
     client = EngineClient(engine, core=options.core, on_report=on_report, environment=options.engine_environment)
     app = web.Application(
-        middlewares=[_errors(metrics), _auth(options.api_keys)],
+        middlewares=[_errors(metrics), _auth(Keys(options.api_keys, options.api_key_file), options.root_path)],
         client_max_size=handlers.MAX_BODY_BYTES,
     )
     app[SERVICE] = Service(
@@ -69,22 +85,34 @@ def make_app(
         ignore_unknown_fields=options.ignore_unknown_fields,
     )
     app.cleanup_ctx.append(_engine(options.close_seconds))
-    app.add_routes(_routes())
+    app.on_response_prepare.append(_add_request_id)
+    app.add_routes(_routes(""))
+    if options.root_path:
+        app.add_routes(_routes(options.root_path))
     return app
 
 
-def _routes() -> Sequence[web.AbstractRouteDef]:
+async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """The client's own id comes back, errors included; else the answer's, else a new one."""
+    given = request.headers.get(REQUEST_ID, "")
+    if GOOD_ID.fullmatch(given):
+        response.headers[REQUEST_ID] = given
+    else:
+        response.headers.setdefault(REQUEST_ID, secrets.token_hex(12))
+
+
+def _routes(root: str) -> Sequence[web.AbstractRouteDef]:
     return [
-        web.post("/v1/completions", handlers.completions),
-        web.post("/v1/chat/completions", handlers.chat_completions),
-        web.get("/v1/models", handlers.models),
-        web.get("/v1/models/{name:.+}", handlers.model),
-        web.get("/v1/capacity", handlers.capacity),
-        web.get("/health", handlers.health),
-        web.get("/ready", handlers.ready),
-        web.get("/metrics", handlers.metrics),
-        web.get("/version", handlers.version),
-        web.get("/ping", handlers.ping),
+        web.post(root + "/v1/completions", handlers.completions),
+        web.post(root + "/v1/chat/completions", handlers.chat_completions),
+        web.get(root + "/v1/models", handlers.models),
+        web.get(root + "/v1/models/{name:.+}", handlers.model),
+        web.get(root + "/v1/capacity", handlers.capacity),
+        web.get(root + "/health", handlers.health),
+        web.get(root + "/ready", handlers.ready),
+        web.get(root + "/metrics", handlers.metrics),
+        web.get(root + "/version", handlers.version),
+        web.get(root + "/ping", handlers.ping),
     ]
 
 
@@ -143,7 +171,9 @@ def _errors(metrics: Collector) -> Callable:
         except ConnectionError:
             raise
         except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
+            given = request.headers.get(REQUEST_ID, "")
+            shown = given if GOOD_ID.fullmatch(given) else "none"
+            logger.exception("%s %s failed (request id: %s)", request.method, request.path, shown)
             return _refuse(ApiError("Internal error."), metrics)
 
     return middleware
@@ -154,13 +184,11 @@ def _refuse(error: ApiError, metrics: Collector) -> web.Response:
     return web.Response(body=error.body(), status=error.status, content_type=handlers.JSON, headers=error.headers)
 
 
-def _auth(keys: Sequence[str]) -> Callable:
-    """Only the API itself is guarded: probes and scrapes come without keys."""
-
+def _auth(keys: Keys, root_path: str) -> Callable:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith("/v1/"):
-            handlers.KEY.set(check_key(request.headers.get("Authorization"), keys))
+        if request.path.removeprefix(root_path) not in PUBLIC:
+            handlers.KEY.set(keys.check(request.headers.get("Authorization")))
         return await handler(request)
 
     return middleware

@@ -1,30 +1,122 @@
-"""API keys: a bearer token compared in constant time."""
+"""API keys: bearer tokens, kept and compared as SHA-256 digests.
+
+A key file has a line for each key, `LABEL sha256:DIGEST`; `pilotfish key LABEL` makes one. The digest is not salted or
+slow: keys are 256 random bits, which no list contains. The file is looked at again, at most once a second, when a key
+is checked; a version that cannot be read leaves the keys as they are.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-from collections.abc import Sequence
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from pilotfish.server.errors import Unauthorized
 
+logger = logging.getLogger(__name__)
+
 BEARER = "bearer "
-
-
 NO_KEY = "none"
+"""The label of everyone where there are no keys."""
+LOOK_SECONDS = 1.0
+LABEL = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+LINE = re.compile(rf"({LABEL.pattern})\s+sha256:([0-9a-f]{{64}})")
 
 
-def check_key(header: str | None, keys: Sequence[str]) -> str:
-    """The number of the key, from 1: what metrics may show of it. No keys: everyone may, as NO_KEY.
+class KeyFileError(Exception):
+    """The file cannot be used; the message names it and the line."""
 
-    Raises Unauthorized unless the Authorization header carries one of the keys.
+
+def make_key() -> str:
+    return "pf-" + secrets.token_urlsafe(32)
+
+
+def key_line(label: str, key: str) -> str:
+    """What a key file holds of a key. Raises ValueError for another label than the file allows."""
+    if not LABEL.fullmatch(label) or label == NO_KEY:
+        raise ValueError(f"want a label of letters, digits, '.', '_' and '-' that begins with a letter, got {label!r}")
+    return f"{label} sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+class Keys:
+    """Keys given one by one, labelled by their number from 1, and those of a file. None at all: everyone may.
+
+    With a file keys are always wanted, even while it has none.
     """
-    if not keys:
-        return NO_KEY
-    if header is None or header[: len(BEARER)].lower() != BEARER:
-        raise Unauthorized("Missing API key: want the header 'Authorization: Bearer KEY'.", code="missing_api_key")
-    offered = header[len(BEARER) :].strip().encode("utf-8", "surrogateescape")
-    # every key is compared, so that time does not tell which one came close
-    matches = [hmac.compare_digest(offered, key.encode("utf-8")) for key in keys]
-    if not any(matches):
-        raise Unauthorized("Incorrect API key provided.", code="invalid_api_key")
-    return str(1 + matches.index(True))
+
+    def __init__(
+        self, keys: Sequence[str] = (), file: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._given = [(hashlib.sha256(key.encode()).digest(), str(number)) for number, key in enumerate(keys, 1)]
+        self._file = file
+        self._clock = clock
+        self._looked = clock()
+        self._seen: tuple[int, ...] | None = None
+        self._read: list[tuple[bytes, str]] = []
+        if file is not None:
+            self._seen = _version(file)
+            self._read = _read_file(file)
+
+    def check(self, header: str | None) -> str:
+        """The label of the key: what metrics may show of it.
+
+        Raises Unauthorized unless the Authorization header carries one of the keys.
+        """
+        if self._file is None and not self._given:
+            return NO_KEY
+        if header is None or header[: len(BEARER)].lower() != BEARER:
+            raise Unauthorized("Missing API key: want the header 'Authorization: Bearer KEY'.", code="missing_api_key")
+        self._look_again()
+        offered = hashlib.sha256(header[len(BEARER) :].strip().encode("utf-8", "surrogateescape")).digest()
+        # every key is compared, so that time does not tell which one came close
+        matches = [label for digest, label in (*self._given, *self._read) if hmac.compare_digest(offered, digest)]
+        if not matches:
+            raise Unauthorized("Incorrect API key provided.", code="invalid_api_key")
+        return matches[0]
+
+    def _look_again(self) -> None:
+        now = self._clock()
+        if self._file is None or now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        version = _version(self._file)
+        if version == self._seen:
+            return
+        self._seen = version
+        try:
+            self._read = _read_file(self._file)
+        except KeyFileError as error:
+            logger.error("%s; the keys stay as they were", error)
+            return
+        logger.info("%s: %d keys", self._file, len(self._read))
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """Changes with the file; empty while there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read_file(file: Path) -> list[tuple[bytes, str]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"key file {file} cannot be read: {error}") from error
+    keys = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        found = LINE.fullmatch(line)
+        if found is None or found[1] == NO_KEY:
+            # not the line itself: it may be a key
+            raise KeyFileError(f"key file {file}, line {number}: want 'LABEL sha256:' and 64 hexadecimal digits")
+        keys.append((bytes.fromhex(found[2]), found[1]))
+    return keys

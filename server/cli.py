@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_serve(commands.add_parser("serve", help="serve a checkpoint over the OpenAI API"))
     _add_generate(commands.add_parser("generate", help="complete one prompt in the terminal"))
+    key = commands.add_parser("key", help="make an API key: itself to stderr, its line for --api-key-file to stdout")
+    key.add_argument("label", metavar="LABEL", help="what metrics call it")
+    key.set_defaults(run=make_key)
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
     commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
     return parser
@@ -49,6 +53,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one")
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for")
     parser.add_argument("--api-key", nargs="+", metavar="KEY", help=f"keys clients must send (or ${KEY_VARIABLE})")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="PATH", help="keys by digest, a line each (see `pilotfish key`); reread"
+    )
+    parser.add_argument("--uds", type=Path, metavar="PATH", help="Unix socket to listen on in place of host and port")
+    parser.add_argument(
+        "--root-path", type=_root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
+    )
     _add_model_flags(parser)
     parser.add_argument(
         "--reasoning-parser",
@@ -125,6 +136,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help='single defaults, e.g. {"max_new_tokens": 4096}, which bounds what a chat without max_tokens reserves',
     )
     parser.add_argument("--chat-template", type=Path, metavar="PATH", help="a Jinja file in place of the checkpoint's")
+
+
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", path):
+        raise argparse.ArgumentTypeError(f"want a path like /llm, got {text!r}")
+    return path
 
 
 def _count(text: str) -> int:
@@ -208,6 +226,20 @@ def serve(args: argparse.Namespace) -> int:
 
     keys = args.api_key or [key for key in (os.environ.get(KEY_VARIABLE),) if key]
     return serve_forever(args, engine_options(args), keys)
+
+
+def make_key(args: argparse.Namespace) -> int:
+    from pilotfish.server import auth
+
+    key = auth.make_key()
+    try:
+        line = auth.key_line(args.label, key)
+    except ValueError as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    print(line)
+    print(key, file=sys.stderr)
+    return 0
 
 
 def generate(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, joi
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
 KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
-"""The number of the request's API key, left here by the authentication."""
+"""The label of the request's API key, left here by the authentication."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STALLED_SECONDS = 60.0
 """An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
@@ -156,7 +156,7 @@ async def _stream(
     request: web.Request, service: Service, plan: Plan, shape: Format, generation: Generation
 ) -> web.StreamResponse:
     await generation.first(HEADERS_SECONDS)
-    response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    response = web.StreamResponse(headers={"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"})
     response.headers["X-Request-Id"] = plan.id
     response.content_type, response.charset = "text/event-stream", "utf-8"
     await response.prepare(request)

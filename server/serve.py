@@ -7,15 +7,17 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
 from pilotfish.engine.client import EngineUnavailable
 from pilotfish.server.app import ServerOptions, make_app, make_runner
+from pilotfish.server.auth import KeyFileError
 from pilotfish.server.chat_template import TemplateError
 from pilotfish.server.handlers import SERVICE
 from pilotfish.server.model_files import ModelFilesError, load_model_files
@@ -48,33 +50,63 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         print(f"pilotfish: {error}", file=sys.stderr)
         return 2
     names = tuple(args.served_model_name or [Path(args.model).resolve().name])
-    app = make_app(
-        ServerOptions(
-            served_names=names,
-            api_keys=tuple(api_keys),
-            ignore_unknown_fields=args.ignore_unknown_fields,
-            core=args.core,
-        ),
-        engine,
-        files,
-    )
+    try:
+        app = make_app(
+            ServerOptions(
+                served_names=names,
+                api_keys=tuple(api_keys),
+                api_key_file=args.api_key_file,
+                root_path=args.root_path,
+                ignore_unknown_fields=args.ignore_unknown_fields,
+                core=args.core,
+            ),
+            engine,
+            files,
+        )
+    except KeyFileError as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
     logger.info("serving %s with %s", ", ".join(names), engine)
-    return asyncio.run(_run(app, args.host, args.port, args.shutdown_timeout))
+    return asyncio.run(_run(app, Address(args.host, args.port, args.uds), args.shutdown_timeout))
 
 
-async def _run(app: web.Application, host: str, port: int, shutdown_seconds: float) -> int:
+class Address(NamedTuple):
+    """`socket`, where there is one, is listened on in place of host and port."""
+
+    host: str
+    port: int
+    socket: Path | None
+
+    def __str__(self) -> str:
+        return str(self.socket) if self.socket else f"{self.host}:{self.port}"
+
+    def site(self, runner: web.AppRunner) -> web.BaseSite:
+        """Raises OSError for a socket that another process listens on; what a dead one left is replaced."""
+        if self.socket is None:
+            return web.TCPSite(runner, self.host, self.port, backlog=BACKLOG)
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(os.fsencode(self.socket)) == 0:
+                raise OSError("another process listens there")
+        return web.UnixSite(runner, self.socket, backlog=BACKLOG)
+
+
+async def _run(app: web.Application, address: Address, shutdown_seconds: float) -> int:
     runner = make_runner(app, shutdown_seconds=shutdown_seconds)
     stop = asyncio.Event()
     _stop_on_signals(stop)
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+            await address.site(runner).start()
         except OSError as error:
-            print(f"pilotfish: cannot listen on {host}:{port}: {error}", file=sys.stderr)
+            print(f"pilotfish: cannot listen on {address}: {error}", file=sys.stderr)
             return 1
         logger.info("listening on %s, loading the model", ", ".join(map(_url, runner.addresses)))
-        return await _until_stopped(app, stop)
+        try:
+            return await _until_stopped(app, stop)
+        finally:
+            if address.socket is not None:
+                address.socket.unlink(missing_ok=True)
     finally:
         await runner.cleanup()
 
@@ -104,6 +136,8 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-def _url(address: tuple) -> str:
+def _url(address: tuple | str) -> str:
+    if isinstance(address, str):
+        return f"unix:{address}"
     host, port = address[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -120,6 +120,51 @@ def test_names_and_keys(folder):
             assert [model["id"] for model in json.load(response)["data"]] == ["a", "b"]
 
 
+def test_a_key_file_made_by_the_command(folder):
+    made = subprocess.run([*COMMAND, "key", "alice"], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    (folder / "keys").write_text("# ours\n" + made.stdout)
+    assert made.stderr.strip() not in made.stdout
+    with served(folder, "--api-key-file", str(folder / "keys")) as (_, url):
+        request = urllib.request.Request(url + "/v1/models", headers={"Authorization": f"Bearer {made.stderr.strip()}"})
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            assert response.status == 200
+        with pytest.raises(urllib.error.HTTPError, match="401") as caught:
+            get(url + "/v1/models")
+        caught.value.close()
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), ("secret", "line 1")])
+def test_a_key_file_that_cannot_be_used_is_named(folder, content, words):
+    if content is not None:
+        (folder / "keys").write_text(content)
+    with command("serve", str(folder), *SCRIPTED, "--api-key-file", str(folder / "keys")) as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2 and words in errors and "secret" not in errors
+
+
+def test_a_unix_socket(folder):
+    path = folder / "http.sock"
+    # what a dead server left
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    with command("serve", str(folder), *SCRIPTED, "--uds", str(path)) as process:
+        while "listening" not in (line := process.stderr.readline()):
+            assert process.poll() is None
+        assert f"unix:{path}" in line
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(PATIENCE)
+            client.connect(str(path))
+            client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert client.makefile().read().endswith("pong\n")
+        with command("serve", str(folder), *SCRIPTED, "--uds", str(path)) as other:
+            _, errors = other.communicate(timeout=PATIENCE)
+            assert other.returncode == 1 and "cannot listen" in errors
+        assert path.exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert not path.exists()
+
+
 def test_a_model_that_does_not_load_ends_the_server_with_the_reason(folder):
     with command("serve", str(folder), "--port", "0", "--core", "scripted_core:make_core_that_fails") as process:
         _, errors = process.communicate(timeout=PATIENCE)
@@ -190,6 +235,8 @@ def test_help_needs_no_torch(args, words):
         (["serve", "m", "--override-generation-config", '{"heat": 1}'], "temperature"),
         (["serve", "m", "--override-generation-config", "7"], "want an object"),
         (["serve", "m", "--reasoning-parser", "deepseek_r1"], "qwen3"),
+        (["serve", "m", "--root-path", "llm"], "want a path"),
+        (["serve", "m", "--root-path", "/a//b"], "want a path"),
         (["serve", "m", "--tool-call-parser", "hermes"], "qwen3_xml"),
         (
             ["serve", "m", "--num-speculative-tokens", "1", "--speculative-config", '{"num_speculative_tokens": 2}'],

@@ -77,7 +77,8 @@ def test_the_events_of_a_stream_byte_by_byte(server, usage):
     )
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-        assert response.headers["Cache-Control"] == "no-cache"
+        assert response.headers["Cache-Control"] == "no-cache, no-transform"
+        assert response.headers["X-Accel-Buffering"] == "no"
         *events, done, end = response.read().decode().split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     assert all(event.startswith("data: {") and "\n" not in event for event in events)
