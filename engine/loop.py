@@ -24,6 +24,7 @@ from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round import run_round
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
+from pilotfish.engine.self_audit import SelfAudit
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.start import Engine, start_engine
 from pilotfish.kernels.attention import PAGE
@@ -47,6 +48,7 @@ class EngineLoop:
         self.ready: Ready = engine.ready
         self.grammars: GrammarLibrary | None = engine.grammars
         self.depth = engine.ready.num_speculative_tokens
+        self.self_audit = SelfAudit(engine.audit_rate)
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[RequestOutput] = []
 
@@ -62,18 +64,21 @@ class EngineLoop:
         except QueueFull as error:
             self._refuse(request.request_id, str(error), "queue_full")
         else:
+            self._interrupt_self_audit()
             self._sequences[request.request_id] = sequence
+            self.self_audit.on_submit(request)
 
     def abort(self, request_id: str) -> None:
         """See EngineCore; an unknown id, one that has just ended, is no error."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self.scheduler.finish(sequence)
+            self.self_audit.on_end(sequence.request, failed=False)
             self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
 
     def has_work(self) -> bool:
         """See EngineCore."""
-        return bool(self._sequences or self._ended)
+        return bool(self._sequences or self._ended or self.self_audit.has_work)
 
     def _refuse(self, request_id: str, error: str, code: ErrorCode) -> None:
         self._ended.append(
@@ -128,6 +133,8 @@ class EngineLoop:
         """See EngineCore."""
         started = perf_counter()
         outputs, self._ended = self._ended, []
+        if not self._sequences:
+            self._start_self_audit()
         for sequence in self.scheduler.admit():
             params = sequence.request.sampling
             self.runner.admit(
@@ -156,7 +163,7 @@ class EngineLoop:
             sequence.slot, sequence.pages, sequence.prompt, step.start, step.end, self.depth, logprobs
         )
         sequence.num_prefilled = step.end
-        return [] if report is None else [self._output(sequence, report, after_round=False)]
+        return [] if report is None else self._outputs(sequence, report, after_round=False)
 
     def _round(self, step: RoundStep) -> tuple[list[RequestOutput], dict[str, float]]:
         sequences = step.sequences
@@ -167,8 +174,21 @@ class EngineLoop:
             logprobs=[sequence.request.sampling.logprobs for sequence in sequences],
         )
         reports, clock = run_round(self.runner, batch, self.depth)
-        outputs = [self._output(s, report, after_round=True) for s, report in zip(sequences, reports, strict=True)]
+        outputs = [
+            output
+            for sequence, report in zip(sequences, reports, strict=True)
+            for output in self._outputs(sequence, report, after_round=True)
+        ]
         return outputs, clock.seconds
+
+    def _outputs(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> list[RequestOutput]:
+        """What a client is told of a sequence's tokens: nothing, if they are a check's."""
+        if sequence.request_id not in self._sequences:
+            if self.self_audit.on_check_tokens(report.token_ids, report.done):
+                self.scheduler.finish(sequence)
+            return []
+        self.self_audit.on_tokens(sequence.request_id, report.token_ids)
+        return [self._output(sequence, report, after_round)]
 
     def _output(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> RequestOutput:
         finish: FinishReason | None = None
@@ -176,6 +196,7 @@ class EngineLoop:
         if report.done or error is not None:
             finish = "error" if error is not None else "stop" if report.stopped else "length"
             self.scheduler.finish(sequence)
+            self.self_audit.on_end(sequence.request, failed=error is not None)
             del self._sequences[sequence.request_id]
         return RequestOutput(
             request_id=sequence.request_id,
@@ -189,12 +210,27 @@ class EngineLoop:
             round=after_round,
         )
 
+    def _start_self_audit(self) -> None:
+        """The engine is idle: one finished request is decoded again."""
+        if self.self_audit.running is None and (request := self.self_audit.start()) is not None:
+            self.scheduler.add(self._check(request))
+
+    def _interrupt_self_audit(self) -> None:
+        if self.self_audit.running is not None:
+            checked = self.self_audit.running.request.request_id
+            others = (*self.scheduler.running, *self.scheduler.waiting)
+            self.scheduler.finish(next(sequence for sequence in others if sequence.request_id == checked))
+            self.self_audit.interrupt()
+
     def _stats(self, phases: dict[str, float], seconds: float, num_prefilled: int) -> StepStats:
         scheduler = self.scheduler
+        audited, mismatches = self.self_audit.take_counts()
         return StepStats(
             phases=phases,
             step_seconds=seconds,
             num_prefill_tokens=num_prefilled,
+            num_audited_tokens=audited,
+            num_audit_mismatches=mismatches,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             kv_pages_used=scheduler.pages.num_used,

@@ -112,6 +112,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `phases` maps a phase of a round (verify, choose, accept, repair, draft, report) or "prefill" to seconds;
     it is empty when the step ran nothing. `num_prefill_tokens` are prompt tokens processed in this step.
+    `num_audited_tokens` and `num_audit_mismatches` (requests) are what --audit-rate has compared since the last report.
     `graph` is True where a round replayed a captured graph, False where it was launched operator by operator.
     """
 
@@ -119,6 +120,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_seconds: float = 0.0
     num_prefill_tokens: int = 0
     graph: bool = False
+    num_audited_tokens: int = 0
+    num_audit_mismatches: int = 0
     num_running: int = 0
     num_waiting: int = 0
     kv_pages_used: int = 0

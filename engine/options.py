@@ -39,3 +39,4 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk: int = 256
     kv_cache_tokens: int | None = None
     num_threads: int | None = None
+    audit_rate: float = 0.0

@@ -48,6 +48,7 @@ class Engine:
     scheduler: Scheduler
     ready: Ready
     grammars: GrammarLibrary | None = None
+    audit_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Plan:
 def start_engine(options: EngineOptions) -> Engine:
     """Opens, plans, loads and allocates. Raises PilotfishError naming the option or file at fault."""
     started = perf_counter()
+    if not 0 <= options.audit_rate <= 1:
+        raise OptionError(f"audit_rate: want a share in 0..1, got {options.audit_rate}")
     torch.set_num_threads(_num_threads(options))
     checkpoint = open_checkpoint(options.model)
     if options.draft_head is not None:
@@ -97,7 +100,7 @@ def start_engine(options: EngineOptions) -> Engine:
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     tokenizer = Path(options.model) / "tokenizer.json"
     grammars = GrammarLibrary(tokenizer, checkpoint.config.vocab_size) if tokenizer.exists() else None
-    return dataclasses.replace(engine, grammars=grammars)
+    return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate)
 
 
 def _origin(checkpoint: Checkpoint, plan: Plan) -> str | None:
