@@ -79,6 +79,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
     parser.add_argument("--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503")
     parser.add_argument(
+        "--audit-rate",
+        type=_share_or_zero,
+        default=0.0,
+        metavar="SHARE",
+        help="share of finished requests decoded again at k = 0 while idle, and compared (default: none)",
+    )
+    parser.add_argument(
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="time for running requests to end"
     )
     parser.set_defaults(run=serve)
@@ -163,6 +170,10 @@ def _share(text: str) -> float:
     return value
 
 
+def _share_or_zero(text: str) -> float:
+    return 0.0 if float(text) == 0 else _share(text)
+
+
 def _speculative_config(text: str) -> dict[str, Any]:
     """vLLM's JSON, as fields of EngineOptions."""
     try:
@@ -218,6 +229,7 @@ def engine_options(args: argparse.Namespace) -> Any:
         max_waiting=getattr(args, "max_waiting", 256),
         kv_cache_tokens=args.kv_cache_tokens,
         num_threads=args.num_threads,
+        audit_rate=getattr(args, "audit_rate", 0.0),
     )
 
 
