@@ -204,6 +204,7 @@ class EngineLoop:
             logprobs=report.logprobs,
             finish_reason=finish,
             error=error,
+            error_code="nan" if report.has_nan else None,
             stop_token_id=report.token_ids[-1] if report.stopped else None,
             num_drafted=report.num_drafted,
             num_accepted=report.num_accepted,

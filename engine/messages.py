@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-ErrorCode = Literal["queue_full", "invalid"]
+ErrorCode = Literal["queue_full", "invalid", "nan"]
 MAX_MESSAGE_BYTES = 256 << 20
 
 
@@ -91,7 +91,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `token_ids` are committed tokens in order, a stop id included as the last one (`stop_token_id` names it).
     num_drafted / num_accepted count this step's drafts really offered and accepted.
     `round` is False for the token that prefill chose.
-    `error_code` says whose fault an error is: "queue_full" (503, try again), "invalid" (400), None (500).
+    `error_code` says whose fault an error is: "queue_full" (503, try again), "invalid" (400), "nan" (500, the
+    model's logits hold NaN), None (500).
     """
 
     request_id: str

@@ -108,6 +108,8 @@ class Collector:
     def _on_output(self, output: RequestOutput) -> None:
         if output.token_ids:
             self._series["generation_tokens"].inc(len(output.token_ids))
+        if output.error_code == "nan":
+            self._series["nan_requests"].inc()
         if output.round:
             self._rounds["1" if output.synthetic else "0"].observe(output)
 
@@ -133,6 +135,10 @@ class Collector:
         """A request has ended, answered or not; `key` is the label of its API key, or "none"."""
         self._series["key_requests"].labels(key).inc()
         self._series["key_generation_tokens"].labels(key).inc(num_tokens)
+
+    def on_unused_field(self, name: str) -> None:
+        """A request had a field that changes nothing; `name` is one of a fixed list."""
+        self._series["unused_fields"].labels(name).inc()
 
     def on_rejection(self, reason: str) -> None:
         self._series["request_rejected"].labels(reason).inc()

@@ -168,9 +168,16 @@ DEFINITIONS = (
     Definition(
         PREFIX + "exactness_mismatched_requests_total", "counter", "Requests that k = 0 decoded otherwise; must stay 0."
     ),
+    Definition(PREFIX + "nan_requests_total", "counter", "Requests ended because the model's logits held NaN."),
     Definition(PREFIX + "request_finished_total", "counter", "Sequences ended, by reason.", ("finish_reason",)),
     Definition(
         PREFIX + "request_rejected_total", "counter", "HTTP requests answered with an error, by reason.", ("reason",)
+    ),
+    Definition(
+        PREFIX + "unused_fields_total",
+        "counter",
+        "Fields of requests that were accepted and have no effect on the answer, by name.",
+        ("field",),
     ),
     Definition(PREFIX + "key_requests_total", "counter", "Requests answered, by the API key's label.", ("key",)),
     Definition(

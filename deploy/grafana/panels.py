@@ -311,6 +311,16 @@ REQUESTS = Row(
             stacked=True,
         ),
         Panel(
+            "Exactness",
+            "Finished requests decoded again at k = 0 (--audit-rate). Requests that differ must stay 0.",
+            "none",
+            (
+                Query(PANEL.rate("exactness_checked_tokens_total"), "tokens/s checked"),
+                Query(PANEL.gauge("exactness_mismatched_requests_total"), "requests that differ"),
+                Query(PANEL.gauge("nan_requests_total"), "requests with NaN"),
+            ),
+        ),
+        Panel(
             "Engine up",
             "0 while it loads or after it failed.",
             "none",

@@ -135,6 +135,32 @@ ALERTS = (
         "page",
         "Requests end with an error on {{ $labels.instance }}: the engine failed while it served them.",
     ),
+    Alert(
+        "PilotfishExactnessMismatch",
+        f"increase({RULE.select('exactness_mismatched_requests_total')}[1h])",
+        "> 0",
+        "0m",
+        "page",
+        "{{ $labels.instance }} wrote text that plain decoding does not write.",
+    ),
+    Alert(
+        "PilotfishExactnessUnchecked",
+        f"increase({RULE.select('exactness_checked_tokens_total')}[6h])"
+        f" and {RULE.select('exactness_checked_tokens_total')} > 0",
+        "== 0",
+        "1h",
+        "ticket",
+        "{{ $labels.instance }} has not checked its text for 6 hours, though it did before.",
+        f"{RULE.rate('generation_tokens_total')} > 0",
+    ),
+    Alert(
+        "PilotfishNan",
+        f"increase({RULE.select('nan_requests_total')}[15m])",
+        "> 0",
+        "0m",
+        "page",
+        "The model of {{ $labels.instance }} gave NaN.",
+    ),
 )
 
 

@@ -23,7 +23,7 @@ from pilotfish.deploy.prometheus import api, rules
 CORE = "pilotfish.engine.loop:make_core"
 pytestmark = pytest.mark.skipif(api.missing() is not None, reason=str(api.missing()))
 
-EMPTY_WHEN_HEALTHY = {"PilotfishSpeculationOff"}
+EMPTY_WHEN_HEALTHY = {"PilotfishSpeculationOff", "PilotfishExactnessUnchecked"}
 """Alerts on a series that exists only when something is wrong."""
 FIRING = {"PilotfishAcceptanceCollapsed", "PilotfishSpeculationLoses"}
 """A random head is a broken head."""

@@ -380,7 +380,7 @@ class TestReports:
             driver.run()
         finally:
             embedding[poison] = before
-        assert (bad.finish, bad.last.error_code) == ("error", None)
+        assert (bad.finish, bad.last.error_code) == ("error", "nan")
         assert "NaN" in bad.last.error
         for request in good:
             assert_alone(request)
