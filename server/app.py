@@ -105,6 +105,8 @@ def _routes(root: str) -> Sequence[web.AbstractRouteDef]:
     return [
         web.post(root + "/v1/completions", handlers.completions),
         web.post(root + "/v1/chat/completions", handlers.chat_completions),
+        web.post(root + "/tokenize", handlers.tokenize),
+        web.post(root + "/detokenize", handlers.detokenize),
         web.get(root + "/v1/models", handlers.models),
         web.get(root + "/v1/models/{name:.+}", handlers.model),
         web.get(root + "/v1/capacity", handlers.capacity),

@@ -18,12 +18,17 @@ from pilotfish.server.auth import NO_KEY
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.plan import Context, Plan, plan_chat, plan_completion
+from pilotfish.server.plan import Context, Plan, check_ids, plan_chat, plan_completion, tokens_of
 from pilotfish.server.protocol import (
+    AnyRequest,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Model,
     ModelList,
+    Text,
+    TokenizeRequest,
+    Tokens,
     decode_request,
     encode,
 )
@@ -68,6 +73,11 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             raise Unavailable("The model is loading.", code="loading", retry_after=5)
         return ready
 
+    def decode(self, body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+        """Raises BadRequest."""
+        lenient, count = self.ignore_unknown_fields, self.metrics.on_unused_field
+        return decode_request(body, kind, ignore_unknown=lenient, on_unused=count)
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises NotFound."""
         if name is None:
@@ -95,7 +105,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     arrived, service = time.monotonic(), request.app[SERVICE]
     body = await read_body(request)
     ready = service.engine()
-    wanted = decode_request(body, CompletionRequest, ignore_unknown=service.ignore_unknown_fields)
+    wanted = service.decode(body, CompletionRequest)
     model = service.check_model(wanted.model)
     context = Context(model=model, files=service.files, ready=ready, arrived=arrived)
     plan = await plan_completion(wanted, context)
@@ -108,12 +118,37 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     arrived, service = time.monotonic(), request.app[SERVICE]
     body = await read_body(request)
     ready = service.engine()
-    lenient = service.ignore_unknown_fields
-    wanted = decode_request(body, ChatRequest, ignore_unknown=lenient)
-    model = service.check_model(wanted.model)
-    context = Context(model=model, files=service.files, ready=ready, arrived=arrived, ignore_unknown=lenient)
+    wanted = service.decode(body, ChatRequest)
+    context = Context(
+        model=service.check_model(wanted.model),
+        files=service.files,
+        ready=ready,
+        arrived=arrived,
+        ignore_unknown=service.ignore_unknown_fields,
+    )
     plan = await plan_chat(wanted, context)
     return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint(ready)))
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    body = await read_body(request)
+    ready = service.engine()
+    wanted = service.decode(body, TokenizeRequest)
+    service.check_model(wanted.model)
+    ids = await tokens_of(wanted, service.files, ignore_unknown=service.ignore_unknown_fields)
+    texts = [service.files.tokenizer.token_text(token_id) for token_id in ids] if wanted.return_token_strs else None
+    return _json(Tokens(len(ids), ready.max_model_len, ids, texts))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    body = await read_body(request)
+    ready = service.engine()
+    wanted = service.decode(body, DetokenizeRequest)
+    service.check_model(wanted.model)
+    check_ids(wanted.tokens, ready.vocab_size)
+    return _json(Text(service.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
 
 
 async def read_body(request: web.Request) -> bytes:

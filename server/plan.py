@@ -18,7 +18,7 @@ from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.messages import check_messages
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from pilotfish.server.tokenizer import Tokenizer
 from pilotfish.server.tool_calls import Tools, read_tools
 
@@ -122,6 +122,34 @@ async def plan_chat(request: ChatRequest, context: Context) -> Plan:
         stops=msgspec.structs.replace(plan.stops, answer=answer),
         include_reasoning=request.include_reasoning is not False,
     )
+
+
+async def tokens_of(request: TokenizeRequest, files: ModelFiles, *, ignore_unknown: bool) -> list[int]:
+    """What /tokenize answers: the ids that the same text or messages would be as a prompt. Raises BadRequest."""
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("Want either 'prompt' or 'messages'.", param="prompt", code="missing_parameter")
+    if request.messages is None:
+        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+            if getattr(request, name) is not None:
+                raise BadRequest(f"'{name}' wants 'messages'.", param=name)
+        special = request.add_special_tokens is not False
+        return await _encode(request.prompt or "", files.tokenizer, add_special_tokens=special)
+    if files.chat_template is None:
+        raise BadRequest("This model has no chat template.", param="messages")
+    tools = read_tools(request.tools, None)
+    text = files.chat_template.render(
+        check_messages(request.messages, ignore_unknown=ignore_unknown),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        tools=tools.shown if tools else None,
+        values=request.chat_template_kwargs,
+    )
+    return await _encode(text, files.tokenizer, add_special_tokens=bool(request.add_special_tokens))
+
+
+def check_ids(token_ids: list[int], vocab_size: int) -> None:
+    """Raises BadRequest naming `tokens` for an id that is none."""
+    if token_ids:
+        _check_id(max(token_ids), vocab_size, "tokens")
 
 
 def _plan(
@@ -291,12 +319,15 @@ async def _tokenize(
 ) -> list[int]:
     # so many tokens it has at least: a giant text is refused before it is tokenised
     _check_length(len(text) // (MAX_COMPOSED * tokenizer.longest_token) + 1, ready, where)
-    if len(text) > SLOW_TEXT:
-        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    else:
-        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids = await _encode(text, tokenizer, add_special_tokens=add_special_tokens)
     _check_length(len(ids), ready, where)
     return ids
+
+
+async def _encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
+    if len(text) > SLOW_TEXT:
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _check_length(num_tokens: int, ready: Ready, where: str) -> None:

@@ -2,45 +2,44 @@
 
 A request is decoded in two steps, so that every refusal can name its field: JSON to plain values, where unknown and
 unsupported fields are found, then plain values to a frozen struct, where types and ranges are. A field is honoured,
-refused by name, or listed in ACCEPTED_AND_UNUSED; none is ignored otherwise (unless the operator asks for it).
+refused by name, or listed in `unused.py`; none is ignored otherwise (unless the operator asks for it).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from pilotfish.server import unused
 from pilotfish.server.errors import BadRequest
 
-ACCEPTED_AND_UNUSED = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-"""For the caller's own records, or hints that change no result."""
-
 NOT_YET = {
+    "allowed_token_ids": (None,),
     "audio": (None,),
+    "bad_words": (None, []),
+    "chat_template": (None,),
     "documents": (None, []),
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "mm_processor_kwargs": (None,),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
+    "priority": (None, 0),
+    "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none"),
+    "thinking_token_budget": (None,),
     "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
     "best_of": (None, 1),
@@ -69,6 +68,26 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /tokenize: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
 
 
 class SpeculationField(Struct, frozen=True):
@@ -130,13 +149,22 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
 
 
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 _PATH = re.compile(r"^(?P<what>.*?) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
 
 
-def decode_request(body: bytes, kind: type[AnyRequest], *, ignore_unknown: bool = False) -> AnyRequest:
-    """Raises BadRequest naming the field for anything that is not a request of this kind."""
+def decode_request(
+    body: bytes,
+    kind: type[AnyRequest],
+    *,
+    ignore_unknown: bool = False,
+    on_unused: Callable[[str], None] = lambda name: None,
+) -> AnyRequest:
+    """Raises BadRequest naming the field for anything that is not a request of this kind.
+
+    `on_unused` gets the name, one of unused.NAMES, of what the request has and nothing here reads.
+    """
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -145,23 +173,29 @@ def decode_request(body: bytes, kind: type[AnyRequest], *, ignore_unknown: bool 
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
     known = {name: value for name, value in raw.items() if name in kind.__struct_fields__}
     for name, value in raw.items():
-        if name not in known and name not in ACCEPTED_AND_UNUSED:
-            _check_unserved(name, value, ignore_unknown)
+        if name not in known and name not in unused.FIELDS and not _asks_for_nothing(name, value, ignore_unknown):
+            on_unused(unused.UNKNOWN)
     if not ignore_unknown:
         _check_stream_options(known.get("stream_options"))
         _check_nested("speculation", known.get("speculation"), {"k"})
     try:
-        return msgspec.convert(known, kind)
+        request = msgspec.convert(known, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _named(str(error)) from error
+    for name in unused.unused_in(raw):
+        on_unused(name)
+    return request
 
 
-def _check_unserved(name: str, value: Any, ignore_unknown: bool) -> None:
+def _asks_for_nothing(name: str, value: Any, ignore_unknown: bool) -> bool:
+    """Of a field that is not served; False for one that is ignored. Raises BadRequest for the others."""
     if name in NOT_YET:
         if value not in NOT_YET[name]:
             raise BadRequest(f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
-    elif not ignore_unknown:
+        return True
+    if not ignore_unknown:
         raise BadRequest(f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
+    return False
 
 
 def _check_stream_options(options: Any) -> None:
@@ -325,6 +359,21 @@ class Response(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     seed: int
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Tokens(Struct, frozen=True):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Struct, frozen=True):
+    """The answer of /detokenize."""
+
+    prompt: str
 
 
 class Model(Struct, frozen=True, kw_only=True):

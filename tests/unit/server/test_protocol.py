@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
+from pilotfish.server import unused
 from pilotfish.server.errors import ApiError, BadRequest, Overloaded, from_status
 from pilotfish.server.protocol import (
-    ACCEPTED_AND_UNUSED,
     NOT_YET,
     ChatRequest,
     CompletionRequest,
@@ -89,10 +89,24 @@ def test_unknown_fields_are_refused_by_name_unless_lenient():
     assert refusal({"prompt": "hi", "messages": []}).param == "messages"
 
 
-@pytest.mark.parametrize("field", sorted(ACCEPTED_AND_UNUSED))
+@pytest.mark.parametrize("field", sorted(unused.FIELDS))
 def test_fields_for_the_callers_own_records_are_accepted(field):
-    decode(**{field: "x"})
-    decode(ChatRequest, **{field: {"a": "b"}})
+    counted = []
+    for body, kind in (({"prompt": "hi", field: "x"}, CompletionRequest), ({"messages": [], field: {}}, ChatRequest)):
+        decode_request(json.dumps(body).encode(), kind, on_unused=counted.append)
+        decode_request(json.dumps({**body, field: None}).encode(), kind, on_unused=counted.append)
+    assert counted == [field, field]
+
+
+def test_what_has_no_effect_inside_other_fields_is_counted_too():
+    counted = []
+    tools = [{"type": "function", "function": {"name": name, "strict": name == "f"}} for name in "fgh"]
+    content = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "y"}]
+    body = {"messages": [{"role": "user", "content": content}, {"role": "user", "content": "z"}], "tools": [*tools, 1]}
+    decode_request(json.dumps(body).encode(), ChatRequest, on_unused=counted.append)
+    assert sorted(counted) == ["cache_control", "tools.strict"]
+    decode_request(json.dumps({**body, "mood": 1}).encode(), ChatRequest, ignore_unknown=True, on_unused=counted.append)
+    assert sorted(counted)[-1] == "unknown" and set(counted) <= set(unused.NAMES)
 
 
 @pytest.mark.parametrize("field", sorted(NOT_YET))

@@ -1,0 +1,77 @@
+"""/tokenize and /detokenize, and the counter of fields without effect."""
+
+import asyncio
+
+import aiohttp
+from serving import script, serving
+
+
+async def post(http, url, body, status=200):
+    async with http.post(url, json=body) as response:
+        assert response.status == status, await response.text()
+        return await response.json()
+
+
+def test_texts_and_messages_to_ids_and_back(server):
+    async def story():
+        async with aiohttp.ClientSession() as http:
+
+            async def tokenize(status=200, **body):
+                return await post(http, server.url + "/tokenize", body, status)
+
+            answer = await tokenize(prompt="hi €<think>")
+            ids = [104, 105, 32, 256, 0xAC, 303]
+            assert answer == {"count": 6, "max_model_len": 4096, "tokens": ids, "token_strs": None}
+            text = await post(http, server.url + "/detokenize", {"tokens": [*ids, 301], "model": "alias"})
+            assert text == {"prompt": "hi €<think><|im_start|>"}
+            strings = await tokenize(prompt="€", return_token_strs=True)
+            assert strings["token_strs"] == ["bytes:\\xe2\\x82", "bytes:\\xac"]
+            assert (await tokenize(prompt=""))["tokens"] == []
+            assert (await tokenize(prompt="x" * 50_000))["count"] == 50_000
+
+            # the same ids that a chat has as its prompt
+            tools = [{"type": "function", "function": {"name": "f"}}]
+            chat = {"messages": [{"role": "user", "content": script(reply="x")}], "tools": tools}
+            chat["chat_template_kwargs"] = {"enable_thinking": True}
+            asked = await post(http, server.v1 + "/chat/completions", {**chat, "return_token_ids": True})
+            assert (await tokenize(**chat))["tokens"] == asked["prompt_token_ids"]
+
+            for body, param in (
+                ({}, "prompt"),
+                ({"prompt": "x", "messages": []}, "prompt"),
+                ({"prompt": "x", "tools": []}, "tools"),
+                ({"prompt": ["x"]}, "prompt"),
+                ({"messages": []}, "messages"),
+                ({"prompt": "x", "mood": 1}, "mood"),
+            ):
+                assert (await tokenize(status=400, **body))["error"]["param"] == param, body
+            for tokens in ([512], [-1], ["a"], None):
+                error = await post(http, server.url + "/detokenize", {"tokens": tokens}, 400)
+                assert error["error"]["param"].startswith("tokens")
+            await tokenize(status=404, prompt="x", model="other")
+
+    asyncio.run(story())
+
+
+def test_fields_without_effect_are_counted_by_name(folder):
+    async def story():
+        async with (
+            serving(folder, ignore_unknown_fields=True, api_keys=("secret",)) as server,
+            aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as http,
+        ):
+            part = {"type": "text", "text": script(reply="x"), "cache_control": {"type": "ephemeral"}}
+            body = {"messages": [{"role": "user", "content": [part]}], "user": "me", "relay_trace": 1, "other": 2}
+            body["tools"] = [{"type": "function", "function": {"name": "f", "strict": True}}]
+            for _ in range(2):
+                await post(http, server.v1 + "/chat/completions", body)
+            async with http.get(server.url + "/metrics") as response:
+                text = await response.text()
+            counts = {"user": 2, "cache_control": 2, "tools.strict": 2, "unknown": 4}
+            for field, count in counts.items():
+                assert f'pilotfish_unused_fields_total{{field="{field}"}} {count}.0' in text
+            assert "relay_trace" not in text
+            # tokenizing is guarded like the rest
+            async with http.post(server.url + "/tokenize", json={}, headers={"Authorization": ""}) as response:
+                assert response.status == 401
+
+    asyncio.run(story())

@@ -1,0 +1,46 @@
+"""docs/api.md says of every field what the code does with it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pilotfish.server import unused
+from pilotfish.server.protocol import NOT_YET, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text()
+
+
+def table(heading):
+    """{field: [what each endpoint does]}"""
+    section = TEXT.split(heading)[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
+    fields = {}
+    for names, *marks in rows[1:]:
+        for name in re.findall(r"`(\w+)`", names):
+            assert name not in fields, f"{name} twice"
+            fields[name] = marks[:2]
+    return fields
+
+
+def expected(field, kind, others):
+    if field in kind.__struct_fields__ or field not in others:
+        return "=" if field in kind.__struct_fields__ else ""
+    return "0" if field in unused.FIELDS else "400" if field in NOT_YET else ""
+
+
+@pytest.mark.parametrize(
+    ("heading", "kinds", "others"),
+    [
+        ("## POST /v1/completions", (CompletionRequest, ChatRequest), {*NOT_YET, *unused.FIELDS}),
+        ("## POST /tokenize", (TokenizeRequest, DetokenizeRequest), set()),
+    ],
+)
+def test_the_matrix_is_what_the_code_does(heading, kinds, others):
+    fields = others.union(*(kind.__struct_fields__ for kind in kinds))
+    assert table(heading) == {field: [expected(field, kind, others) for kind in kinds] for field in fields}
+
+
+def test_counted_names_are_in_the_docs():
+    for name in unused.NAMES:
+        assert f"`{name}`" in TEXT
