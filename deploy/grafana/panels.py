@@ -298,7 +298,7 @@ REQUESTS = Row(
         ),
         Panel(
             "Tokens/s by API key",
-            "Keys are numbered in the order of --api-key; without keys there is one, none.",
+            "A key's label in the key file, or its number in the order of --api-key; none where there are no keys.",
             "none",
             (Query(PANEL.rate("key_generation_tokens_total", by=("key",)), "key {{key}}"),),
             stacked=True,
