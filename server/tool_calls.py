@@ -20,7 +20,6 @@ Schema = dict[str, Any]
 
 NAME = re.compile(r"[^\s<>\"]{1,256}")
 MAX_TOOLS = 1024
-MAX_SCHEMA_DEPTH = 8
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 """Some models write Python's constants."""
@@ -102,29 +101,39 @@ def _read_choice(choice: Any, schemas: dict[str, Schema]) -> ToolChoice:
 
 
 def argument_types(function: Schema, parameter: str) -> frozenset[str]:
-    """JSON types that the schema allows for a parameter; empty where it says nothing."""
+    """JSON types that the schema allows for a parameter; empty where it says nothing.
+
+    Each part of the schema is looked at once, whatever its references do.
+    """
     properties = function.get("properties")
-    schema = properties.get(parameter) if isinstance(properties, dict) else None
-    return frozenset(_types(schema, function, MAX_SCHEMA_DEPTH))
+    waiting = [properties.get(parameter)] if isinstance(properties, dict) else []
+    seen: set[int] = set()
+    found: set[str] = set()
+    while waiting:
+        schema = waiting.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        if isinstance(schema.get("$ref"), str):
+            waiting.append(_resolve(schema["$ref"], function))
+        elif (own := _own_types(schema)) is not None:
+            found |= own
+        else:
+            for group in ("anyOf", "oneOf", "allOf"):
+                waiting += schema[group] if isinstance(schema.get(group), list) else []
+    return frozenset(found)
 
 
-def _types(schema: Any, root: Schema, depth: int) -> set[str]:
-    if not isinstance(schema, dict) or depth == 0:
-        return set()
-    if isinstance(schema.get("$ref"), str):
-        return _types(_resolve(schema["$ref"], root), root, depth - 1)
+def _own_types(schema: Schema) -> set[str] | None:
+    """Those that the schema names itself, or shows by its values; None if it does neither."""
     given = schema.get("type")
     if isinstance(given, str):
         return {given}
     if isinstance(given, list):
         return {name for name in given if isinstance(name, str)}
-    found: set[str] = set()
-    for group in ("anyOf", "oneOf", "allOf"):
-        for entry in schema[group] if isinstance(schema.get(group), list) else ():
-            found |= _types(entry, root, depth - 1)
     values = list(schema["enum"]) if isinstance(schema.get("enum"), list) else []
     values += [schema["const"]] if "const" in schema else []
-    return found | {_type_of(value) for value in values}
+    return {_type_of(value) for value in values} or None
 
 
 def _resolve(reference: str, root: Schema) -> Any:

@@ -1,7 +1,10 @@
 """Tool calls by the official client: whole and streamed, forced, in parallel, sent back, broken off."""
 
+import asyncio
 import json
+import random
 
+import aiohttp
 import openai
 import pytest
 from serving import script
@@ -175,6 +178,67 @@ def test_several_choices_each_with_calls(client):
     answer = ask(client, CALL, n=3)
     assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 3
     assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 3
+
+
+JUNK = (
+    *(None, True, -1, 1.5, 10**30, "", "x", "get_weather", "<tool_call>", "\x00", [], {}, [[]], ["x"], {"x": {}}),
+    *(
+        {"type": "function"},
+        {"$ref": "#"},
+        {"$ref": "#/properties/city"},
+        {"anyOf": [{"$ref": "#"}]},
+        WEATHER,
+        [WEATHER],
+    ),
+)
+
+
+def spoilt(value, rng):
+    """The value with one part of it replaced, removed or renamed."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
+        return rng.choice(JUNK)
+    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    changed = value.copy()
+    if isinstance(changed, dict) and rng.random() < 0.1:
+        changed[rng.choice(("name", "type", "mood"))] = changed.pop(key)
+    else:
+        changed[key] = spoilt(value[key], rng)
+    return changed
+
+
+def test_spoilt_tools_and_histories_are_answered_or_refused(server):
+    """Only 200 and 400, and a 400 names a field."""
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "x"}'}}
+    base = {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "r"},
+            {"role": "tool", "content": "rain", "tool_call_id": "c"},
+            {"role": "user", "content": script(reply="x" + CALL)},
+        ],
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": {"type": "function", "function": {"name": "clock"}},
+        "parallel_tool_calls": False,
+        "include_reasoning": True,
+        "speculation": {"k": 1},
+        "max_tokens": 20,
+    }
+
+    async def story():
+        seen = set()
+        async with aiohttp.ClientSession() as http:
+            for seed in range(400):
+                rng = random.Random(seed)
+                body = base
+                for _ in range(rng.randrange(1, 3)):
+                    body = spoilt(body, rng)
+                async with http.post(server.v1 + "/chat/completions", json=body) as response:
+                    answer = await response.json()
+                    seen.add(response.status)
+                    assert response.status in (200, 400), (seed, body, answer)
+                    assert response.status == 200 or answer["error"]["message"]
+        assert seen == {200, 400}
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(

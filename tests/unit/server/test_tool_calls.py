@@ -78,8 +78,16 @@ def test_types_of_a_schema():
     assert types({"const": True}) == {"boolean"}
     assert types({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"type": "array"}}}) == {"array"}
     assert types({"$ref": "#/properties/x"}) == types({"$ref": "http://x"}) == types({"$ref": "#/no/where"}) == set()
+    assert types({"anyOf": [{"oneOf": [{"type": "null"}]}, {"allOf": [{"enum": [1.5]}]}]}) == {"null", "number"}
     assert types({}) == types(None) == types({"type": 1, "anyOf": 1}) == set()
     assert argument_types({"properties": []}, "x") == argument_types({}, "x") == set()
+
+
+def test_a_schema_of_references_to_itself_takes_no_time():
+    schema = {"anyOf": [{"anyOf": [{"$ref": "#/properties/x"}] * 500}] * 500 + [{"type": "integer"}]}
+    for _ in range(100):
+        schema = {"anyOf": [schema, schema, {"$ref": "#/properties/x"}]}
+    assert types(schema) == {"integer"}
 
 
 @pytest.mark.parametrize(
