@@ -1,6 +1,7 @@
 """The demo model behind the real server: speculated and plain answers are the same, and /metrics says what it gave."""
 
 import importlib.util
+import json
 import random
 from pathlib import Path
 
@@ -141,3 +142,21 @@ def test_metrics_and_usage_count_the_same_drafts(speculated, answers):
     # later tests of this file may have added to the counters, none takes away
     assert accepted >= sum(entry.accepted_prediction_tokens for entry in details)
     assert drafted - accepted >= sum(entry.rejected_prediction_tokens for entry in details)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_it_calls_tools_and_k_changes_no_call(speculated, choice):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    with client_of(speculated) as client:
+        base = {"model": "scripted", "temperature": 0, "max_tokens": 80, "tools": [tool], "tool_choice": choice}
+        base["messages"] = [{"role": "user", "content": "What is the weather in Paris?"}]
+        answers = [
+            client.chat.completions.create(**base, extra_body={"speculation": {"k": k}, "include_metrics": True})
+            for k in (3, 0)
+        ]
+    calls = [[call.function for call in answer.choices[0].message.tool_calls] for answer in answers]
+    assert calls[0] == calls[1] and calls[0][0].name == "get_weather"
+    assert json.loads(calls[0][0].arguments).keys() == {"city"}
+    fast, slow = (answer.model_extra["metrics"]["speculative_decoding"] for answer in answers)
+    assert fast["mean_acceptance_length"] > 1.5 and slow["mean_acceptance_length"] == 1

@@ -92,6 +92,7 @@ def check_all_splits(text, seed=0, **rules):
         ("<function=f></function></tool_call> y", "y", [("f", {})]),
         ("<tool_call><function=f></tool_call>", "", [("f", {})]),
         ("<tool_call><function=f></function><function=g></function></tool_call>", "", [("f", {}), ("g", {})]),
+        ("<function=f></function><function=h></function>", "<function=h></function>", [("f", {})]),
         ("before " + call() + "\nafter", "before\nafter", [("f", {})]),
         # no calls: all of it is text
         ("<function=unknown>\n</function>", "<function=unknown>\n</function>", []),
