@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from pilotfish.engine.messages import Ready, SamplingParams
+from pilotfish.engine.messages import Grammar, Ready, SamplingParams
 from pilotfish.server.answer import CALL, END_THINK, FUNCTION, THINK, AnswerRules
 from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.messages import check_messages
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+from pilotfish.server.structured import GUIDED_FIELDS, grammar_of
 from pilotfish.server.tokenizer import Tokenizer
 from pilotfish.server.tool_calls import Tools, read_tools
 
@@ -88,7 +89,7 @@ async def plan_completion(request: CompletionRequest, context: Context) -> Plan:
     if request.echo and request.logprobs is not None:
         raise BadRequest("Log-probabilities of an echoed prompt are not supported yet.", param="echo")
     prompts = await _read_prompts(request, context.files.tokenizer, context.ready)
-    sampling = _sampling(request, context, request.logprobs)
+    sampling = _sampling(request, context, request.logprobs, _grammar(request))
     limit = request.max_tokens or context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
     limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]
     return _plan("cmpl-", request, context, prompts, sampling, limits)
@@ -112,7 +113,8 @@ async def plan_chat(request: ChatRequest, context: Context) -> Plan:
     if answer is not None and answer.forced:
         text = _close_thinking(text) + answer.forced
     prompt = Prompt(await _tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
-    sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None)
+    grammar = _chat_grammar(request, context.files, answer)
+    sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
     asked = request.max_completion_tokens or request.max_tokens
     limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
     limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
@@ -198,7 +200,30 @@ def _speculative_k(request: SamplingFields, ready: Ready) -> int:
     return served if asked is None else asked
 
 
-def _sampling(request: SamplingFields, context: Context, logprobs: int | None) -> SamplingParams:
+def _grammar(request: SamplingFields, after_token_id: int | None = None) -> Grammar | None:
+    """What the text must match, from whichever field asks for it. Raises BadRequest."""
+    names = ("response_format", "structured_outputs", *GUIDED_FIELDS)
+    given = {name: value for name in names if (value := getattr(request, name)) is not None}
+    grammar = grammar_of(given, after_token_id)
+    if grammar is not None and request.min_tokens:
+        raise BadRequest("A grammar decides when the text ends: want no min_tokens with it.", param="min_tokens")
+    return grammar
+
+
+def _chat_grammar(request: ChatRequest, files: ModelFiles, answer: AnswerRules | None) -> Grammar | None:
+    """In force after the thinking block where the prompt opens one."""
+    thinking = answer is not None and answer.thinking == "open"
+    grammar = _grammar(request, files.tokenizer.token_to_id(END_THINK) if thinking else None)
+    if grammar is not None and answer is not None and answer.tools is not None:
+        raise BadRequest(
+            "Structured output and tools are not supported together: want tool_choice none.", param="tools"
+        )
+    return grammar
+
+
+def _sampling(
+    request: SamplingFields, context: Context, logprobs: int | None, grammar: Grammar | None
+) -> SamplingParams:
     """The request's values, then the checkpoint's, then neutral ones. max_tokens is filled in for each prompt."""
     defaults, vocab_size = context.files.defaults, context.ready.vocab_size
 
@@ -225,6 +250,7 @@ def _sampling(request: SamplingFields, context: Context, logprobs: int | None) -
         ignore_eos=bool(request.ignore_eos),
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 

@@ -34,7 +34,6 @@ NOT_YET = {
     "prediction": (None,),
     "priority": (None, 0),
     "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none"),
     "thinking_token_budget": (None,),
     "tools": (None, []),
@@ -117,6 +116,13 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
     speculation: SpeculationField | None = None
     include_metrics: bool | None = None
     max_tokens: PositiveCount | None = None

@@ -205,7 +205,7 @@ def test_fields_for_the_callers_own_records(client):
     ("fields", "param"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"extra_body": {"best_of_all": 1}}, "best_of_all"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
