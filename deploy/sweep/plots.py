@@ -27,7 +27,7 @@ def draw(cells: Sequence[Cell], settings: Settings, max_num_seqs: int | None, ou
     if not column:
         return []
     names = [_speed(good, column, settings, out), _single(column, settings, out)]
-    if any(pick(cell, "long") for cell in column):
+    if any(len(long_figures(cell)) > 1 for cell in column):
         names.append(_context(column, out))
     return names
 
