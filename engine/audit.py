@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError, PilotfishError
@@ -295,7 +296,8 @@ def audit(auditor: Auditor, depths: list[int], batches: list[int]) -> Iterator[R
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pilotfish audit", description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", help="checkpoint folder")
+    parser.add_argument("model", help="checkpoint folder or hub id")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--max-depth", type=int, default=MAX_DEPTH, help="largest k to check (default: %(default)s)")
     parser.add_argument("--max-batch", type=int, default=4, help="largest batch (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=3, help="prompts, each in every mode (default: %(default)s)")
@@ -342,6 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR)
     try:
+        args.model = str(resolve_model(args.model, args.revision))
         auditor = make_auditor(args)
     except PilotfishError as error:
         print(f"pilotfish audit: {error}", file=sys.stderr)

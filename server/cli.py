@@ -29,6 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and given[0] in OWN_PARSERS:
         return importlib.import_module(OWN_PARSERS[given[0]]).main(given[1:]) or 0
     args = build_parser().parse_args(given)
+    if hasattr(args, "revision"):
+        from pilotfish.engine.errors import PilotfishError
+
+        try:
+            _fetch(args)
+        except PilotfishError as error:
+            print(f"pilotfish: {error}", file=sys.stderr)
+            return 2
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
 
@@ -104,7 +112,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder, or a hub id such as Qwen/Qwen3.6-27B")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    parser.add_argument("--download-dir", type=Path, metavar="PATH", help="where hub files are kept (default: HF_HOME)")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument(
         "--num-speculative-tokens", type=_count_or_zero, metavar="K", help="drafted tokens a round (default: 3, 0: off)"
@@ -231,6 +241,16 @@ def engine_options(args: argparse.Namespace) -> Any:
         num_threads=args.num_threads,
         audit_rate=getattr(args, "audit_rate", 0.0),
     )
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    """A hub id becomes the folder of its files, and stays the name it is served by. Raises CheckpointError."""
+    from pilotfish.engine.checkpoint.hub import resolve_model
+
+    folder = str(resolve_model(args.model, args.revision, args.download_dir))
+    if folder != str(Path(args.model)) and getattr(args, "served_model_name", ()) is None:
+        args.served_model_name = [args.model]
+    args.model = folder
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -1,0 +1,43 @@
+"""Models by name: a hub id becomes a folder, by huggingface_hub (its cache, its tokens, its offline mode)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pilotfish.engine.errors import CheckpointError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
+FILES = ("*.json", "*.jinja", "*.safetensors", "LICENSE*")
+"""What is read of a repository: no other weights, no code."""
+
+
+def resolve_model(name: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
+    """The folder itself, or that of a hub id such as `Qwen/Qwen3.6-27B`, fetched if the cache lacks it.
+
+    `revision` is a branch, tag or commit. The environment decides the rest as it does for every user of the library:
+    HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT. Raises CheckpointError with one line that says what is missing.
+    """
+    folder = Path(name)
+    if name and folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"revision: want it with a hub id alone, {name} is a folder")
+        return folder
+    if folder.exists() or not HUB_ID.match(name):
+        raise CheckpointError(f"{name}: want a checkpoint folder, or a hub id such as Qwen/Qwen3.6-27B")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=list(FILES))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(f"{name}: not in the cache, and the hub is not reached: {_line(error)}") from error
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise CheckpointError(f"{name}: {_line(error)}") from error
+    return Path(path)
+
+
+def _line(error: Exception) -> str:
+    """The library's messages have several lines; the first that says something is enough."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
