@@ -70,7 +70,7 @@ ALERTS = (
     Alert(
         "PilotfishEngineRestarted",
         # 0 is an engine that has not been ready yet: a first start is none again
-        f"changes(({RULE.select('engine_ready_timestamp_seconds')} > 0)[15m:5s])",
+        f"changes(({RULE.select('engine_ready_timestamp_seconds')} > 0)[15m:1s])",
         "> 0",
         "0m",
         "ticket",
