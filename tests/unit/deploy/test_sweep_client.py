@@ -233,3 +233,16 @@ def test_whatever_a_chat_calls_its_output_is_output(name):
     assert says_something({"choices": [{"delta": {name: "x"}}]})
     assert not says_something({"choices": [{"delta": {"role": "assistant", name: ""}}]})
     assert not says_something({"choices": [], "usage": {}})
+
+
+def test_single_streams_go_through_the_relay_too():
+    """The relay answers, the server itself is asked for its counters."""
+    script = Script(events=FAST, metrics="vllm:spec_decode_num_drafts_total 5\n")
+    settings = Settings(model="m", domains=("code",), passes=1, concurrency=(), contexts=(), relay="http://relay")
+
+    async def story(endpoint):
+        run = CellRun(settings, endpoint, endpoint, 1000, lambda what, share: None)
+        return await run.run(4)
+
+    shown = [(one.via, one.path) for one in against(script, story)]
+    assert shown == [("direct", "completions"), ("direct", "chat"), ("relay", "completions"), ("relay", "chat")]

@@ -134,3 +134,11 @@ def test_a_draw_with_plain_decoding_is_called_one():
     advice = recommend(cells, SETTINGS)
     assert advice.cell.k == 3
     assert "No more than the best cell at k = 0 (500.0), but faster for one stream." in advice.reasons
+
+
+def test_the_relay_has_columns_of_its_own():
+    ones = (one("single", 100), one("single", 80, via="relay"), one("single", 90, path="chat"))
+    cells = [Cell(k=3, max_num_seqs=1, measurements=ones)]
+    text = markdown(cells, SETTINGS, recommend(cells, SETTINGS, 1), {})
+    assert "| k | chat | completions | completions through the relay |" in text
+    assert "| 3 | 90.0 (100 ms) | 100.0 (100 ms) | 80.0 (100 ms) |" in text
