@@ -20,7 +20,11 @@ SPECULATIVE_METHODS = {"mtp": "mtp", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mt
 """vLLM's names, and ours for what they stand for: the multi-token-prediction head, or prompt look-up."""
 LOOKUP_BOUNDS = ("prompt_lookup_max", "prompt_lookup_min")
 
-OWN_PARSERS = {"audit": "pilotfish.engine.audit", "sweep": "pilotfish.deploy.sweep.command"}
+OWN_PARSERS = {
+    "audit": "pilotfish.engine.audit",
+    "quantize": "pilotfish.engine.checkpoint.quantize",
+    "sweep": "pilotfish.deploy.sweep.command",
+}
 """Sub-commands that read their own flags."""
 
 
@@ -51,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     key.add_argument("label", metavar="LABEL", help="what metrics call it")
     key.set_defaults(run=make_key)
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
+    commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
     commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
     return parser
 
@@ -92,6 +97,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SHARE",
         help="share of finished requests decoded again at k = 0 while idle, and compared (default: none)",
+    )
+    parser.add_argument(
+        "--restart-engine",
+        type=_count_or_zero,
+        default=3,
+        metavar="N",
+        help="restarts of a failed engine in 10 minutes, then the server ends with status 1 (default: %(default)s)",
     )
     parser.add_argument(
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="time for running requests to end"

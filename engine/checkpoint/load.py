@@ -102,6 +102,34 @@ def _read_all(checkpoint: Checkpoint) -> Iterator[tuple[Module, str, TensorInfo,
             raise CheckpointError(f"{file}: changed or unreadable since it was opened: {error}") from error
 
 
+class ModuleReader:
+    """Modules one by one, on the host: views of the mapped files where they lie there as plain numbers.
+
+    The files stay open and mapped until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, module: Module) -> dict[str, Weight]:
+        """Its weights by normalised tensor name, experts one by one. Raises CheckpointError as load_weights does."""
+        parts = {suffix: self._tensor(module, info) for suffix, info in loaded_parts(module).items()}
+        return _assemble(module, parts)
+
+    def close(self) -> None:
+        self._opened.clear()
+
+    def _tensor(self, module: Module, info: TensorInfo) -> torch.Tensor:
+        if info.file.suffix == GGUF_SUFFIX:
+            return torch.from_numpy(gguf_file.decode(info)).view(module.shape)
+        try:
+            if info.file not in self._opened:
+                self._opened[info.file] = safe_open(info.file, framework="pt", device="cpu")
+            return _read_one(self._opened[info.file], info)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{info.file}: changed or unreadable since it was opened: {error}") from error
+
+
 def _read_one(opened: Any, info: TensorInfo) -> torch.Tensor:
     tensor: torch.Tensor = opened.get_tensor(info.name)
     if tuple(tensor.shape) != info.shape or tensor.dtype != TORCH_DTYPES[info.dtype]:

@@ -168,19 +168,26 @@ def encode(values: torch.Tensor) -> torch.Tensor:
     return codes | ((values < 0).to(torch.uint8) << 3)
 
 
-def quantize(weight: torch.Tensor) -> NvFp4Weight:
+def global_scale_for(amax: torch.Tensor) -> torch.Tensor:
+    """The fp32 divisor under which the largest scale is 448: 448 * 6 / amax, or 1 for a matrix of zeros."""
+    amax = amax.float().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.nan_to_num(E4M3_MAX * E2M1_MAX / amax, posinf=1.0)
+
+
+def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> NvFp4Weight:
     """Round-to-nearest NVFP4 of a finite [N, K] matrix, K a multiple of 16, computed in fp32.
 
-    global_scale = 448 * 6 / amax(W), a group's scale = e4m3(amax(group) / 6 * global_scale), as llm-compressor
-    does without calibration. Raises ValueError on another shape, or values that are not finite.
+    A group's scale = e4m3(amax(group) / 6 * global_scale), as llm-compressor does without calibration; global_scale
+    is global_scale_for(amax(W)), or the one given, for a part of a matrix or for several that share it. Raises
+    ValueError on another shape, or values that are not finite.
     """
     if weight.dim() != 2 or weight.shape[1] % GROUP:
         raise ValueError(f"want [N, K] with K a multiple of {GROUP}, got {list(weight.shape)}")
     values = weight.float()
     if not values.isfinite().all():
         raise ValueError("want finite values")
-    amax = values.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    global_scale = torch.nan_to_num(E4M3_MAX * E2M1_MAX / amax, posinf=1.0)
+    if global_scale is None:
+        global_scale = global_scale_for(values.abs().max())
     groups = values.view(values.shape[0], -1, GROUP)
     e2m1_max = torch.tensor(E2M1_MAX, device=values.device)
     scale = (global_scale * (groups.abs().amax(-1) / e2m1_max)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)

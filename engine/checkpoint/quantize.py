@@ -1,0 +1,399 @@
+"""`pilotfish quantize IN OUT`: a BF16, F32 or FP8 checkpoint as compressed-tensors NVFP4 (W4A16).
+
+File by file: beyond the mapped pages of what is read, memory holds one matrix in its packed form. The output grows in
+OUT.partial beside OUT and is renamed when it is complete and opens; an interrupted run goes on with the first file
+that is not finished, if source and recipe are still the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pilotfish.engine.checkpoint.hub import resolve_model
+from pilotfish.engine.checkpoint.load import ModuleReader, Weight
+from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
+from pilotfish.engine.checkpoint.quantization import MODELOPT_FILE
+from pilotfish.engine.checkpoint.recipe import (
+    TOGETHER,
+    Action,
+    Job,
+    Matrix,
+    Plan,
+    Recipe,
+    make_plan,
+    packed_entries,
+    quantised_config,
+)
+from pilotfish.engine.checkpoint.recognise import INDEX_FILE, Checkpoint, census, open_checkpoint
+from pilotfish.engine.checkpoint.sidecar import attach_head
+from pilotfish.engine.checkpoint.write import TensorFile, tensor_file, write_text
+from pilotfish.engine.config import read_json_object
+from pilotfish.engine.errors import CheckpointError, OptionError, PilotfishError
+
+REPORT_FILE = "quantization_report.json"
+STATE = ".quantize"
+BLOCK = 1 << 22
+ROW_STEP = 128  # rows of an FP8 block, so that scales stay with their blocks
+COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
+NOT_COPIED = {"config.json", MODELOPT_FILE, INDEX_FILE, REPORT_FILE}
+TEMPLATES = "additional_chat_templates"
+SPARE_BYTES = 64 << 20
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+Errors = dict[str, dict[str, float]]
+"""Raw name of a packed matrix -> {"relative": |W - Q| / |W|, "largest": the largest |w - q|}."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run made: the censuses before and after, and the error of each packed matrix."""
+
+    source: Checkpoint
+    output: Checkpoint
+    errors: Errors
+
+
+def quantize_folder(
+    source: Path, out: Path, recipe: Recipe, graft_head: Path | None = None, progress: bool = True
+) -> Result:
+    """Writes `out`, or goes on with an interrupted run of the same source and recipe.
+
+    Raises OptionError (`out` is there, another run holds or left its partial folder, no space) or CheckpointError
+    and its kinds (a source that cannot be read, or that is packed already).
+    """
+    if out.exists():
+        raise OptionError(f"{out}: is there already; want a folder to be made")
+    checkpoint = open_checkpoint(source)
+    if graft_head is not None:
+        checkpoint = attach_head(checkpoint, graft_head)
+    plan = make_plan(checkpoint, recipe)
+    partial = out.with_name(out.name + ".partial")
+    with _hold(partial, _stamp(checkpoint, plan, recipe)):
+        try:
+            _require_space(partial, plan)
+            errors = _write_all(partial, plan, recipe, progress)
+            _write_rest(partial, plan, checkpoint, errors)
+        except OSError as error:
+            raise CheckpointError(f"{partial}: {error.strerror or error}; what is finished stays there") from error
+        output = open_checkpoint(partial)
+        _sync_folder(partial)
+        partial.rename(out)
+        _sync_folder(out.parent)
+    shutil.rmtree(out / STATE)
+    return Result(checkpoint, dataclasses.replace(output, path=out), errors)
+
+
+# The partial folder
+
+
+def _stamp(checkpoint: Checkpoint, plan: Plan, recipe: Recipe) -> str:
+    """What must not change between a run and its continuation."""
+    files = {info.main.file for jobs in plan.values() for info in jobs} | {checkpoint.path / "config.json"}
+    seen = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+    return json.dumps({"recipe": dataclasses.asdict(recipe), "files": seen})
+
+
+@contextmanager
+def _hold(partial: Path, stamp: str) -> Iterator[None]:
+    """The partial folder for this run alone, empty or left by one with the same stamp."""
+    state = partial / STATE
+    if partial.exists() and any(partial.iterdir()) and not state.is_dir():
+        raise OptionError(f"{partial}: is in the way; want no such folder, or one that an interrupted run left")
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{partial}: cannot be made: {error.strerror}") from error
+    with (state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OptionError(f"{partial}: another run is writing it") from None
+        known = state / "stamp.json"
+        if known.exists() and known.read_text() != stamp:
+            raise OptionError(f"{partial}: left by a run with another source or other options; remove it to start anew")
+        if not known.exists():
+            write_text(known, stamp)
+        yield
+
+
+def _require_space(partial: Path, plan: Plan) -> None:
+    waiting = [jobs for file, jobs in plan.items() if not (partial / file).exists()]
+    needed = sum(entry.num_bytes for jobs in waiting for job in jobs for entry in job.entries) + SPARE_BYTES
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        raise OptionError(f"{partial}: want {needed / 1e9:.2f} GB of free space, got {free / 1e9:.2f} GB")
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Weights
+
+
+def _write_all(partial: Path, plan: Plan, recipe: Recipe, progress: bool) -> Errors:
+    total = sum(job.num_bytes for jobs in plan.values() for job in jobs)
+    source = _Source(plan, recipe)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=not progress) as bar:
+        for file, jobs in plan.items():
+            if (partial / file).exists():
+                bar.update(sum(job.num_bytes for job in jobs))
+                continue
+            _write_file(partial, file, jobs, source, bar)
+    errors: Errors = {}
+    for file in plan:
+        errors |= json.loads(_errors_of(partial, file).read_text())
+    return dict(sorted(errors.items()))
+
+
+def _errors_of(partial: Path, file: str) -> Path:
+    return partial / STATE / f"{file}.errors.json"
+
+
+def _write_file(partial: Path, file: str, jobs: list[Job], source: _Source, bar: Any) -> None:
+    errors: Errors = {}
+    with tensor_file(partial / file, (entry for job in jobs for entry in job.entries)) as opened:
+        for job in jobs:
+            errors |= _write_job(opened, job, source)
+            bar.update(job.num_bytes)
+        # before the file takes its name: a file that is finished has its errors beside it
+        write_text(_errors_of(partial, file), json.dumps(errors))
+    source.release()
+
+
+def _write_job(opened: TensorFile, job: Job, source: _Source) -> Errors:
+    if job.action is Action.COPY:
+        opened.copy(job.entries[0].name, job.main)
+        return {}
+    if job.action is Action.PACK:
+        return {matrix.raw_name: _write_packed(opened, matrix, source) for matrix in job.matrices}
+    for matrix, entry in zip(job.matrices, job.entries, strict=True):
+        weight = source.read(matrix.name)
+        plain = weight if isinstance(weight, torch.Tensor) else weight.dequantize(DTYPES[entry.dtype])
+        plain = plain.float() - 1.0 if job.to_deltas else plain
+        opened.put(entry.name, plain.to(DTYPES[entry.dtype]))
+    return {}
+
+
+def _write_packed(opened: TensorFile, matrix: Matrix, source: _Source) -> dict[str, float]:
+    packed, error = _pack(source.read(matrix.name), source.global_scale(matrix.name))
+    codes, scale, number = (entry.name for entry in packed_entries(matrix))
+    opened.put(codes, packed.packed)
+    opened.put(scale, packed.scale)
+    opened.put(number, torch.tensor([packed.global_scale], dtype=torch.float32))
+    return error
+
+
+def _pack(weight: Weight, global_scale: torch.Tensor) -> tuple[NvFp4Weight, dict[str, float]]:
+    """nvfp4.quantize of all rows, some at a time, and how far the result is from them."""
+    rows, columns = weight.shape
+    codes = torch.empty((rows, columns // 2), dtype=torch.uint8)
+    scales = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn)
+    squares = lost = largest = 0.0
+    for part, values in _blocks(weight):
+        packed = quantize(values, global_scale)
+        codes[part], scales[part] = packed.packed, packed.scale
+        away = values - packed.dequantize()
+        squares += float(values.square().sum())
+        lost += float(away.square().sum())
+        largest = max(largest, float(away.abs().max()))
+    relative = (lost / squares) ** 0.5 if squares else 0.0
+    error = {"relative": float(f"{relative:.4g}"), "largest": float(f"{largest:.4g}")}
+    return NvFp4Weight(codes, scales, float(global_scale)), error
+
+
+def _blocks(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """fp32 values of some rows at a time."""
+    rows, columns = weight.shape
+    step = max(ROW_STEP, BLOCK // max(1, columns) // ROW_STEP * ROW_STEP)
+    for begin in range(0, rows, step):
+        part = slice(begin, min(begin + step, rows))
+        if isinstance(weight, torch.Tensor):
+            yield part, weight[part].float()
+        else:
+            yield part, weight.take_rows(torch.arange(part.start, part.stop)).dequantize()
+
+
+class _Source:
+    """Matrices of the source by normalised name, experts one by one, and the global scales they get."""
+
+    def __init__(self, plan: Plan, recipe: Recipe):
+        jobs = [job for some in plan.values() for job in some if job.module is not None]
+        self._modules = {matrix.name: job.module for job in jobs for matrix in job.matrices}
+        self._packed = {matrix.name for job in jobs if job.action is Action.PACK for matrix in job.matrices}
+        self._shared = recipe.shared_scales
+        self._reader = ModuleReader()
+        self._last: tuple[str, dict[str, Weight]] = ("", {})
+        self._scales: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def read(self, name: str) -> Weight:
+        module = self._modules[name]
+        assert module is not None
+        if self._last[0] != module.name:
+            self._last = (module.name, self._reader.read(module))
+        return self._last[1][f"{name}.weight"]
+
+    def global_scale(self, name: str) -> torch.Tensor:
+        """From the largest magnitude of the matrix, or of all that are computed together with it."""
+        names = tuple(other for other in together(name) if other in self._packed) if self._shared else (name,)
+        if names not in self._scales:
+            self._scales[names] = global_scale_for(torch.stack([self._amax(other) for other in names]).max())
+        return self._scales[names]
+
+    def _amax(self, name: str) -> torch.Tensor:
+        amax = torch.stack([values.abs().max() for _, values in _blocks(self.read(name))]).max()
+        if not amax.isfinite():
+            raise CheckpointError(f"{name}: want finite values")
+        return amax
+
+    def release(self) -> None:
+        """Unmaps the files."""
+        self._last = ("", {})
+        self._reader.close()
+
+
+def together(name: str) -> tuple[str, ...]:
+    """The matrix and those that are computed as one with it."""
+    stem, _, last = name.rpartition(".")
+    for group in TOGETHER:
+        if last in group:
+            return tuple(f"{stem}.{part}" for part in group)
+    return (name,)
+
+
+# Everything else
+
+
+def _write_rest(partial: Path, plan: Plan, checkpoint: Checkpoint, errors: Errors) -> None:
+    """config.json, the index, the tokenizer's and templates' files, and the report."""
+    raw = quantised_config(read_json_object(checkpoint.path / "config.json"), plan, checkpoint)
+    write_text(partial / "config.json", json.dumps(raw, indent=2) + "\n")
+    where = {entry.name: file for file, jobs in plan.items() for job in jobs for entry in job.entries}
+    size = sum(entry.num_bytes for jobs in plan.values() for job in jobs for entry in job.entries)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    if len(plan) > 1 or "model.safetensors" not in plan:
+        write_text(partial / INDEX_FILE, json.dumps(index, indent=1) + "\n")
+    for file in _companions(checkpoint.path):
+        target = partial / file.relative_to(checkpoint.path)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
+    write_text(partial / REPORT_FILE, json.dumps({"errors": errors}, indent=1) + "\n")
+
+
+def _companions(folder: Path) -> list[Path]:
+    """Files beside the weights that a reader of the copy wants: no code, no other weights."""
+    found = [file for file in folder.iterdir() if file.suffix in COPIED or file.name.startswith(("LICENSE", "NOTICE"))]
+    found = [file for file in found if file.name not in NOT_COPIED and not file.name.endswith(".index.json")]
+    return sorted(file for file in [*found, *(folder / TEMPLATES).glob("*.jinja")] if file.is_file())
+
+
+# The command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    recipe = Recipe(args.attention, args.lm_head, args.head, args.global_scales == "shared")
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    try:
+        source = resolve_model(args.source, args.revision)
+        text = _read_text(args.text)
+        result = quantize_folder(source, args.out, recipe, args.graft_head)
+        print("\n".join(report_lines(result)), flush=True)
+        if text is not None:
+            from pilotfish.engine.checkpoint.fidelity import compare
+
+            print(compare(source, args.out, text, args.text_tokens).line())
+    except PilotfishError as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _read_text(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--text {path}: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pilotfish quantize", description="BF16, F32 or FP8 to compressed-tensors NVFP4 (W4A16)."
+    )
+    parser.add_argument("source", metavar="IN", help="checkpoint folder or hub id")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to be made")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    for flag, default, what in (
+        ("--attention", "nvfp4", "projections of attention and GatedDeltaNet"),
+        ("--lm-head", "nvfp4", "the output head, unless it is tied to the embedding"),
+        ("--head", "bf16", "the MTP head's matrices; mtp.fc stays plain"),
+    ):
+        parser.add_argument(flag, choices=("nvfp4", "bf16"), default=default, help=f"{what} (default: %(default)s)")
+    parser.add_argument(
+        "--global-scales",
+        choices=("shared", "own"),
+        default="shared",
+        help="one for q, k, v, for qkv, z and for gate, up, as vLLM wants it, or one a matrix (default: %(default)s)",
+    )
+    parser.add_argument("--graft-head", type=Path, metavar="PATH", help="take the MTP head from this folder or file")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="compare perplexity and logits on this text")
+    parser.add_argument("--text-tokens", type=int, default=2048, metavar="N", help="of the text (default: %(default)s)")
+    parser.add_argument("--num-threads", type=int, metavar="N")
+    return parser
+
+
+def report_lines(result: Result) -> Iterator[str]:
+    """Censuses before and after, then the errors by kind of matrix and the worst ones."""
+    for what, checkpoint in (("source", result.source), ("output", result.output)):
+        yield f"{what}: {checkpoint.summary()}"
+        for layout, row in census(checkpoint).items():
+            yield f"  {row['modules']:6} modules {row['bytes'] / 1e6:12.1f} MB  {layout}"
+    yield f"relative error |W - Q| / |W| of {len(result.errors)} matrices (each in {REPORT_FILE}):"
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for name, error in result.errors.items():
+        kinds[_kind(name)].append(error["relative"])
+    for kind, values in sorted(kinds.items()):
+        mean = sum(values) / len(values)
+        yield f"  {len(values):6} {kind:14} mean {mean:.4f}, largest {max(values):.4f}"
+    for name, error in sorted(result.errors.items(), key=lambda item: -item[1]["relative"])[:3]:
+        yield f"  worst: {name} {error['relative']:.4f}"
+
+
+def _kind(name: str) -> str:
+    for part, kind in (
+        ("mtp.", "MTP head"),
+        (".experts.", "experts"),
+        (".shared_expert.", "shared experts"),
+        (".mlp.", "MLP"),
+        (".self_attn.", "attention"),
+        (".linear_attn.", "GatedDeltaNet"),
+    ):
+        if name.startswith(part) or (part[0] == "." and part in name):
+            return kind
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""What `pilotfish quantize` makes of each tensor of a checkpoint, decided from the headers alone.
+
+Experts, shared experts, dense MLPs, lm_head and, unless told otherwise, the projections of attention and GatedDeltaNet
+become NVFP4. Routers, shared_expert_gate, in_proj_a and in_proj_b, convolutions, norms, embeddings, mtp.fc and all
+vision weights stay what they are; FP8 matrices that stay plain become BF16.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from pilotfish.engine.checkpoint.headers import TensorInfo, read_header
+from pilotfish.engine.checkpoint.layouts import FP8, GROUP, PACKED, Layout, Module
+from pilotfish.engine.checkpoint.load import EXPERT_PARTS
+from pilotfish.engine.checkpoint.names import is_mtp, normalise, split
+from pilotfish.engine.checkpoint.quantization import NVFP4_FORMAT
+from pilotfish.engine.checkpoint.recognise import MTP_FOLDER, Checkpoint
+from pilotfish.engine.checkpoint.write import Entry
+from pilotfish.engine.errors import CheckpointError, LayoutError
+
+MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+MIXERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"})
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
+"""Matrices that servers compute as one, and of whose global scales vLLM then uses a single one."""
+
+GRAFTED_FILE = "model-mtp.safetensors"
+
+Form = Literal["nvfp4", "bf16"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`attention` includes GatedDeltaNet; `head` is the MTP head's layer. `shared_scales`: as TOGETHER says."""
+
+    attention: Form = "nvfp4"
+    lm_head: Form = "nvfp4"
+    head: Form = "bf16"
+    shared_scales: bool = True
+
+    def packs(self, name: str) -> bool:
+        """Whether the matrix of this normalised name, experts one by one, becomes NVFP4."""
+        if name == "lm_head":
+            return self.lm_head == "nvfp4"
+        last = name.rpartition(".")[2]
+        if last not in MLP | MIXERS or (is_mtp(name) and self.head != "nvfp4"):
+            return False
+        return last in MLP or self.attention == "nvfp4"
+
+
+class Action(Enum):
+    COPY = "as it is"
+    PACK = "NVFP4"
+    PLAIN = "unpacked"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight, experts one by one. name: normalised; raw_name: as the output spells it."""
+
+    name: str
+    raw_name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One module of the source, or one tensor that is no module's, and what it becomes.
+
+    `main` is its largest tensor, in whose file's counterpart the output lies. `to_deltas`: it holds 1 + w.
+    """
+
+    action: Action
+    main: TensorInfo
+    matrices: tuple[Matrix, ...]
+    entries: tuple[Entry, ...]
+    module: Module | None = None
+    to_deltas: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.module.num_bytes if self.module else self.main.num_bytes
+
+
+Plan = dict[str, list[Job]]
+"""Output file -> its jobs, in the order of the source's bytes."""
+
+
+def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+    """What to do with every tensor of the folder, and of the head that was attached.
+
+    Raises LayoutError for a source that is packed in four bits, CheckpointError if nothing is left to pack.
+    """
+    plan: Plan = defaultdict(list)
+    for module in checkpoint.modules.values():
+        _refuse_packed(module, checkpoint, recipe)
+        job = _job(module, checkpoint, recipe)
+        plan[_output_file(job.main, checkpoint, _is_grafted(module, checkpoint))].append(job)
+    for info in _others(checkpoint):
+        entry = Entry(info.name, info.dtype, info.shape)
+        plan[_output_file(info, checkpoint, False)].append(Job(Action.COPY, info, (), (entry,)))
+    if not any(job.action is Action.PACK for jobs in plan.values() for job in jobs):
+        raise CheckpointError(f"{checkpoint.path}: no matrix of it would become NVFP4")
+    return {file: sorted(plan[file], key=lambda job: (job.main.file, job.main.start)) for file in sorted(plan)}
+
+
+def _refuse_packed(module: Module, checkpoint: Checkpoint, recipe: Recipe) -> None:
+    if module.layout not in PACKED - FP8 or (_is_grafted(module, checkpoint) and recipe.head == "bf16"):
+        return
+    raise LayoutError(f"{module.raw_name}: already stored as {module.layout.value}; want BF16, F16, F32 or FP8")
+
+
+def _is_grafted(module: Module, checkpoint: Checkpoint) -> bool:
+    return checkpoint.head is not None and is_mtp(module.name)
+
+
+def _job(module: Module, checkpoint: Checkpoint, recipe: Recipe) -> Job:
+    main = max(module.parts.values(), key=lambda info: info.num_bytes)
+    grafted = _is_grafted(module, checkpoint)
+    stem = module.name if grafted else module.raw_name
+    matrices = tuple(_matrices(module, stem))
+    if recipe.packs(matrices[0].name) and module.shape[-1] % GROUP == 0:
+        packed = tuple(entry for matrix in matrices for entry in packed_entries(matrix))
+        return Job(Action.PACK, main, matrices, packed, module)
+    head = checkpoint.head
+    to_deltas = grafted and head is not None and head.absolute_norms and "norm" in module.name
+    stacked = len(matrices) > 1 and not module.name.endswith(("gate_up_proj", "experts.down_proj"))
+    if module.layout is Layout.PLAIN and not to_deltas and not (grafted and (stacked or len(matrices) > 1)):
+        suffix = next(iter(module.parts))
+        return Job(Action.COPY, main, matrices, (Entry(f"{stem}{suffix}", main.dtype, main.shape),), module)
+    dtype = "F32" if len(module.shape) == 1 else module.dtype if module.layout is Layout.PLAIN else "BF16"
+    plain = tuple(Entry(f"{matrix.raw_name}.weight", dtype, matrix.shape) for matrix in matrices)
+    return Job(Action.PLAIN, main, matrices, plain, module, to_deltas)
+
+
+def packed_entries(matrix: Matrix) -> tuple[Entry, Entry, Entry]:
+    """The tensors of compressed-tensors' NVFP4 form."""
+    rows, columns = matrix.shape
+    return (
+        Entry(f"{matrix.raw_name}.weight_packed", "U8", (rows, columns // 2)),
+        Entry(f"{matrix.raw_name}.weight_scale", "F8_E4M3", (rows, columns // GROUP)),
+        Entry(f"{matrix.raw_name}.weight_global_scale", "F32", (1,)),
+    )
+
+
+def _matrices(module: Module, stem: str) -> Iterator[Matrix]:
+    prefix, _, last = module.name.rpartition(".experts.")
+    if not prefix or last not in EXPERT_PARTS:
+        yield Matrix(module.name, stem, module.shape)
+        return
+    parts, raw = EXPERT_PARTS[last], stem.removesuffix(last)
+    shape = (module.shape[1] // len(parts), module.shape[2])
+    for i in range(module.shape[0]):
+        for part in parts:
+            yield Matrix(f"{prefix}.experts.{i}.{part}", f"{raw}{i}.{part}", shape)
+
+
+def _others(checkpoint: Checkpoint) -> Iterator[TensorInfo]:
+    """Tensors of the folder that are no part of what is loaded, and stay: vision, scales of a KV cache."""
+    folder, seen = checkpoint.path, set()
+    for file in sorted(folder.glob("*.safetensors")) + sorted((folder / MTP_FOLDER).glob("*.safetensors")):
+        for info in read_header(file).tensors.values():
+            name = normalise(info.name)
+            module = split(name)[0] if name else info.name
+            replaced = checkpoint.head is not None and is_mtp(module)
+            if module not in checkpoint.modules and not replaced and info.name not in seen:
+                seen.add(info.name)
+                yield info
+
+
+def _output_file(info: TensorInfo, checkpoint: Checkpoint, grafted: bool) -> str:
+    """The source's file names, without folders: readers look into none. A head from elsewhere has its own."""
+    if grafted:
+        return GRAFTED_FILE
+    return info.file.relative_to(checkpoint.path).as_posix().replace("/", "-")
+
+
+# config.json
+
+
+def quantised_config(raw: Mapping[str, Any], plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The source's config.json with a quantization_config that names what stays plain, name by name."""
+    config = {name: value for name, value in raw.items() if name != "quantization_config"}
+    text = dict(config.get("text_config") or config)
+    text.pop("quantization_config", None)
+    if checkpoint.head is not None:
+        text["mtp_num_hidden_layers"] = 1
+    config = config | {"text_config": text} if "text_config" in config else text
+    return config | {"quantization_config": _quantization(_ignored(plan, checkpoint))}
+
+
+def _quantization(ignore: list[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": GROUP,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": NVFP4_FORMAT,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": NVFP4_FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _ignored(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    names = {name for jobs in plan.values() for job in jobs if job.action is not Action.PACK for name in _linears(job)}
+    return sorted(names | ({"lm_head"} if checkpoint.config.tie_word_embeddings else set()))
+
+
+def _linears(job: Job) -> Iterable[str]:
+    """Names, as the output spells them, of what a model class may hold as a Linear."""
+    if job.module is None:
+        is_matrix = job.main.name.endswith(".weight") and len(job.main.shape) > 1
+        return [job.main.name.removesuffix(".weight")] if is_matrix else []
+    if len(job.module.shape) < 2 or job.module.name.endswith("embed_tokens"):
+        return []
+    return [matrix.raw_name for matrix in job.matrices]

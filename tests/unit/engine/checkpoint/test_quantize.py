@@ -1,0 +1,357 @@
+"""`pilotfish quantize`: values, names, config, resumption and refusals, on tiny models of every kind."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pilotfish.engine.checkpoint import quantize as command
+from pilotfish.engine.checkpoint.fidelity import compare
+from pilotfish.engine.checkpoint.headers import read_header
+from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
+from pilotfish.engine.checkpoint.quantize import quantize_folder, together
+from pilotfish.engine.checkpoint.recipe import Recipe
+from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
+from pilotfish.engine.errors import CheckpointError, LayoutError, OptionError
+from pilotfish.server import cli
+from tests.support.packing import RECIPES, pack_checkpoint
+from tests.support.tiny_models import KINDS, build_tiny, split_experts
+
+FP8 = {recipe.name: recipe for recipe in RECIPES if "FP8" in recipe.name and "NVFP4" not in recipe.name}
+DEFAULT = Recipe()
+
+
+def values(folder):
+    weights = load_weights(open_checkpoint(folder), progress=False)
+    return weights, {
+        name: weight if isinstance(weight, torch.Tensor) else weight.dequantize() for name, weight in weights.items()
+    }
+
+
+def assert_follows(source, out, recipe):
+    """Each matrix is nvfp4.quantize of the source's, or its bytes, or FP8 rounded to BF16."""
+    stored, wanted = values(source)
+    got, _ = values(out)
+    assert got.keys() == wanted.keys()
+    for name, weight in got.items():
+        module = name.removesuffix(".weight")
+        if not (recipe.packs(module) and name != module):
+            wide = stored[name] if isinstance(stored[name], torch.Tensor) else wanted[name].bfloat16()
+            assert torch.equal(weight, wide), name
+            continue
+        names = together(module) if recipe.shared_scales else (module,)
+        amax = torch.stack([wanted[f"{other}.weight"].float().abs().max() for other in names]).max()
+        expected = quantize(wanted[name], global_scale_for(amax))
+        assert isinstance(weight, NvFp4Weight), name
+        assert weight.global_scale == expected.global_scale, name
+        assert torch.equal(weight.packed, expected.packed), name
+        assert torch.equal(weight.scale.view(torch.uint8), expected.scale.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(built, tmp_path, kind):
+    source, out = built(kind), tmp_path / "out"
+    result = quantize_folder(source, out, DEFAULT, progress=False)
+    assert_follows(source, out, DEFAULT)
+    assert result.output.has_mtp
+    assert result.errors
+    assert all(0 < error["relative"] < 0.15 for error in result.errors.values())
+    names = {info for file in out.glob("*.safetensors") for info in read_header(file).tensors}
+    nested = any(name.startswith("model.language_model.") for name in names)
+    assert nested == kind.startswith("vl")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(attention="bf16"),
+        Recipe(lm_head="bf16"),
+        Recipe(head="nvfp4"),
+        Recipe(attention="bf16", head="nvfp4", shared_scales=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_recipes(built, tmp_path, kind, recipe):
+    out = tmp_path / "out"
+    quantize_folder(built(kind), out, recipe, progress=False)
+    assert_follows(built(kind), out, recipe)
+
+
+def test_own_scales_are_plain_quantisation(built, tmp_path):
+    quantize_folder(built("dense"), tmp_path / "out", Recipe(shared_scales=False), progress=False)
+    _, wanted = values(built("dense"))
+    got, _ = values(tmp_path / "out")
+    name = "model.layers.0.linear_attn.in_proj_z.weight"
+    assert got[name].global_scale == quantize(wanted[name]).global_scale
+    assert torch.equal(got[name].packed, quantize(wanted[name]).packed)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("form", FP8)
+def test_fp8_sources(tmp_path, built, kind, form):
+    config = json.loads((built(kind) / "config.json").read_text())
+    tensors = split_experts(load_file(built(kind) / "model.safetensors"))
+    source, _ = pack_checkpoint(tmp_path / "fp8", config, tensors, FP8[form])
+    for recipe in (DEFAULT, Recipe(attention="bf16")):
+        out = tmp_path / f"out-{recipe.attention}"
+        quantize_folder(source, out, recipe, progress=False)
+        assert_follows(source, out, recipe)
+        assert not (out / "hf_quant_config.json").exists()
+        assert not [layout for layout in census(open_checkpoint(out)) if "FP8" in layout]
+
+
+def test_vision_and_side_files_are_carried_over(draft, tmp_path):
+    some = draft("vl")
+    head = some.take("mtp.")
+    late = some.take("model.language_model.layers.3.")
+    source = some.write(late=late, **{"mtp/head": head})
+    vision = {name: tensor for name, tensor in some.tensors.items() if "visual" in name}
+    assert vision
+    for name in ("tokenizer.json", "chat_template.jinja", "pytorch_model.bin", "run.py", "LICENSE"):
+        (source / name).write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("x")
+    out = tmp_path / "out"
+    quantize_folder(source, out, DEFAULT, progress=False)
+    assert {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()} == {
+        "LICENSE", "additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json", "late.safetensors",
+        "model.safetensors", "model.safetensors.index.json", "mtp-head.safetensors", "quantization_report.json",
+        "tokenizer.json",
+    }  # fmt: skip
+    written = load_file(out / "model.safetensors")
+    for name, tensor in vision.items():
+        assert torch.equal(written[name], tensor)
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {name: file.name for file in out.glob("*.safetensors") for name in read_header(file).tensors}
+    assert_follows(source, out, DEFAULT)
+
+
+def test_config_names_what_stays_plain(built, tmp_path):
+    out = tmp_path / "out"
+    quantize_folder(built("vl_moe"), out, DEFAULT, progress=False)
+    config = json.loads((out / "config.json").read_text())
+    declared = config.pop("quantization_config")
+    assert config == json.loads((built("vl_moe") / "config.json").read_text())
+    ignored = declared["ignore"]
+    assert not [name for name in ignored if name.startswith("re:")]
+    layer = "model.language_model.layers.0."
+    assert {f"{layer}mlp.gate", f"{layer}mlp.shared_expert_gate", f"{layer}linear_attn.in_proj_a"} <= set(ignored)
+    assert {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "mtp.layers.0.mlp.experts.7.up_proj"} <= set(ignored)
+    assert any(name.startswith("model.visual.blocks.0.attn.") for name in ignored)
+    packed = {name.removesuffix(".weight_packed") for name in read_header(out / "model.safetensors").tensors}
+    assert not packed & set(ignored)
+    assert f"{layer}mlp.experts.0.gate_proj" in packed
+    assert "lm_head" in packed
+
+
+def test_rows_that_are_no_multiple_of_a_group_stay_plain(tmp_path):
+    source = build_tiny(tmp_path / "in", "dense", dtype="bfloat16", intermediate_size=88)
+    quantize_folder(source, tmp_path / "out", DEFAULT, progress=False)
+    got, _ = values(tmp_path / "out")
+    assert isinstance(got["model.layers.0.mlp.down_proj.weight"], torch.Tensor)
+    assert isinstance(got["model.layers.0.mlp.up_proj.weight"], NvFp4Weight)
+
+
+def test_large_matrices_go_in_parts(built, tmp_path, monkeypatch):
+    quantize_folder(built("dense"), tmp_path / "whole", DEFAULT, progress=False)
+    monkeypatch.setattr(command, "BLOCK", 1)
+    quantize_folder(built("dense"), tmp_path / "parts", DEFAULT, progress=False)
+    assert same_files(tmp_path / "whole", tmp_path / "parts", but={"quantization_report.json"})
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_compressed_tensors_decompresses_it(built, tmp_path, kind):
+    ct = pytest.importorskip("compressed_tensors", reason="compressed-tensors is no dependency")
+    from compressed_tensors.compressors import NVFP4PackedCompressor
+
+    out = tmp_path / "out"
+    quantize_folder(built(kind), out, DEFAULT, progress=False)
+    declared = json.loads((out / "config.json").read_text())["quantization_config"]
+    scheme = ct.quantization.QuantizationConfig.model_validate(declared).config_groups["group_0"]
+    tensors, (weights, _) = load_file(out / "model.safetensors"), values(out)
+    names = [name for name, weight in weights.items() if isinstance(weight, NvFp4Weight)]
+    assert len(names) > 20
+    for name in names:
+        module = name.removesuffix(".weight")
+        parts = ("weight_packed", "weight_scale", "weight_global_scale")
+        got = NVFP4PackedCompressor.decompress({part: tensors[f"{module}.{part}"] for part in parts}, scheme)["weight"]
+        # it divides the scale first and rounds to bf16
+        torch.testing.assert_close(got.float(), weights[name].dequantize(), rtol=2**-7, atol=0)
+
+
+# Interruption
+
+
+def same_files(one, other, but=frozenset()):
+    def files(folder):
+        return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+    left, right = files(one), files(other)
+    return {name: data for name, data in left.items() if name not in but} == {
+        name: data for name, data in right.items() if name not in but
+    }
+
+
+@pytest.fixture
+def sharded(draft):
+    some = draft("moe")
+    shards = {f"model-{i}": some.take(f"model.layers.{i}.") for i in range(4)}
+    return some.write(**shards)
+
+
+@pytest.mark.parametrize("calls", [0, 3, 40, 90])
+def test_an_interrupted_run_goes_on(sharded, tmp_path, monkeypatch, calls):
+    whole, out, partial = (tmp_path / name for name in ("whole", "out", "out.partial"))
+    quantize_folder(sharded, whole, DEFAULT, progress=False)
+    pack, left = command._pack, calls
+
+    def pack_until_killed(*args):
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        return pack(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_pack", pack_until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_folder(sharded, out, DEFAULT, progress=False)
+    assert not out.exists()
+    finished = {file: file.stat().st_mtime_ns for file in partial.glob("*.safetensors")}
+    assert bool(finished) == (calls > 3)
+    result = quantize_folder(sharded, out, DEFAULT, progress=False)
+    assert same_files(whole, out)
+    assert not partial.exists()
+    assert all((out / file.name).stat().st_mtime_ns == time for file, time in finished.items())
+    assert len(result.errors) == len(json.loads((whole / "quantization_report.json").read_text())["errors"])
+
+
+def interrupt(source, out, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_write_rest", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            quantize_folder(source, out, DEFAULT, progress=False)
+
+
+def test_another_recipe_does_not_go_on(built, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    interrupt(built("dense"), out, monkeypatch)
+    with pytest.raises(OptionError, match="another source or other options"):
+        quantize_folder(built("dense"), out, Recipe(head="nvfp4"), progress=False)
+    assert not out.exists()
+
+
+def test_a_failing_disk_is_reported_and_leaves_no_output(built, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "_write_rest", full)
+    with pytest.raises(CheckpointError, match="No space left on device; what is finished stays there"):
+        quantize_folder(built("dense"), tmp_path / "out", DEFAULT, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+# Refusals
+
+
+def test_refuses_an_output_that_is_there(built, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OptionError, match="is there already"):
+        quantize_folder(built("dense"), tmp_path / "out", DEFAULT, progress=False)
+
+
+def test_refuses_a_foreign_partial_folder(built, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine.txt").write_text("x")
+    with pytest.raises(OptionError, match="is in the way"):
+        quantize_folder(built("dense"), tmp_path / "out", DEFAULT, progress=False)
+
+
+def test_refuses_a_packed_source(built, tmp_path):
+    with pytest.raises(LayoutError, match="already stored as compressed-tensors NVFP4"):
+        quantize_folder(built("dense", True), tmp_path / "out", DEFAULT, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_refuses_a_disk_that_is_too_small(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    with pytest.raises(OptionError, match=r"GB of free space, got 0\.00 GB"):
+        quantize_folder(built("dense"), tmp_path / "out", DEFAULT, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_refuses_values_that_are_not_finite(draft, tmp_path):
+    some = draft("dense")
+    some.tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = math.inf
+    with pytest.raises(CheckpointError, match=r"model.layers.0.mlp.up_proj: want finite values"):
+        quantize_folder(some.write(), tmp_path / "out", DEFAULT, progress=False)
+
+
+def test_a_second_run_waits_for_nobody(built, tmp_path):
+    with (
+        command._hold(tmp_path / "out.partial", "{}"),
+        pytest.raises(OptionError, match="another run is writing it"),
+        command._hold(tmp_path / "out.partial", "{}"),
+    ):
+        pass
+
+
+# The command
+
+
+def test_command_reports(built, tmp_path, capsys):
+    assert cli.main(["quantize", str(built("moe")), str(tmp_path / "out"), "--attention", "bf16"]) == 0
+    printed = capsys.readouterr().out
+    assert "compressed-tensors NVFP4 (W4A16)" in printed
+    assert "experts        mean 0." in printed
+    assert cli.main(["quantize", str(built("moe")), str(tmp_path / "out")]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def write_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_fidelity_is_of_transformers_logits(draft, tmp_path):
+    from transformers import Qwen3_5ForCausalLM
+
+    text = "The harbour lies at the mouth of the river. " * 7
+    source = build_tiny(tmp_path / "in", "dense")
+    write_tokenizer(source)
+    quantize_folder(source, tmp_path / "out", DEFAULT, progress=False)
+    found = compare(source, tmp_path / "out", text, 300)
+    assert found.num_tokens == 300  # more than one page
+    _, weights = values(tmp_path / "out")
+    from tokenizers import Tokenizer
+
+    ids = torch.tensor([Tokenizer.from_file(str(source / "tokenizer.json")).encode(text).ids[:300]])
+    logits = []
+    for changed in ({}, weights):
+        model = Qwen3_5ForCausalLM.from_pretrained(source).eval()
+        model.load_state_dict({k: v for k, v in changed.items() if not k.startswith("mtp.")}, strict=bool(changed))
+        with torch.inference_mode():
+            logits.append(model(ids).logits[0].double().log_softmax(1))
+    p, q = logits
+    assert found.divergence == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
+    for mine, theirs in ((found.source_perplexity, p), (found.output_perplexity, q)):
+        mean = -theirs[:-1].gather(1, ids[0, 1:, None]).mean()
+        assert mine == pytest.approx(float(mean.exp()), rel=1e-3)
+    same = compare(source, source, text, 100)
+    assert (same.divergence, same.agreement) == (0, 1)
+
+
+def test_text_without_a_tokenizer(built, tmp_path):
+    with pytest.raises(OptionError, match=r"has no tokenizer.json"):
+        compare(built("dense"), built("dense"), "abc", 100)
