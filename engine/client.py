@@ -1,7 +1,8 @@
 """The HTTP side of the engine process: starts it, submits requests, hands out what it reports.
 
 Everything runs on one event loop; no torch. Every accepted request ends in exactly one output with a
-`finish_reason`: the engine's own, the receiver's (a stop string), or "error" when the engine has gone.
+`finish_reason`: the engine's own, the receiver's (a stop string), or "error" when the engine has gone. `restart` puts a
+new process in a failed one's place; it gets new requests only.
 After `abort` nothing more is delivered. Nothing polls: the socket's end and the child's exit are events.
 """
 
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_SECONDS = 5.0
 """A failed engine that has not exited by then is killed."""
 
-State = Literal["loading", "ready", "failed", "closed"]
+State = Literal["loading", "ready", "failed", "restarting", "closed"]
+"""Restarting is loading after a failure, which stays known until the engine is ready again."""
 
 Receive = Callable[[RequestOutput], RequestOutput]
 """Gets every output of one request, in order, and returns it as it counts: trimmed, and with a finish_reason of
@@ -89,6 +91,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
+        self._ended = asyncio.Event()
         self._last_news = 0.0
         self.state: State = "loading"
         self.failure: Failure | None = None
@@ -97,12 +100,16 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        """Loading or serving; False from the moment the engine is known to be gone."""
+        """Loading or serving; False from the moment the engine is known to be gone until it is ready again."""
         return self.state in ("loading", "ready")
 
     @property
+    def _alive(self) -> bool:
+        return self.state in ("loading", "restarting", "ready")
+
+    @property
     def ready(self) -> Ready | None:
-        """What the engine said when it came up, kept after its end."""
+        """What the engine said when it came up, kept after its end; None while another one loads."""
         future = self._ready
         return future.result() if future and future.done() and not future.exception() else None
 
@@ -141,19 +148,39 @@ class EngineClient:
         assert self._ready is not None, "start first"
         return await asyncio.shield(self._ready)
 
+    async def wait_ended(self) -> None:
+        """Until the engine has failed or is closed."""
+        await self._ended.wait()
+
+    async def restart(self) -> None:
+        """Starts another process once the failed one is gone, and returns; loading goes on."""
+        assert self.state == "failed", f"want a failed engine, got {self.state}"
+        if self._watcher:
+            # the timer that `_fail` set bounds this
+            await asyncio.shield(self._watcher)
+        self._close_socket()
+        self._connection = None
+        self._ended.clear()
+        self.state = "restarting"
+        try:
+            await self.start()
+        except OSError as error:
+            self._fail(Failure("process", f"the engine process cannot be started: {error}"))
+
     async def close(self, timeout: float = 10.0) -> None:
         """Ends open requests as aborted and the process within `timeout`, then by force. May be called twice."""
         # while it loads nothing can be asked of it
-        polite = self.state != "loading"
-        if self.healthy:
+        polite = self.state not in ("loading", "restarting")
+        if self._alive:
             self.state = "closed"
+            self._ended.set()
             self._end_all("abort", "the server is shutting down")
         self._settle_ready(EngineUnavailable("process", "the engine is closed"))
         self._send(Shutdown())
         if self._process and self._watcher:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._watcher), timeout if polite else 0)
-            self._kill()
+            _kill(self._process)
             await self._watcher
         self._close_socket()
 
@@ -181,17 +208,14 @@ class EngineClient:
 
     def _fail(self, failure: Failure) -> None:
         """The first reason stands; every open request ends with it."""
-        if not self.healthy:
+        if not self._alive:
             return
         self.state, self.failure = "failed", failure
+        self._ended.set()
         logger.error("engine failed (%s): %s", failure.part, failure.message)
         self._settle_ready(EngineUnavailable(failure.part, failure.message))
         self._end_all("error", f"engine failed ({failure.part}): {failure.message}")
-        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._kill)
-
-    def _kill(self) -> None:
-        if self._process and self._process.returncode is None:
-            self._process.kill()
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, _kill, self._process)
 
     def _settle_ready(self, error: EngineUnavailable) -> None:
         if self._ready and not self._ready.done():
@@ -271,8 +295,8 @@ class EngineClient:
             self._dispatch(message)
         elif isinstance(message, Fatal):
             self._fail(Failure(message.part, message.message))
-        elif self.state == "loading" and self._ready and not self._ready.done():
-            self.state = "ready"
+        elif self.state in ("loading", "restarting") and self._ready and not self._ready.done():
+            self.state, self.failure = "ready", None
             self._ready.set_result(message)
 
     def _dispatch(self, report: StepReport) -> None:
@@ -358,6 +382,11 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport:
             self._transport.close()
+
+
+def _kill(process: asyncio.subprocess.Process | None) -> None:
+    if process and process.returncode is None:
+        process.kill()
 
 
 def _private_folder() -> str:

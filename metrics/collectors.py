@@ -83,6 +83,11 @@ class Collector:
             for gauge in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "state_slots_used"):
                 self._series[gauge].set(0)
 
+    def on_restart(self) -> None:
+        """The engine has failed and is started again."""
+        self._series["engine_restarts"].inc()
+        self.on_engine(False)
+
     def on_report(self, report: StepReport) -> None:
         stats, series = report.stats, self._series
         series["num_requests_running"].set(stats.num_running)

@@ -17,9 +17,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 import pilotfish
-from pilotfish.engine.client import EngineClient, EngineUnavailable
-from pilotfish.engine.messages import StepReport
+from pilotfish.engine.client import EngineClient
+from pilotfish.engine.messages import Ready, StepReport
 from pilotfish.engine.process import DEFAULT_CORE
+from pilotfish.engine.supervisor import RestartBudget, Supervisor
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers
 from pilotfish.server.auth import Keys
@@ -38,6 +39,8 @@ PUBLIC = frozenset({"/health", "/ready", "/metrics", "/version", "/ping"})
 REQUEST_ID = "X-Request-Id"
 GOOD_ID = re.compile(r"[!-~]{1,128}")
 
+SUPERVISOR: web.AppKey[Supervisor] = web.AppKey("supervisor", Supervisor)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -45,6 +48,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the application itself is told. `core` names another engine core (tests do).
 
     `root_path` is a prefix under which a relay may forward, stripped or not; "" for none.
+    `restart_engine` is how often within 10 minutes a failed engine is started again.
     """
 
     served_names: tuple[str, ...]
@@ -55,6 +59,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     core: str = DEFAULT_CORE
     engine_environment: Mapping[str, str] | None = None
     close_seconds: float = 10.0
+    restart_engine: int = 0
 
 
 def make_app(
@@ -84,6 +89,8 @@ def make_app(
         started=int(time.time()),
         ignore_unknown_fields=options.ignore_unknown_fields,
     )
+    budget = RestartBudget(options.restart_engine)
+    app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
     app.on_response_prepare.append(_add_request_id)
     app.add_routes(_routes(""))
@@ -127,32 +134,32 @@ def _engine(close_seconds: float) -> Callable[[web.Application], AsyncIterator[N
     async def context(app: web.Application) -> AsyncIterator[None]:
         service = app[SERVICE]
         await service.client.start()
-        loading = asyncio.create_task(_when_ready(service))
+        watching = asyncio.create_task(app[SUPERVISOR].run())
         try:
             yield
         finally:
-            await service.client.close(close_seconds)
+            # first, or it would start what is being closed
+            watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await loading
+                await watching
+            await service.client.close(close_seconds)
 
     return context
 
 
-async def _when_ready(service: Service) -> None:
-    try:
-        ready = await service.client.wait_ready()
-    except EngineUnavailable as error:
-        logger.error("not serving: %s", error)
-        return
-    service.metrics.on_ready(ready)
-    logger.info(
-        "ready: %s on %s, up to %d sequences (%s), %d tokens each",
-        *(ready.model_type, ready.device, ready.max_num_seqs, ready.binding_limit, ready.max_model_len),
-    )
-    if ready.speculation_disabled_reason is not None:
-        logger.warning("serving WITHOUT speculation: %s", ready.speculation_disabled_reason)
-    else:
-        logger.info("speculation: %d drafted tokens a round", ready.num_speculative_tokens)
+def _on_ready(metrics: Collector) -> Callable[[Ready], None]:
+    def on_ready(ready: Ready) -> None:
+        metrics.on_ready(ready)
+        logger.info(
+            "ready: %s on %s, up to %d sequences (%s), %d tokens each",
+            *(ready.model_type, ready.device, ready.max_num_seqs, ready.binding_limit, ready.max_model_len),
+        )
+        if ready.speculation_disabled_reason is not None:
+            logger.warning("serving WITHOUT speculation: %s", ready.speculation_disabled_reason)
+        else:
+            logger.info("speculation: %d drafted tokens a round", ready.num_speculative_tokens)
+
+    return on_ready
 
 
 def _errors(metrics: Collector) -> Callable:

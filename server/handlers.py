@@ -66,7 +66,9 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         """Raises Unavailable unless the engine can take requests."""
         ready, failure = self.client.ready, self.client.failure
         if failure is not None:
-            raise Unavailable(f"The engine has failed ({failure.part}): {failure.message}", code="engine_failed")
+            retry_after = 5 if self.client.state == "restarting" else None
+            message = f"The engine has failed ({failure.part}): {failure.message}"
+            raise Unavailable(message, code="engine_failed", retry_after=retry_after)
         if self.client.state == "closed":
             raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
         if ready is None:

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
-from pilotfish.engine.client import EngineUnavailable
-from pilotfish.server.app import ServerOptions, make_app, make_runner
+from pilotfish.server.app import SUPERVISOR, ServerOptions, make_app, make_runner
 from pilotfish.server.auth import KeyFileError
 from pilotfish.server.chat_template import TemplateError
-from pilotfish.server.handlers import SERVICE
 from pilotfish.server.model_files import ModelFilesError, load_model_files
 from pilotfish.server.tokenizer import TokenizerError
 
@@ -33,7 +31,7 @@ BACKLOG = 1024
 
 
 def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Sequence[str]) -> int:
-    """Serves until SIGINT or SIGTERM, or until the engine fails to load. The exit status."""
+    """Serves until SIGINT or SIGTERM, or until the engine has failed for good. The exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # its errors are malformed requests; what fails in a handler is logged by ours
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
@@ -59,6 +57,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
                 root_path=args.root_path,
                 ignore_unknown_fields=args.ignore_unknown_fields,
                 core=args.core,
+                restart_engine=args.restart_engine,
             ),
             engine,
             files,
@@ -112,16 +111,14 @@ async def _run(app: web.Application, address: Address, shutdown_seconds: float) 
 
 
 async def _until_stopped(app: web.Application, stop: asyncio.Event) -> int:
-    """A load that fails ends the server; a later failure leaves it up, red, for the operator to see."""
+    """A load that fails, or an engine that fails too often, ends the server, for a service manager to start."""
     stopping = asyncio.create_task(stop.wait())
-    loading = asyncio.create_task(app[SERVICE].client.wait_ready())
-    await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
-        loading.cancel()
-    elif isinstance(loading.exception(), EngineUnavailable):
-        stopping.cancel()
+    failing = asyncio.create_task(app[SUPERVISOR].wait_gave_up())
+    _, pending = await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    if not stop.is_set():
         return 1
-    await stopping
     logger.info("stopping: running requests may end first; a second signal ends them now")
     return 0
 

@@ -1,0 +1,96 @@
+"""Starts a failed engine again, a bounded number of times; no torch.
+
+Requests are never taken over: those of the dead engine have ended with an error, and its successor starts empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pilotfish.engine.client import EngineClient, EngineUnavailable
+from pilotfish.engine.messages import Ready
+
+logger = logging.getLogger(__name__)
+
+WINDOW_SECONDS = 600.0
+"""Restarts older than this are forgotten."""
+
+
+class RestartBudget:
+    """At most `limit` restarts in any `window` seconds."""
+
+    def __init__(self, limit: int, window: float = WINDOW_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        if limit < 0:
+            raise ValueError(f"want a limit of at least 0, got {limit}")
+        self.limit = limit
+        self.window = window
+        self._clock = clock
+        self._taken: deque[float] = deque()
+
+    @property
+    def num_taken(self) -> int:
+        while self._taken and self._clock() - self._taken[0] >= self.window:
+            self._taken.popleft()
+        return len(self._taken)
+
+    def take(self) -> bool:
+        """False: none is left, and nothing is taken."""
+        if self.num_taken >= self.limit:
+            return False
+        self._taken.append(self._clock())
+        return True
+
+
+class Supervisor:
+    """Watches one client. A first load that fails is final: the same files would fail again."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        budget: RestartBudget,
+        *,
+        on_ready: Callable[[Ready], None],
+        on_restart: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._budget = budget
+        self._on_ready = on_ready
+        self._on_restart = on_restart
+        self._gave_up = asyncio.Event()
+
+    async def wait_gave_up(self) -> None:
+        """Returns when the engine has failed and will not be started again."""
+        await self._gave_up.wait()
+
+    async def run(self) -> None:
+        """Returns when the engine is closed, or has failed for good."""
+        has_served = await self._serve_once()
+        while self._client.state == "failed":
+            if not has_served or not self._budget.take():
+                self._give_up()
+                return
+            budget = self._budget
+            shown = f"{budget.num_taken} of {budget.limit} restarts in {budget.window / 60:g} minutes"
+            logger.warning("starting the engine again (%s)", shown)
+            self._on_restart()
+            await self._client.restart()
+            await self._serve_once()
+
+    async def _serve_once(self) -> bool:
+        """Until the engine ends; whether it had loaded."""
+        try:
+            ready = await self._client.wait_ready()
+        except EngineUnavailable as error:
+            logger.error("not serving: %s", error)
+            return False
+        self._on_ready(ready)
+        await self._client.wait_ended()
+        return True
+
+    def _give_up(self) -> None:
+        logger.error("the engine has failed and is not started again")
+        self._gave_up.set()
