@@ -78,9 +78,8 @@ def quantize_folder(
     """
     if out.exists():
         raise OptionError(f"{out}: is there already; want a folder to be made")
-    checkpoint = open_checkpoint(source)
-    if graft_head is not None:
-        checkpoint = attach_head(checkpoint, graft_head)
+    opened = open_checkpoint(source)
+    checkpoint = opened if graft_head is None else attach_head(opened, graft_head)
     plan = make_plan(checkpoint, recipe)
     partial = out.with_name(out.name + ".partial")
     with _hold(partial, _stamp(checkpoint, plan, recipe)):
@@ -95,7 +94,7 @@ def quantize_folder(
         partial.rename(out)
         _sync_folder(out.parent)
     shutil.rmtree(out / STATE)
-    return Result(checkpoint, dataclasses.replace(output, path=out), errors)
+    return Result(opened, dataclasses.replace(output, path=out), errors)
 
 
 # The partial folder

@@ -127,13 +127,18 @@ def _job(module: Module, checkpoint: Checkpoint, recipe: Recipe) -> Job:
         return Job(Action.PACK, main, matrices, packed, module)
     head = checkpoint.head
     to_deltas = grafted and head is not None and head.absolute_norms and "norm" in module.name
-    stacked = len(matrices) > 1 and not module.name.endswith(("gate_up_proj", "experts.down_proj"))
-    if module.layout is Layout.PLAIN and not to_deltas and not (grafted and (stacked or len(matrices) > 1)):
+    apart = grafted and len(matrices) > 1 and not _is_fused(module, checkpoint)
+    if module.layout is Layout.PLAIN and not to_deltas and not apart:
         suffix = next(iter(module.parts))
         return Job(Action.COPY, main, matrices, (Entry(f"{stem}{suffix}", main.dtype, main.shape),), module)
     dtype = "F32" if len(module.shape) == 1 else module.dtype if module.layout is Layout.PLAIN else "BF16"
     plain = tuple(Entry(f"{matrix.raw_name}.weight", dtype, matrix.shape) for matrix in matrices)
     return Job(Action.PLAIN, main, matrices, plain, module, to_deltas)
+
+
+def _is_fused(module: Module, checkpoint: Checkpoint) -> bool:
+    """Whether experts are in the two tensors of released files, not in three of a converter's."""
+    return f"{module.name.rpartition('.')[0]}.gate_up_proj" in checkpoint.modules
 
 
 def packed_entries(matrix: Matrix) -> tuple[Entry, Entry, Entry]:
