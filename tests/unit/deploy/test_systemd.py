@@ -1,0 +1,58 @@
+"""The systemd unit, read by systemd itself."""
+
+import configparser
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pilotfish.server.app import ServerOptions
+from pilotfish.server.cli import build_parser
+
+UNIT = Path(__file__).resolve().parents[3] / "deploy" / "systemd" / "pilotfish.service"
+EXECUTABLE = "/opt/pilotfish/bin/pilotfish"
+
+
+def analyze(*args):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    return subprocess.run(["systemd-analyze", *map(str, args)], capture_output=True, text=True, check=False)
+
+
+def installed(tmp_path, old=EXECUTABLE, new=sys.executable):
+    """As shipped, but for the executable, which verify wants to be there."""
+    text = UNIT.read_text()
+    assert text.count(old) == 1
+    unit = tmp_path / "pilotfish.service"
+    unit.write_text(text.replace(EXECUTABLE, sys.executable).replace(old, new))
+    return unit
+
+
+def test_verify_has_nothing_to_say(tmp_path):
+    done = analyze("verify", "--man=no", installed(tmp_path))
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_verify_would_say_something(tmp_path):
+    """It names an unknown key and ends with 0: only its words can be trusted."""
+    done = analyze("verify", "--man=no", installed(tmp_path, "PrivateTmp=yes", "PrivateTemp=yes"))
+    assert "PrivateTemp" in done.stdout + done.stderr
+
+
+def test_little_is_exposed(tmp_path):
+    """systemd's own measure, from 0 to 10 in tenths; a service without hardening has 9.6."""
+    done = analyze("security", "--offline=true", "--threshold=25", "--no-pager", installed(tmp_path))
+    assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()
+
+
+def test_it_agrees_with_the_server():
+    # `strict=False`: Environment= stands there twice
+    unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
+    unit.read(UNIT)
+    service = unit["Service"]
+    args = build_parser().parse_args(service["ExecStart"].split()[1:3])
+    closing = args.shutdown_timeout + ServerOptions(served_names=("m",)).close_seconds
+    assert float(service["TimeoutStopSec"].removesuffix("s")) > closing
+    assert service["KillMode"] == "mixed" and service["RestartPreventExitStatus"] == "2"
