@@ -15,17 +15,20 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from tqdm import tqdm
 
+from pilotfish.engine.checkpoint.headers import TensorInfo
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.load import ModuleReader, Weight
+from pilotfish.engine.checkpoint.lora import Adapter, Pair, read_adapter
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
 from pilotfish.engine.checkpoint.quantization import MODELOPT_FILE
 from pilotfish.engine.checkpoint.recipe import (
@@ -35,6 +38,7 @@ from pilotfish.engine.checkpoint.recipe import (
     Matrix,
     Plan,
     Recipe,
+    changeable,
     make_plan,
     packed_entries,
     quantised_config,
@@ -61,15 +65,24 @@ Errors = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run made: the censuses before and after, and the error of each packed matrix."""
+    """What a run made: the censuses before and after, and the error of each packed matrix.
+
+    `merged` counts the matrices that an adapter changed; errors are against what they were changed to.
+    """
 
     source: Checkpoint
     output: Checkpoint
     errors: Errors
+    merged: int = 0
 
 
 def quantize_folder(
-    source: Path, out: Path, recipe: Recipe, graft_head: Path | None = None, progress: bool = True
+    source: Path,
+    out: Path,
+    recipe: Recipe,
+    graft_head: Path | None = None,
+    merge_lora: Path | None = None,
+    progress: bool = True,
 ) -> Result:
     """Writes `out`, or goes on with an interrupted run of the same source and recipe.
 
@@ -80,12 +93,14 @@ def quantize_folder(
         raise OptionError(f"{out}: is there already; want a folder to be made")
     opened = open_checkpoint(source)
     checkpoint = opened if graft_head is None else attach_head(opened, graft_head)
-    plan = make_plan(checkpoint, recipe)
+    adapter = None if merge_lora is None else read_adapter(merge_lora, changeable(opened))
+    plan = make_plan(checkpoint, recipe, adapter.pairs if adapter else ())
+    weights = _Source(plan, recipe, adapter)
     partial = out.with_name(out.name + ".partial")
-    with _hold(partial, _stamp(checkpoint, plan, recipe)):
+    with _hold(partial, _stamp(checkpoint, plan, recipe, adapter)):
         try:
             _require_space(partial, plan)
-            errors = _write_all(partial, plan, recipe, progress)
+            errors = _write_all(partial, plan, weights, progress)
             _write_rest(partial, plan, checkpoint, errors)
         except OSError as error:
             raise CheckpointError(f"{partial}: {error.strerror or error}; what is finished stays there") from error
@@ -94,15 +109,16 @@ def quantize_folder(
         partial.rename(out)
         _sync_folder(out.parent)
     shutil.rmtree(out / STATE)
-    return Result(opened, dataclasses.replace(output, path=out), errors)
+    return Result(opened, dataclasses.replace(output, path=out), errors, len(adapter.pairs) if adapter else 0)
 
 
 # The partial folder
 
 
-def _stamp(checkpoint: Checkpoint, plan: Plan, recipe: Recipe) -> str:
+def _stamp(checkpoint: Checkpoint, plan: Plan, recipe: Recipe, adapter: Adapter | None) -> str:
     """What must not change between a run and its continuation."""
     files = {info.main.file for jobs in plan.values() for info in jobs} | {checkpoint.path / "config.json"}
+    files |= set(adapter.files) if adapter else set()
     seen = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
     return json.dumps({"recipe": dataclasses.asdict(recipe), "files": seen})
 
@@ -149,9 +165,8 @@ def _sync_folder(folder: Path) -> None:
 # Weights
 
 
-def _write_all(partial: Path, plan: Plan, recipe: Recipe, progress: bool) -> Errors:
+def _write_all(partial: Path, plan: Plan, source: _Source, progress: bool) -> Errors:
     total = sum(job.num_bytes for jobs in plan.values() for job in jobs)
-    source = _Source(plan, recipe)
     with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=not progress) as bar:
         for file, jobs in plan.items():
             if (partial / file).exists():
@@ -186,15 +201,15 @@ def _write_job(opened: TensorFile, job: Job, source: _Source) -> Errors:
     if job.action is Action.PACK:
         return {matrix.raw_name: _write_packed(opened, matrix, source) for matrix in job.matrices}
     for matrix, entry in zip(job.matrices, job.entries, strict=True):
-        weight = source.read(matrix.name)
-        plain = weight if isinstance(weight, torch.Tensor) else weight.dequantize(DTYPES[entry.dtype])
-        plain = plain.float() - 1.0 if job.to_deltas else plain
-        opened.put(entry.name, plain.to(DTYPES[entry.dtype]))
+        plain = torch.empty(matrix.shape, dtype=DTYPES[entry.dtype])
+        for part, values in source.blocks(matrix.name):
+            plain[part] = values - 1.0 if job.to_deltas else values
+        opened.put(entry.name, plain)
     return {}
 
 
 def _write_packed(opened: TensorFile, matrix: Matrix, source: _Source) -> dict[str, float]:
-    packed, error = _pack(source.read(matrix.name), source.global_scale(matrix.name))
+    packed, error = _pack(matrix, source)
     codes, scale, number = (entry.name for entry in packed_entries(matrix))
     opened.put(codes, packed.packed)
     opened.put(scale, packed.scale)
@@ -202,13 +217,14 @@ def _write_packed(opened: TensorFile, matrix: Matrix, source: _Source) -> dict[s
     return error
 
 
-def _pack(weight: Weight, global_scale: torch.Tensor) -> tuple[NvFp4Weight, dict[str, float]]:
+def _pack(matrix: Matrix, source: _Source) -> tuple[NvFp4Weight, dict[str, float]]:
     """nvfp4.quantize of all rows, some at a time, and how far the result is from them."""
-    rows, columns = weight.shape
+    rows, columns = matrix.shape
+    global_scale = source.global_scale(matrix.name)
     codes = torch.empty((rows, columns // 2), dtype=torch.uint8)
     scales = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn)
     squares = lost = largest = 0.0
-    for part, values in _blocks(weight):
+    for part, values in source.blocks(matrix.name):
         packed = quantize(values, global_scale)
         codes[part], scales[part] = packed.packed, packed.scale
         away = values - packed.dequantize()
@@ -222,8 +238,8 @@ def _pack(weight: Weight, global_scale: torch.Tensor) -> tuple[NvFp4Weight, dict
 
 def _blocks(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
     """fp32 values of some rows at a time."""
-    rows, columns = weight.shape
-    step = max(ROW_STEP, BLOCK // max(1, columns) // ROW_STEP * ROW_STEP)
+    rows = weight.shape[0]
+    step = max(ROW_STEP, BLOCK // max(1, weight.shape[-1]) // ROW_STEP * ROW_STEP)
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
         if isinstance(weight, torch.Tensor):
@@ -233,9 +249,10 @@ def _blocks(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 class _Source:
-    """Matrices of the source by normalised name, experts one by one, and the global scales they get."""
+    """Weights of the source by normalised name, experts one by one, and the global scales they get."""
 
-    def __init__(self, plan: Plan, recipe: Recipe):
+    def __init__(self, plan: Plan, recipe: Recipe, adapter: Adapter | None):
+        self._pairs: Mapping[str, Pair] = adapter.pairs if adapter else {}
         jobs = [job for some in plan.values() for job in some if job.module is not None]
         self._modules = {matrix.name: job.module for job in jobs for matrix in job.matrices}
         self._packed = {matrix.name for job in jobs if job.action is Action.PACK for matrix in job.matrices}
@@ -243,8 +260,26 @@ class _Source:
         self._reader = ModuleReader()
         self._last: tuple[str, dict[str, Weight]] = ("", {})
         self._scales: dict[tuple[str, ...], torch.Tensor] = {}
+        for name, info in (adapter.bases if adapter else {}).items():
+            self._check_base(name, info)
 
-    def read(self, name: str) -> Weight:
+    def blocks(self, name: str) -> Iterator[tuple[slice, torch.Tensor]]:
+        """fp32 values of some rows at a time, changed by the adapter if it names the matrix."""
+        pair = self._pairs.get(name)
+        for part, values in _blocks(self._read(name)):
+            yield part, values if pair is None else values + pair.rows(part)
+
+    def _check_base(self, name: str, info: TensorInfo) -> None:
+        """Raises CheckpointError unless the adapter was made for this matrix."""
+        if name not in self._modules:
+            raise CheckpointError(f"{info.name} ({info}, {info.file}): the checkpoint has no such matrix")
+        with safe_open(info.file, framework="pt", device="cpu") as opened:
+            base = opened.get_tensor(info.name)
+        same = base.shape == self._read(name).shape
+        if not same or not all(bool((base[p] == v.to(base.dtype)).all()) for p, v in _blocks(self._read(name))):
+            raise CheckpointError(f"{info.name} ({info.file}): not the checkpoint's; want the adapter's own base model")
+
+    def _read(self, name: str) -> Weight:
         module = self._modules[name]
         assert module is not None
         if self._last[0] != module.name:
@@ -259,7 +294,7 @@ class _Source:
         return self._scales[names]
 
     def _amax(self, name: str) -> torch.Tensor:
-        amax = torch.stack([values.abs().max() for _, values in _blocks(self.read(name))]).max()
+        amax = torch.stack([values.abs().max() for _, values in self.blocks(name)]).max()
         if not amax.isfinite():
             raise CheckpointError(f"{name}: want finite values")
         return amax
@@ -316,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         source = resolve_model(args.source, args.revision)
         text = _read_text(args.text)
-        result = quantize_folder(source, args.out, recipe, args.graft_head)
+        result = quantize_folder(source, args.out, recipe, args.graft_head, args.merge_lora)
         print("\n".join(report_lines(result)), flush=True)
         if text is not None:
             from pilotfish.engine.checkpoint.fidelity import compare
@@ -357,6 +392,7 @@ def _parser() -> argparse.ArgumentParser:
         help="one for q, k, v, for qkv, z and for gate, up, as vLLM wants it, or one a matrix (default: %(default)s)",
     )
     parser.add_argument("--graft-head", type=Path, metavar="PATH", help="take the MTP head from this folder or file")
+    parser.add_argument("--merge-lora", type=Path, metavar="ADAPTER", help="add a PEFT adapter's LoRA first")
     parser.add_argument("--text", type=Path, metavar="FILE", help="compare perplexity and logits on this text")
     parser.add_argument("--text-tokens", type=int, default=2048, metavar="N", help="of the text (default: %(default)s)")
     parser.add_argument("--num-threads", type=int, metavar="N")
@@ -369,6 +405,8 @@ def report_lines(result: Result) -> Iterator[str]:
         yield f"{what}: {checkpoint.summary()}"
         for layout, row in census(checkpoint).items():
             yield f"  {row['modules']:6} modules {row['bytes'] / 1e6:12.1f} MB  {layout}"
+    if result.merged:
+        yield f"the adapter changed {result.merged} matrices"
     yield f"relative error |W - Q| / |W| of {len(result.errors)} matrices (each in {REPORT_FILE}):"
     kinds: dict[str, list[float]] = defaultdict(list)
     for name, error in result.errors.items():

@@ -8,7 +8,7 @@ vision weights stay what they are; FP8 matrices that stay plain become BF16.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -89,15 +89,15 @@ Plan = dict[str, list[Job]]
 """Output file -> its jobs, in the order of the source's bytes."""
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
-    """What to do with every tensor of the folder, and of the head that was attached.
+def make_plan(checkpoint: Checkpoint, recipe: Recipe, changed: Collection[str] = ()) -> Plan:
+    """What to do with every tensor of the folder, and of the head that was attached; `changed` matrices are not copied.
 
     Raises LayoutError for a source that is packed in four bits, CheckpointError if nothing is left to pack.
     """
     plan: Plan = defaultdict(list)
     for module in checkpoint.modules.values():
         _refuse_packed(module, checkpoint, recipe)
-        job = _job(module, checkpoint, recipe)
+        job = _job(module, checkpoint, recipe, changed)
         plan[_output_file(job.main, checkpoint, _is_grafted(module, checkpoint))].append(job)
     for info in _others(checkpoint):
         entry = Entry(info.name, info.dtype, info.shape)
@@ -117,7 +117,7 @@ def _is_grafted(module: Module, checkpoint: Checkpoint) -> bool:
     return checkpoint.head is not None and is_mtp(module.name)
 
 
-def _job(module: Module, checkpoint: Checkpoint, recipe: Recipe) -> Job:
+def _job(module: Module, checkpoint: Checkpoint, recipe: Recipe, changed: Collection[str]) -> Job:
     main = max(module.parts.values(), key=lambda info: info.num_bytes)
     grafted = _is_grafted(module, checkpoint)
     stem = module.name if grafted else module.raw_name
@@ -128,12 +128,23 @@ def _job(module: Module, checkpoint: Checkpoint, recipe: Recipe) -> Job:
     head = checkpoint.head
     to_deltas = grafted and head is not None and head.absolute_norms and "norm" in module.name
     apart = grafted and len(matrices) > 1 and not _is_fused(module, checkpoint)
-    if module.layout is Layout.PLAIN and not to_deltas and not apart:
+    is_changed = any(matrix.name in changed for matrix in matrices)
+    if module.layout is Layout.PLAIN and not (to_deltas or apart or is_changed):
         suffix = next(iter(module.parts))
         return Job(Action.COPY, main, matrices, (Entry(f"{stem}{suffix}", main.dtype, main.shape),), module)
     dtype = "F32" if len(module.shape) == 1 else module.dtype if module.layout is Layout.PLAIN else "BF16"
     plain = tuple(Entry(f"{matrix.raw_name}.weight", dtype, matrix.shape) for matrix in matrices)
     return Job(Action.PLAIN, main, matrices, plain, module, to_deltas)
+
+
+def changeable(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The trunk's linear matrices that an adapter may change, experts one by one, by normalised name."""
+    return {
+        matrix.name: matrix.shape
+        for module in checkpoint.modules.values()
+        if len(module.shape) > 1 and not is_mtp(module.name) and not module.name.endswith(("embed_tokens", "conv1d"))
+        for matrix in _matrices(module, module.raw_name)
+    }
 
 
 def _is_fused(module: Module, checkpoint: Checkpoint) -> bool:
