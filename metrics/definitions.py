@@ -72,6 +72,7 @@ ROUND_PATHS = ("graph", "eager")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REJECTION_REASONS = (
     *("queue_full", "invalid", "too_large", "unauthorized", "not_found", "unavailable", "engine_failed", "internal"),
+    "rate_limited",
 )
 
 Kind = Literal["counter", "gauge", "histogram"]

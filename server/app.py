@@ -26,6 +26,7 @@ from pilotfish.server import handlers
 from pilotfish.server.auth import Keys
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
+from pilotfish.server.limits import Limiter
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.throughput import ThroughputLog
 
@@ -77,8 +78,9 @@ def make_app(
         throughput.on_report(report)
 
     client = EngineClient(engine, core=options.core, on_report=on_report, environment=options.engine_environment)
+    keys = Keys(options.api_keys, options.api_key_file)
     app = web.Application(
-        middlewares=[_errors(metrics), _auth(Keys(options.api_keys, options.api_key_file), options.root_path)],
+        middlewares=[_errors(metrics), _auth(keys, options.root_path)],
         client_max_size=handlers.MAX_BODY_BYTES,
     )
     app[SERVICE] = Service(
@@ -88,6 +90,7 @@ def make_app(
         served_names=options.served_names,
         started=int(time.time()),
         ignore_unknown_fields=options.ignore_unknown_fields,
+        limiter=Limiter(keys.limits),
     )
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)

@@ -1,8 +1,9 @@
 """API keys: bearer tokens, kept and compared as SHA-256 digests.
 
-A key file has a line for each key, `LABEL sha256:DIGEST`; `pilotfish key LABEL` makes one. The digest is not salted or
-slow: keys are 256 random bits, which no list contains. The file is looked at again, at most once a second, when a key
-is checked; a version that cannot be read leaves the keys as they are.
+A key file has a line for each key, `LABEL sha256:DIGEST`; `pilotfish key LABEL` makes one. After it may stand
+`concurrent=N` (sequences at a time) and `per-minute=N` (requests), which hold for the label. The digest is not salted
+or slow: keys are 256 random bits, which no list contains. The file is looked at again, at most once a second, when a
+key is checked; a version that cannot be read leaves the keys as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pilotfish.server.errors import Unauthorized
+from pilotfish.server.limits import NO_LIMITS, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,9 @@ NO_KEY = "none"
 """The label of everyone where there are no keys."""
 LOOK_SECONDS = 1.0
 LABEL = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
-LINE = re.compile(rf"({LABEL.pattern})\s+sha256:([0-9a-f]{{64}})")
+LINE = re.compile(rf"({LABEL.pattern})\s+sha256:([0-9a-f]{{64}})((?:\s+[a-z-]+=[0-9]+)*)")
+LIMITS = {"concurrent": "concurrent", "per-minute": "per_minute"}
+"""Their names in the file, and ours."""
 
 
 class KeyFileError(Exception):
@@ -58,9 +62,13 @@ class Keys:
         self._looked = clock()
         self._seen: tuple[int, ...] | None = None
         self._read: list[tuple[bytes, str]] = []
+        self._limits: dict[str, Limits] = {}
         if file is not None:
             self._seen = _version(file)
-            self._read = _read_file(file)
+            self._read, self._limits = _read_file(file)
+
+    def limits(self, label: str) -> Limits:
+        return self._limits.get(label, NO_LIMITS)
 
     def check(self, header: str | None) -> str:
         """The label of the key: what metrics may show of it.
@@ -89,7 +97,7 @@ class Keys:
             return
         self._seen = version
         try:
-            self._read = _read_file(self._file)
+            self._read, self._limits = _read_file(self._file)
         except KeyFileError as error:
             logger.error("%s; the keys stay as they were", error)
             return
@@ -105,12 +113,13 @@ def _version(file: Path) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read_file(file: Path) -> list[tuple[bytes, str]]:
+def _read_file(file: Path) -> tuple[list[tuple[bytes, str]], dict[str, Limits]]:
+    """Digests with their labels, and the labels' limits."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(f"key file {file} cannot be read: {error}") from error
-    keys = []
+    keys, limits = [], dict[str, Limits]()
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
             continue
@@ -119,4 +128,21 @@ def _read_file(file: Path) -> list[tuple[bytes, str]]:
             # not the line itself: it may be a key
             raise KeyFileError(f"key file {file}, line {number}: want 'LABEL sha256:' and 64 hexadecimal digits")
         keys.append((bytes.fromhex(found[2]), found[1]))
-    return keys
+        try:
+            own = _read_limits(found[3])
+            if limits.setdefault(found[1], own) != own:
+                raise ValueError(f"want the same limits for every key of {found[1]}")
+        except ValueError as error:
+            raise KeyFileError(f"key file {file}, line {number}: {error}") from error
+    return keys, limits
+
+
+def _read_limits(text: str) -> Limits:
+    """Raises ValueError."""
+    values: dict[str, int] = {}
+    for word in text.split():
+        name, _, number = word.partition("=")
+        if name not in LIMITS or LIMITS[name] in values or int(number) < 1:
+            raise ValueError(f"want each of {', '.join(LIMITS)} at most once and at least 1, got {word}")
+        values[LIMITS[name]] = int(number)
+    return Limits(**values)

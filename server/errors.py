@@ -4,6 +4,7 @@
     ├── BadRequest           400, names the field
     ├── Unauthorized         401
     ├── NotFound             404, no such model or path
+    ├── TooManyRequests      429, the key's own limit; carries Retry-After
     ├── Overloaded           503, the queue is full; carries Retry-After
     ├── Unavailable          503, the engine loads, or has failed
     └── EngineFailed         500, the engine failed while it served this request
@@ -68,6 +69,16 @@ class NotFound(ApiError):
     status = 404
     type = "invalid_request_error"
     reason = "not_found"
+
+
+class TooManyRequests(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    reason = "rate_limited"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.headers = {"Retry-After": str(retry_after)}
 
 
 class Overloaded(ApiError):

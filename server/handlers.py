@@ -17,6 +17,7 @@ from pilotfish.metrics.collectors import Collector
 from pilotfish.server.auth import NO_KEY
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status
 from pilotfish.server.generation import Generation, Piece
+from pilotfish.server.limits import Limiter
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.plan import Context, Plan, check_ids, plan_chat, plan_completion, tokens_of
 from pilotfish.server.protocol import (
@@ -57,6 +58,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     served_names: tuple[str, ...]
     started: int
     ignore_unknown_fields: bool = False
+    limiter: Limiter = msgspec.field(default_factory=Limiter)
 
     def fingerprint(self, ready: Ready) -> str:
         """What the text of a seed depends on besides the model."""
@@ -167,10 +169,11 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def _answer(request: web.Request, service: Service, plan: Plan, shape: Format) -> web.StreamResponse:
-    service.check_room(service.engine(), len(plan.prompts) * plan.n)
+    num_sequences = len(plan.prompts) * plan.n
+    service.check_room(service.engine(), num_sequences)
     generation = Generation(plan, service.client, service.files.tokenizer, service.metrics)
     try:
-        with generation:
+        with service.limiter.admit(KEY.get(), num_sequences), generation:
             if plan.stream:
                 return await _stream(request, service, plan, shape, generation)
             return await _whole(plan, shape, generation)
