@@ -143,6 +143,8 @@ def _hold(partial: Path, stamp: str) -> Iterator[None]:
             raise OptionError(f"{partial}: left by a run with another source or other options; remove it to start anew")
         if not known.exists():
             write_text(known, stamp)
+        for unfinished in partial.glob("*.safetensors.partial"):
+            unfinished.unlink()
         yield
 
 
