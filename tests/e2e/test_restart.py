@@ -41,6 +41,7 @@ def test_the_engine_comes_back_and_no_request_is_repeated(folder, how):
     async def story():
         async with serving(folder, restart_engine=3) as server, aiohttp.ClientSession() as http:
             url, client = server.v1 + "/completions", server.service.client
+            gate = hold_restarts(client)
             stream = await http.post(url, json=body(True, reply="x", times=2900, delay=0.01))
             await stream.content.readany()
             whole = asyncio.create_task(http.post(url, json=body(reply="x", times=2900, delay=0.01)))
@@ -55,7 +56,9 @@ def test_the_engine_comes_back_and_no_request_is_repeated(folder, how):
             assert json.loads(rest.strip().rsplit("data: ", 1)[1])["error"]["code"] == "engine_failed"
             assert "[DONE]" not in rest and (await whole).status == 500
             assert time.monotonic() - began < 2
-            await red_then_ready(http, server, "round" if how == "raise" else "process")
+            await check_red(http, server, "round" if how == "raise" else "process")
+            gate.set()
+            await until_green(http, server)
             assert client.pid != first and client.failure is None
             steps = len(server.transcript())
             async with http.post(url, json=body(reply="again")) as response:
@@ -70,37 +73,60 @@ def test_the_engine_comes_back_and_no_request_is_repeated(folder, how):
     run(story())
 
 
-async def red_then_ready(http, server, part):
-    """Health is red and names the part until the engine serves again; requests are told to come back."""
+def hold_restarts(client):
+    """No restart before the event that this returns: what is true until then can be looked at in peace."""
+    gate, restart = asyncio.Event(), client.restart
+
+    async def held():
+        await gate.wait()
+        await restart()
+
+    client.restart = held
+    return gate
+
+
+async def check_red(http, server, part):
+    """Health names the part, and nobody is served."""
     code, text = await answer(http, server.url + "/health")
     health = json.loads(text)
     assert code == 503 and health["engine"]["part"] == part and health["engine"]["message"]
-    assert health["status"] in ("failed", "restarting") and health["http"]["status"] == "ok"
+    assert health["status"] == "failed" and health["http"]["status"] == "ok"
     assert (await answer(http, server.url + "/ready"))[0] == 503
     async with http.post(server.v1 + "/completions", json=body()) as response:
         assert response.status == 503 and (await response.json())["error"]["code"] == "engine_failed"
 
-    async def is_ready():
+
+async def until_green(http, server):
+    async def is_green():
         green = (await answer(http, server.url + "/health"))[0] == 200
         ready = (await answer(http, server.url + "/ready"))[0] == 200
         # never green before it serves
         assert ready or not green
         return green
 
-    await until(is_ready)
+    await until(is_green)
 
 
 def test_while_it_restarts_retry_after_is_told(folder):
     async def story():
         async with serving(folder, restart_engine=1) as server, aiohttp.ClientSession() as http:
-            os.kill(server.service.client.pid, signal.SIGKILL)
+            client, first = server.service.client, server.service.client.pid
+            os.kill(first, signal.SIGKILL)
 
             async def restarting():
-                return server.service.client.state == "restarting"
+                return client.state == "restarting" and client.pid != first
 
             await until(restarting)
+            # it does not become ready in between
+            os.kill(client.pid, signal.SIGSTOP)
+            async with http.get(server.url + "/health") as response:
+                health = await response.json()
+                assert response.status == 503
+                assert (health["status"], health["engine"]["part"]) == ("restarting", "process")
             async with http.post(server.v1 + "/completions", json=body()) as response:
                 assert response.status == 503 and response.headers["Retry-After"] == "5"
+            os.kill(client.pid, signal.SIGCONT)
+            await until_green(http, server)
 
     run(story())
 
