@@ -292,7 +292,6 @@ def _tile(rows: torch.Tensor) -> torch.Tensor:
 
 def _logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
     """Of the raw logits, as vLLM's default is: before penalties and temperature."""
-    # one row at a time in whole tiles would be the same: log_softmax works row by row
     table = logits.log_softmax(-1)
     top = table.sort(dim=-1, descending=True, stable=True)
     return [
