@@ -36,5 +36,8 @@ audit: $(VENV)/.installed
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
 
+gpu-bench: $(VENV)/.installed
+	$(BIN)/python tests/bench/bench_decode.py $(MODEL) --device cuda --no-http
+
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
