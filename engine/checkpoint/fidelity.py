@@ -47,9 +47,8 @@ class Fidelity:
 
 
 @torch.inference_mode()
-def compare(source: Path, output: Path, text: str, max_tokens: int) -> Fidelity:
-    """Raises OptionError where there is no tokenizer, or too little text."""
-    ids = _tokens(source, text, max_tokens)
+def compare(source: Path, output: Path, ids: list[int]) -> Fidelity:
+    """`ids`: at least 2 tokens that both models have."""
     wanted, wanted_head = _hidden(open_checkpoint(source), ids)
     got, got_head = _hidden(open_checkpoint(output), ids)
     targets = torch.tensor([*ids[1:], 0])
@@ -67,13 +66,18 @@ def compare(source: Path, output: Path, text: str, max_tokens: int) -> Fidelity:
     return Fidelity(count, first, second, float(sums[2]) / count, float(sums[3]) / count)
 
 
-def _tokens(folder: Path, text: str, max_tokens: int) -> list[int]:
+def read_tokens(folder: Path, text_file: Path, max_tokens: int) -> list[int]:
+    """The text's first tokens in the checkpoint's own tokenizer. Raises OptionError if it or the text is not there."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise OptionError(f"{folder}: has no tokenizer.json, so a text cannot be read")
+    try:
+        text = text_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{text_file}: cannot be read as text: {error}") from error
     ids: list[int] = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids[:max_tokens]
     if len(ids) < 2:
-        raise OptionError(f"want a text of at least 2 tokens, got {len(ids)}")
+        raise OptionError(f"{text_file}: want at least 2 tokens of it, got {len(ids)}")
     return ids
 
 

@@ -352,26 +352,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.num_threads)
     try:
         source = resolve_model(args.source, args.revision)
-        text = _read_text(args.text)
+        ids = _read_tokens(source, args)
         result = quantize_folder(source, args.out, recipe, args.graft_head, args.merge_lora)
         print("\n".join(report_lines(result)), flush=True)
-        if text is not None:
-            from pilotfish.engine.checkpoint.fidelity import compare
-
-            print(compare(source, args.out, text, args.text_tokens).line())
+        if ids:
+            _report_fidelity(source, args.out, ids)
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _read_text(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--text {path}: {error}") from error
+def _report_fidelity(source: Path, out: Path, ids: list[int]) -> None:
+    from pilotfish.engine.checkpoint.fidelity import compare
+
+    print(compare(source, out, ids).line())
+
+
+def _read_tokens(source: Path, args: argparse.Namespace) -> list[int]:
+    """Before hours of work, so that a text that is not there is told at once; [] without --text."""
+    if args.text is None:
+        return []
+    from pilotfish.engine.checkpoint.fidelity import read_tokens
+
+    return read_tokens(source, args.text, args.text_tokens)
 
 
 def _parser() -> argparse.ArgumentParser:

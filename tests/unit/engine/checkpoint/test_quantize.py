@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pilotfish.engine.checkpoint import quantize as command
-from pilotfish.engine.checkpoint.fidelity import compare
+from pilotfish.engine.checkpoint.fidelity import compare, read_tokens
 from pilotfish.engine.checkpoint.headers import read_header
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
@@ -414,27 +414,32 @@ def test_fidelity_is_of_transformers_logits(draft, tmp_path):
     source = build_tiny(tmp_path / "in", "dense")
     write_tokenizer(source)
     quantize_folder(source, tmp_path / "out", DEFAULT, progress=False)
-    found = compare(source, tmp_path / "out", text, 300)
+    (tmp_path / "text").write_text(text)
+    ids = read_tokens(source, tmp_path / "text", 300)
+    found = compare(source, tmp_path / "out", ids)
     assert found.num_tokens == 300  # more than one page
     _, weights = values(tmp_path / "out")
-    from tokenizers import Tokenizer
-
-    ids = torch.tensor([Tokenizer.from_file(str(source / "tokenizer.json")).encode(text).ids[:300]])
-    logits = []
+    tokens, logits = torch.tensor([ids]), []
     for changed in ({}, weights):
         model = Qwen3_5ForCausalLM.from_pretrained(source).eval()
         model.load_state_dict({k: v for k, v in changed.items() if not k.startswith("mtp.")}, strict=bool(changed))
         with torch.inference_mode():
-            logits.append(model(ids).logits[0].double().log_softmax(1))
+            logits.append(model(tokens).logits[0].double().log_softmax(1))
     p, q = logits
     assert found.divergence == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
     for mine, theirs in ((found.source_perplexity, p), (found.output_perplexity, q)):
-        mean = -theirs[:-1].gather(1, ids[0, 1:, None]).mean()
+        mean = -theirs[:-1].gather(1, tokens[0, 1:, None]).mean()
         assert mine == pytest.approx(float(mean.exp()), rel=1e-3)
-    same = compare(source, source, text, 100)
+    same = compare(source, source, ids[:100])
     assert (same.divergence, same.agreement) == (0, 1)
 
 
-def test_text_without_a_tokenizer(built, tmp_path):
-    with pytest.raises(OptionError, match=r"has no tokenizer.json"):
-        compare(built("dense"), built("dense"), "abc", 100)
+def test_a_text_that_cannot_be_read_is_told_before_the_work(built, draft, tmp_path, capsys):
+    (tmp_path / "text").write_text("a")
+    source = draft("dense").write()
+    run = ["quantize", str(source), str(tmp_path / "out"), "--text"]
+    for file, message in (("text", "has no tokenizer.json"), ("none", "cannot be read"), ("text", "2 tokens of it")):
+        assert cli.main([*run, str(tmp_path / file)]) == 2
+        assert message in capsys.readouterr().err
+        write_tokenizer(source)
+    assert not list(tmp_path.glob("out*"))
