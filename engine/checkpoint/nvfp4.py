@@ -28,21 +28,12 @@ _BOUNDARIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, F
 
 
 @dataclass(frozen=True, eq=False)
-class NvFp4Weight:
-    """A packed [N, K] matrix on one device.
-
-    packed: uint8 [N, K/2]; scale: float8_e4m3fn [N, K/16], none negative or NaN; global_scale: finite and above 0, a
-    divisor, or a factor if `multiplies`. The two are not turned into one another: that would round.
-    Raises ValueError if the parts do not fit each other.
-    """
+class _PackedCodes:
+    """Codes uint8 [N, K/2], their scales [N, K/16] and one number, on one device."""
 
     packed: torch.Tensor
     scale: torch.Tensor
     global_scale: float
-    multiplies: bool = False
-
-    def __post_init__(self) -> None:
-        _check_parts(self.packed, self.scale, torch.float8_e4m3fn, self.global_scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -56,6 +47,21 @@ class NvFp4Weight:
     @property
     def num_bytes(self) -> int:
         return self.packed.nbytes + self.scale.nbytes + 4
+
+
+@dataclass(frozen=True, eq=False)
+class NvFp4Weight(_PackedCodes):
+    """A packed [N, K] matrix on one device.
+
+    packed: uint8 [N, K/2]; scale: float8_e4m3fn [N, K/16], none negative or NaN; global_scale: finite and above 0, a
+    divisor, or a factor if `multiplies`. The two are not turned into one another: that would round.
+    Raises ValueError if the parts do not fit each other.
+    """
+
+    multiplies: bool = False
+
+    def __post_init__(self) -> None:
+        _check_parts(self.packed, self.scale, torch.float8_e4m3fn, self.global_scale)
 
     def to(self, device: str | torch.device) -> NvFp4Weight:
         return NvFp4Weight(self.packed.to(device), self.scale.to(device), self.global_scale, self.multiplies)
@@ -73,31 +79,14 @@ class NvFp4Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class LynnWeight:
+class LynnWeight(_PackedCodes):
     """A packed [N, K] matrix of a lynn-engine pack: like NvFp4Weight, but scale is float16 and global_scale a factor.
 
     Codes times such scales do not fit 16 bits, so kernels made for e4m3 scales must not be given one.
     """
 
-    packed: torch.Tensor
-    scale: torch.Tensor
-    global_scale: float
-
     def __post_init__(self) -> None:
         _check_parts(self.packed, self.scale, torch.float16, self.global_scale)
-
-    @property
-    def shape(self) -> torch.Size:
-        """(N, K) of the matrix it stands for."""
-        return torch.Size((self.packed.shape[0], self.packed.shape[1] * 2))
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.nbytes + self.scale.nbytes + 4
 
     def to(self, device: str | torch.device) -> LynnWeight:
         return LynnWeight(self.packed.to(device), self.scale.to(device), self.global_scale)
