@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+from pilotfish.deploy.ports import free_port
 
 MODEL = Path(__file__).resolve().parent / "model"
 CODE = '''def is_prime(number: int) -> bool:
@@ -153,12 +154,6 @@ def metrics(url: str) -> dict[str, float]:
 def get_json(url: str) -> dict:
     with urllib.request.urlopen(url, timeout=30) as response:
         return json.load(response)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def dim(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pilotfish.deploy.ports import free_port
 
 START_SECONDS = 30.0
 CONFIG = """global: {{scrape_interval: {interval}, evaluation_interval: {interval}}}
@@ -84,7 +85,7 @@ def scraping(target: str, rules: Path, interval: str = "1s") -> Iterator[Prometh
     with tempfile.TemporaryDirectory(prefix="pilotfish-prometheus-") as folder:
         config = Path(folder, "prometheus.yml")
         config.write_text(CONFIG.format(interval=interval, rules=json.dumps(str(rules.resolve())), target=target))
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder}/data"]
         command += [f"--web.listen-address={address}", "--log.level=error"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
@@ -105,9 +106,3 @@ def _wait(url: str, process: subprocess.Popen[str]) -> None:
             return
         time.sleep(0.1)
     raise PrometheusError(f"prometheus is not ready after {START_SECONDS:g} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from pilotfish.deploy.ports import free_port
 
 START_SECONDS = 1800.0
 """A large checkpoint on a slow disk; a server that fails ends itself long before."""
@@ -58,7 +60,7 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise StartError(_last_words(log))
-        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/ready", timeout=5):
+        with contextlib.suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url + "/ready", timeout=5):
             return
         time.sleep(0.1)
     raise StartError(f"not ready after {START_SECONDS:g} s")
@@ -69,9 +71,3 @@ def _last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or line.startswith("pilotfish")]
     return (errors or lines or ["the server said nothing"])[-1][-300:]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -16,16 +16,12 @@ from pathlib import Path
 import pytest
 from serving import ENVIRONMENT, script
 
+from pilotfish.deploy.ports import free_port
+
 PATIENCE = 20
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "pilotfish.server.cli"]
 SCRIPTED = ["--core", "scripted_core:make_core"]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def get(url, data=None):

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 from byte_model import write_model
-from processes import ask, backend, events, free_port, running, status, until
+from processes import ask, backend, events, running, status, until
+
+from pilotfish.deploy.ports import free_port
 
 CONFIGURATIONS = Path(__file__).resolve().parents[2] / "deploy" / "relay"
 LONG = {"times": 30, "delay": 0.1}

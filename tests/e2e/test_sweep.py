@@ -121,13 +121,13 @@ def test_a_server_that_dies_loses_its_cell_and_a_sweep_that_dies_takes_its_serve
     with sweep(
         model, "--out", out, "--k", "0,2", "--max-num-seqs", "1", *SMALL, "--single-tokens", "600", *FLAGS
     ) as run:
-        os.kill(server_of(run.pid), signal.SIGKILL)
+        os.kill(server_of(run), signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE
         while not list(out.glob("cells/*.json")) and time.monotonic() < deadline:
             time.sleep(0.1)
         (failed,) = out.glob("cells/*.json")
         assert failed.name == "k0-mns1.json" and json.loads(failed.read_text())["error"]
-        second = server_of(run.pid)
+        second = server_of(run)
         run.kill()
         run.communicate(timeout=PATIENCE)
     while Path(f"/proc/{second}/cmdline").exists() and time.monotonic() < deadline:
@@ -135,20 +135,20 @@ def test_a_server_that_dies_loses_its_cell_and_a_sweep_that_dies_takes_its_serve
     assert not Path(f"/proc/{second}/cmdline").exists()
 
 
-def server_of(sweep_pid):
+def server_of(run):
     """The process id of the server that a sweep has started, once it answers."""
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        for pid in Path(f"/proc/{sweep_pid}/task/{sweep_pid}/children").read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "serve" in words:
-                with (
-                    contextlib.suppress(OSError),
-                    urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}/ready", timeout=5),
-                ):
-                    return int(pid)
+    while run.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # of a process that has just ended, or of a server not up yet
+            for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if "serve" in words:
+                    port = words[words.index("--port") + 1]
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+                        return int(pid)
         time.sleep(0.05)
-    raise AssertionError("the sweep starts no server")
+    run.kill()
+    raise AssertionError(f"the sweep starts no server: {run.communicate(timeout=PATIENCE)}")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from serving import ENVIRONMENT, script
+
+from pilotfish.deploy.ports import free_port
 
 PATIENCE = 20.0
 SERVE = [sys.executable, "-m", "pilotfish.server.cli", "serve"]
@@ -40,12 +41,6 @@ class Backend:
         lines = self.folder.joinpath("transcript.jsonl").read_text().splitlines(keepends=True)
         steps = [json.loads(line) for line in lines if line.endswith("\n")]
         return sum(len(output.get("token_ids", ())) for step in steps for output in step["outputs"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
