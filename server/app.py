@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.limits import Limiter
 from pilotfish.server.model_files import ModelFiles
+from pilotfish.server.request_log import REQUEST_ID, RequestLog, client_id, note_error
 from pilotfish.server.throughput import ThroughputLog
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 PUBLIC = frozenset({"/health", "/ready", "/metrics", "/version", "/ping"})
 """Probes and scrapes come without keys; everything else wants one, whether it exists or not."""
-REQUEST_ID = "X-Request-Id"
-GOOD_ID = re.compile(r"[!-~]{1,128}")
 
 SUPERVISOR: web.AppKey[Supervisor] = web.AppKey("supervisor", Supervisor)
 
@@ -61,6 +59,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_environment: Mapping[str, str] | None = None
     close_seconds: float = 10.0
     restart_engine: int = 0
+    log_requests: bool = False
+    log_prompts: bool = False
 
 
 def make_app(
@@ -79,8 +79,12 @@ def make_app(
 
     client = EngineClient(engine, core=options.core, on_report=on_report, environment=options.engine_environment)
     keys = Keys(options.api_keys, options.api_key_file)
+    middlewares = [_errors(metrics), _auth(keys, options.root_path)]
+    if options.log_requests:
+        log = RequestLog(handlers.KEY.get, files.tokenizer, prompts=options.log_prompts)
+        middlewares.insert(0, log.middleware(options.root_path))
     app = web.Application(
-        middlewares=[_errors(metrics), _auth(keys, options.root_path)],
+        middlewares=middlewares,
         client_max_size=handlers.MAX_BODY_BYTES,
     )
     app[SERVICE] = Service(
@@ -104,8 +108,8 @@ def make_app(
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """The client's own id comes back, errors included; else the answer's, else a new one."""
-    given = request.headers.get(REQUEST_ID, "")
-    if GOOD_ID.fullmatch(given):
+    given = client_id(request)
+    if given is not None:
         response.headers[REQUEST_ID] = given
     else:
         response.headers.setdefault(REQUEST_ID, secrets.token_hex(12))
@@ -183,9 +187,8 @@ def _errors(metrics: Collector) -> Callable:
         except ConnectionError:
             raise
         except Exception:
-            given = request.headers.get(REQUEST_ID, "")
-            shown = given if GOOD_ID.fullmatch(given) else "none"
-            logger.exception("%s %s failed (request id: %s)", request.method, request.path, shown)
+            given = client_id(request) or "none"
+            logger.exception("%s %s failed (request id: %s)", request.method, request.path, given)
             return _refuse(ApiError("Internal error."), metrics)
 
     return middleware
@@ -193,6 +196,7 @@ def _errors(metrics: Collector) -> Callable:
 
 def _refuse(error: ApiError, metrics: Collector) -> web.Response:
     metrics.on_rejection(error.reason)
+    note_error(error.code or error.reason)
     return web.Response(body=error.body(), status=error.status, content_type=handlers.JSON, headers=error.headers)
 
 

@@ -90,6 +90,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--enable-auto-tool-choice", action="store_true", help="as vLLM's; on wherever tool calls are read"
     )
     parser.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
+    parser.add_argument(
+        "--log-requests",
+        "--enable-log-requests",
+        action="store_true",
+        help="a line of JSON to stdout for each request that has ended, without its text",
+    )
+    parser.add_argument("--log-prompts", action="store_true", help="the same, with prompts")
     parser.add_argument("--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503")
     parser.add_argument(
         "--audit-rate",

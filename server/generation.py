@@ -48,7 +48,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Choice:
-    """One sequence: detokenises, finds stop strings, counts.
+    """One sequence: detokenises, finds stop strings, counts. `end` says how it ended, by error or abort too.
 
     Text, ids, log-probabilities and usage are cut alike at a stop string: a token belongs to the answer if its text
     begins before the cut. A token is settled, and counts, once that is certain. Metrics count what a decoder without
@@ -63,6 +63,8 @@ class Choice:
         self.rules = rules
         self.error: ApiError | None = None
         self.finish_reason: str | None = None
+        self.end: str | None = None
+        self.first_token_seconds: float | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = self.num_drafted = self.num_accepted = self.num_reasoning_tokens = 0
         self._num_generated = 0
@@ -165,7 +167,8 @@ class Choice:
         if output.token_ids:
             now = time.monotonic()
             if self._last_time is None:
-                self._metrics.on_first_token(now - self._arrived)
+                self.first_token_seconds = now - self._arrived
+                self._metrics.on_first_token(self.first_token_seconds)
             else:
                 self._metrics.on_tokens(now - self._last_time, len(output.token_ids))
             self._last_time = now
@@ -201,6 +204,7 @@ class Choice:
             self._end("abort")
 
     def _end(self, reason: str) -> None:
+        self.end = reason
         self._metrics.on_end(
             RequestEnd(
                 finish_reason=reason,

@@ -33,6 +33,7 @@ from pilotfish.server.protocol import (
     decode_request,
     encode,
 )
+from pilotfish.server.request_log import note_choices, note_error
 from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, join
 
 JSON = "application/json"
@@ -172,6 +173,7 @@ async def _answer(request: web.Request, service: Service, plan: Plan, shape: For
     num_sequences = len(plan.prompts) * plan.n
     service.check_room(service.engine(), num_sequences)
     generation = Generation(plan, service.client, service.files.tokenizer, service.metrics)
+    note_choices(plan, generation.choices)
     try:
         with service.limiter.admit(KEY.get(), num_sequences), generation:
             if plan.stream:
@@ -222,6 +224,7 @@ async def _send_events(response: web.StreamResponse, service: Service, shape: Fo
     except ApiError as error:
         # the status line is out: the error is an event, and no [DONE] follows
         service.metrics.on_rejection(error.reason)
+        note_error(error.code or error.reason)
         await response.write(_event(error.body()))
         return
     closing = [_event(encode(chunk)) for chunk in shape.closing(generation.choices)]

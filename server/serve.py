@@ -58,6 +58,8 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
                 ignore_unknown_fields=args.ignore_unknown_fields,
                 core=args.core,
                 restart_engine=args.restart_engine,
+                log_requests=args.log_requests or args.log_prompts,
+                log_prompts=args.log_prompts,
             ),
             engine,
             files,
