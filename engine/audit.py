@@ -28,7 +28,7 @@ from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
+from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.sequence import Sequence
@@ -53,6 +53,8 @@ MODES: dict[str, SamplingParams] = {
         repetition_penalty=1.1,
         logit_bias={1: 1.5},
         min_tokens=8,
+        bad_words_token_ids=((1,), (2, 3), (4, 5, 6)),
+        thinking=ThinkingBudget(num_tokens=12, start_token_id=None, end_token_id=8, closing=(7, 8)),
     ),
 }
 ALWAYS_KEPT = ("prefill.logits", "draft")
@@ -114,7 +116,8 @@ class Recorder:
         loop.runner.observers.append(self.observe)
 
     def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
-        owners = {sequence.slot: sequence.request_id for sequence in self.loop.scheduler.running}
+        scheduler = self.loop.scheduler
+        owners = {sequence.slot: sequence.request_id for sequence in (*scheduler.running, *scheduler.retired)}
         table = rows.detach().to("cpu").contiguous()
         flat = table.reshape(len(slots), -1).view(torch.uint8).numpy()
         for row, slot, position in zip(flat, slots, positions, strict=True):

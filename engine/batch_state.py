@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.rules import BadSequences, ThinkingBudgets, bad_sequences, bad_singles
 from pilotfish.spec.accept import Verdict
 from pilotfish.spec.sampling import SamplingRows
 
@@ -30,6 +31,8 @@ class Features:
     penalised: bool = False
     biased: bool = False
     min_tokens: bool = False
+    bad_sequences: bool = False
+    thinking: bool = False
 
     @classmethod
     def of(cls, params: SamplingParams) -> Features:
@@ -39,8 +42,10 @@ class Features:
             filtered=sampled and (params.top_k > 0 or params.top_p < 1),
             min_p=sampled and params.min_p > 0,
             penalised=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
-            biased=bool(params.logit_bias),
+            biased=bool(params.logit_bias or params.allowed_token_ids is not None or bad_singles(params)),
             min_tokens=params.min_tokens > 0,
+            bad_sequences=bool(bad_sequences(params)),
+            thinking=params.thinking is not None,
         )
 
     def __or__(self, other: Features) -> Features:
@@ -80,6 +85,9 @@ class BatchState:
         self.counts: torch.Tensor | None = None
         self.seen: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
+        # allocated likewise
+        self.bad_sequences: BadSequences | None = None
+        self.thinking: ThinkingBudgets | None = None
 
     def admit(self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int) -> None:
         """Writes a slot for a new request whose tokens may number `limit` in all."""
@@ -108,7 +116,8 @@ class BatchState:
         self._write_history(slot, prompt)
         if self.history is not None:
             self.history[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32, device=self.device)
-        self._write_bias(slot, params.logit_bias)
+        self._write_bias(slot, params)
+        self._write_rules(slot, len(prompt), params)
 
     def _write_history(self, slot: int, prompt: list[int]) -> None:
         if self.features[slot].penalised and self.counts is None:
@@ -120,13 +129,29 @@ class BatchState:
             self.seen[slot] = False
             self.seen[slot, torch.tensor(prompt, device=self.device)] = True
 
-    def _write_bias(self, slot: int, bias: dict[int, float]) -> None:
-        if bias and self.bias is None:
+    def _write_bias(self, slot: int, params: SamplingParams) -> None:
+        """Bans that hold at every position are a bias too."""
+        if self.features[slot].biased and self.bias is None:
             self.bias = torch.zeros((self.num_slots, self.vocab_size), dtype=torch.float32, device=self.device)
-        if self.bias is not None:
-            self.bias[slot] = 0
-            for token, value in bias.items():
-                self.bias[slot, token] = value
+        if self.bias is None:
+            return
+        self.bias[slot] = 0
+        if params.allowed_token_ids is not None:
+            self.bias[slot] = float("-inf")
+            self.bias[slot, torch.tensor(params.allowed_token_ids, device=self.device)] = 0
+        for token, value in params.logit_bias.items():
+            self.bias[slot, token] += value
+        self.bias[slot, torch.tensor(bad_singles(params), dtype=torch.int64, device=self.device)] = float("-inf")
+
+    def _write_rules(self, slot: int, num_prompt: int, params: SamplingParams) -> None:
+        if self.features[slot].bad_sequences and self.bad_sequences is None:
+            self.bad_sequences = BadSequences(self.num_slots, self.vocab_size, self.device)
+        if self.bad_sequences is not None:
+            self.bad_sequences.admit(slot, bad_sequences(params))
+        if self.features[slot].thinking and self.thinking is None:
+            self.thinking = ThinkingBudgets(self.num_slots, self.device)
+        if self.thinking is not None:
+            self.thinking.admit(slot, num_prompt, params.thinking)
 
     def remaining(self, slots: torch.Tensor) -> torch.Tensor:
         """Tokens that each sequence may still commit, int64 [B]; its last token, not yet in the caches, is counted."""
@@ -157,6 +182,12 @@ class BatchState:
             return parameter[slots].repeat_interleave(width, 0) if used else None
 
         counts, seen = self._history(slots, width, drafts_Bn) if features.penalised else (None, None)
+        banned = _either(self._banned(slots, positions_BW) if features.min_tokens else None, forbidden_RV)
+        if features.bad_sequences and self.bad_sequences is not None:
+            banned = _either(banned, self.bad_sequences.banned(slots, drafts_Bn, width))
+        forced = None
+        if features.thinking and self.thinking is not None:
+            forced = self.thinking.forced(slots, positions_BW, drafts_Bn)
         return SamplingRows(
             temperature=rows(self.temperature, features.sampled),
             seed=rows(self.seed, features.sampled),
@@ -170,7 +201,8 @@ class BatchState:
             seen=seen,
             counts=counts,
             bias=rows(self.bias, features.biased) if self.bias is not None else None,
-            banned=_either(self._banned(slots, positions_BW) if features.min_tokens else None, forbidden_RV),
+            banned=banned,
+            forced=forced,
         )
 
     def _history(self, slots: torch.Tensor, width: int, drafts_Bn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,9 +235,13 @@ class BatchState:
         self.last_token[slots] = torch.where(count > 0, last, self.last_token[slots])
         self.done[slots] = verdict.done
         self.num_offered[slots] = 0
+        first = self.length[slots] + int(pending)
+        if self.bad_sequences is not None:
+            self.bad_sequences.commit(slots, chosen_BW, count)
+        if self.thinking is not None:
+            self.thinking.commit(slots, chosen_BW, count, first)
         if self.history is not None:
             # rows past the committed ones are noise beyond the length, overwritten before they are read
-            first = self.length[slots] + int(pending)
             places = first[:, None] + torch.arange(chosen_BW.shape[1], device=self.device)
             self.history[slots[:, None], places] = chosen_BW.int()
         if pending:

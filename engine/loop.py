@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -21,7 +22,8 @@ from pilotfish.engine.messages import (
     Submit,
 )
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.round import run_round
+from pilotfish.engine.round import Round, Rounds
+from pilotfish.engine.rules import allowed_ids, check_rules
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.self_audit import SelfAudit
@@ -34,16 +36,30 @@ logger = logging.getLogger(__name__)
 MAX_COUNT = 1 << 31
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """A launched round that has not been read yet, and its sequences, some of which may have ended meanwhile."""
+
+    sequences: list[Sequence]
+    round: Round
+
+
 def make_core(options: EngineOptions) -> EngineLoop:
     """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
     return EngineLoop(start_engine(options))
 
 
 class EngineLoop:
-    """See EngineCore. A request that fails its checks is answered in the next report."""
+    """See EngineCore. A request that fails its checks is answered in the next report.
+
+    Where rounds are `asynchronous`, a round is launched before the one before it is read, so that the device never
+    waits for the host. A sequence that ended in the round being read commits nothing in the one already launched, and
+    keeps its pages and slot until that one has been read too.
+    """
 
     def __init__(self, engine: Engine):
         self.runner: Runner = engine.runner
+        self.rounds: Rounds = engine.rounds
         self.scheduler: Scheduler = engine.scheduler
         self.ready: Ready = engine.ready
         self.grammars: GrammarLibrary | None = engine.grammars
@@ -51,6 +67,7 @@ class EngineLoop:
         self.self_audit = SelfAudit(engine.audit_rate)
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[RequestOutput] = []
+        self._in_flight: InFlight | None = None
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -72,13 +89,16 @@ class EngineLoop:
         """See EngineCore; an unknown id, one that has just ended, is no error."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.finish(sequence)
+            self._finish(sequence)
             self.self_audit.on_end(sequence.request, failed=False)
             self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
 
     def has_work(self) -> bool:
         """See EngineCore."""
-        return bool(self._sequences or self._ended or self.self_audit.has_work)
+        return bool(self._sequences or self._ended or self._in_flight or self.self_audit.has_work)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence, self._in_flight is not None and sequence in self._in_flight.sequences)
 
     def _refuse(self, request_id: str, error: str, code: ErrorCode) -> None:
         self._ended.append(
@@ -92,12 +112,21 @@ class EngineLoop:
         if not 0 < len(prompt) < self.ready.max_model_len:
             raise RequestError(f"prompt: want 1..{self.ready.max_model_len - 1} tokens, got {len(prompt)}")
         stop_ids = stop_ids_of(params)
-        for name, ids in (("prompt", prompt), ("stop_token_ids", stop_ids), ("logit_bias", params.logit_bias)):
+        thinking = params.thinking
+        for name, ids in (
+            ("prompt", prompt),
+            ("stop_token_ids", stop_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            *(("bad_words_token_ids", sequence) for sequence in params.bad_words_token_ids),
+            ("thinking", (thinking.end_token_id, *thinking.closing) if thinking is not None else ()),
+        ):
             strange = next((i for i in ids if not 0 <= i < vocab), None)
             if strange is not None:
                 raise RequestError(f"{name}: want token ids in 0..{vocab - 1}, got {strange}")
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
+        check_rules(params, stop_ids)
         if params.max_tokens < 1:
             raise RequestError(f"max_tokens: want at least 1, got {params.max_tokens}")
         if not -(1 << 63) <= params.seed < 1 << 63:
@@ -114,7 +143,7 @@ class EngineLoop:
             raise RequestError(
                 f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"
             )
-        return Sequence(request, limit, own_k, num_pages, self._constraint(params))
+        return Sequence(request, limit, own_k, num_pages, self._constraint(params), allowed_ids(params))
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if params.grammar is None:
@@ -143,14 +172,16 @@ class EngineLoop:
         step = self.scheduler.next_step()
         phases: dict[str, float] = {}
         num_prefilled = 0
+        if isinstance(step, RoundStep):
+            outputs += self._round(step.sequences, phases)
+        else:
+            outputs += self._read(self._in_flight, phases)
         if isinstance(step, PrefillStep):
+            began = perf_counter()
             outputs += self._prefill(step)
             num_prefilled = step.end - step.start
-            phases = {"prefill": perf_counter() - started}
-        elif isinstance(step, RoundStep):
-            reports, phases = self._round(step)
-            outputs += reports
-        elif not outputs:
+            phases["prefill"] = perf_counter() - began
+        elif not (phases or outputs):
             return None
         if not self._sequences:
             self.scheduler.check()
@@ -165,27 +196,56 @@ class EngineLoop:
         sequence.num_prefilled = step.end
         return [] if report is None else self._outputs(sequence, report, after_round=False)
 
-    def _round(self, step: RoundStep) -> tuple[list[RequestOutput], dict[str, float]]:
-        sequences = step.sequences
+    def _round(self, sequences: list[Sequence], phases: dict[str, float]) -> list[RequestOutput]:
+        """Launches a round and reads the one before it, or, where the runner waits for its own, this one."""
+        before, outputs = self._in_flight, []
+        if before is not None and any(sequence.constraint is not None for sequence in sequences):
+            # what a grammar allows depends on the tokens not read yet
+            outputs = self._read(before, phases)
+            before = None
+            sequences = [sequence for sequence in sequences if sequence in self.scheduler.running]
+            if not sequences:
+                return outputs
+        launched = InFlight(sequences, self._launch(sequences))
+        if not self.rounds.asynchronous:
+            return self._read(launched, phases)
+        self._in_flight = launched
+        return outputs + self._read(before, phases)
+
+    def _launch(self, sequences: list[Sequence]) -> Round:
         batch = Batch(
             slots=[sequence.slot for sequence in sequences],
             tables=[sequence.pages for sequence in sequences],
             depth=max(sequence.own_k for sequence in sequences),
             logprobs=[sequence.request.sampling.logprobs for sequence in sequences],
         )
-        reports, clock = run_round(self.runner, batch, self.depth)
+        return self.rounds.launch(batch, self.depth)
+
+    def _read(self, flight: InFlight | None, phases: dict[str, float]) -> list[RequestOutput]:
+        """What a round gave to those of its sequences that had not ended before; waits for it."""
+        if flight is None:
+            return []
+        if flight is self._in_flight:
+            self._in_flight = None
+        reports, seconds = flight.round.collect()
+        phases |= seconds
         outputs = [
             output
-            for sequence, report in zip(sequences, reports, strict=True)
+            for sequence, report in zip(flight.sequences, reports, strict=True)
+            if sequence not in self.scheduler.retired
             for output in self._outputs(sequence, report, after_round=True)
         ]
-        return outputs, clock.seconds
+        still_read = self._in_flight.sequences if self._in_flight is not None else []
+        for sequence in flight.sequences:
+            if sequence in self.scheduler.retired and sequence not in still_read:
+                self.scheduler.release(sequence)
+        return outputs
 
     def _outputs(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> list[RequestOutput]:
         """What a client is told of a sequence's tokens: nothing, if they are a check's."""
         if sequence.request_id not in self._sequences:
             if self.self_audit.on_check_tokens(report.token_ids, report.done):
-                self.scheduler.finish(sequence)
+                self._finish(sequence)
             return []
         self.self_audit.on_tokens(sequence.request_id, report.token_ids)
         return [self._output(sequence, report, after_round)]
@@ -195,7 +255,7 @@ class EngineLoop:
         error = _error(sequence, report)
         if report.done or error is not None:
             finish = "error" if error is not None else "stop" if report.stopped else "length"
-            self.scheduler.finish(sequence)
+            self._finish(sequence)
             self.self_audit.on_end(sequence.request, failed=error is not None)
             del self._sequences[sequence.request_id]
         return RequestOutput(
@@ -204,7 +264,7 @@ class EngineLoop:
             logprobs=report.logprobs,
             finish_reason=finish,
             error=error,
-            error_code="nan" if report.has_nan else None,
+            error_code="nan" if report.has_nan else "invalid" if error is not None else None,
             stop_token_id=report.token_ids[-1] if report.stopped else None,
             num_drafted=report.num_drafted,
             num_accepted=report.num_accepted,
@@ -220,7 +280,7 @@ class EngineLoop:
         if self.self_audit.running is not None:
             checked = self.self_audit.running.request.request_id
             others = (*self.scheduler.running, *self.scheduler.waiting)
-            self.scheduler.finish(next(sequence for sequence in others if sequence.request_id == checked))
+            self._finish(next(sequence for sequence in others if sequence.request_id == checked))
             self.self_audit.interrupt()
 
     def _stats(self, phases: dict[str, float], seconds: float, num_prefilled: int) -> StepStats:
@@ -245,4 +305,6 @@ def _error(sequence: Sequence, report: SequenceReport) -> str | None:
     """What ends this request alone; its neighbours do not notice."""
     if report.has_nan:
         return "the model's logits hold NaN: no token can be chosen"
+    if sequence.allowed is not None and not sequence.allowed.issuperset(report.token_ids):
+        return "no token is left to choose: allowed_token_ids, bad_words and the grammar forbid them all"
     return sequence.constraint.error if sequence.constraint is not None else None

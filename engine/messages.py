@@ -28,6 +28,17 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     after_token_id: int | None = None
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """After `num_tokens` of a thinking block, unless `end_token_id` was written by then, come the tokens of `closing`.
+
+    `start_token_id` opens the block; None: the prompt ends inside it. Goes before every other rule about tokens."""
+
+    num_tokens: int
+    start_token_id: int | None
+    end_token_id: int
+    closing: tuple[int, ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen; names and defaults are vLLM's.
 
@@ -36,7 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     end ids, filled in by the server) do too unless `ignore_eos`. `max_tokens` counts generated tokens.
     `logprobs` = n returns the n most likely tokens beside the chosen one; None returns nothing.
     `seed` is a 64-bit integer (the server draws one where the client gave none). Under a `grammar` the model's own end
-    ids always stop.
+    ids always stop. `bad_words_token_ids` are sequences that must not be generated; where `allowed_token_ids`
+    is given, nothing but those may be.
     """
 
     temperature: float = 1.0
@@ -56,6 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     choice: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    thinking: ThinkingBudget | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):

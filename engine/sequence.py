@@ -8,15 +8,17 @@ from pilotfish.engine.grammar import Constraint
 from pilotfish.engine.messages import Submit
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """`limit` counts all its tokens, prompt included. `slot` and `pages` are empty until it is admitted."""
+    """`limit` counts all its tokens, prompt included. `slot` and `pages` are empty until it is admitted.
+    `allowed`: the only ids that it may write, if there is such a limit."""
 
     request: Submit
     limit: int
     own_k: int
     num_pages: int
     constraint: Constraint | None = None
+    allowed: frozenset[int] | None = None
     slot: int = 0
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0

@@ -22,7 +22,8 @@ class SamplingRows:
     temperature fp32 [R] (0: greedy), seed and choice int64 [R]; top_k int64 [R] (V: off), top_p, min_p fp32 [R];
     penalties: repetition, presence, frequency fp32 [R] with the history of the row as
     `seen` bool [R, V] (prompt or output) and `counts` int32 [R, V] (output only);
-    `bias` fp32 [R, V] is added; `banned` bool [R, V] becomes -inf.
+    `bias` fp32 [R, V] is added; `banned` bool [R, V] becomes -inf. `forced` int64 [R]: the token itself, whatever the
+    rest says, where it is not negative.
     """
 
     temperature: torch.Tensor | None = None
@@ -38,10 +39,16 @@ class SamplingRows:
     counts: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     banned: torch.Tensor | None = None
+    forced: torch.Tensor | None = None
 
 
 def choose(logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor) -> torch.Tensor:
     """Token ids int64 [R], for the absolute positions that the tokens will take. logits fp32, not changed."""
+    chosen = _choose_freely(logits_RV, rows, positions_R)
+    return chosen if rows.forced is None else torch.where(rows.forced >= 0, rows.forced, chosen)
+
+
+def _choose_freely(logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor) -> torch.Tensor:
     logits = _penalise(_bias(logits_RV, rows), rows)
     if rows.temperature is None:
         return logits.argmax(-1)

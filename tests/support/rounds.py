@@ -151,7 +151,9 @@ class Driver:
         """Every buffer that rounds change, and a copy of it; `restore` takes it back."""
         caches = [*self.trunk.kv, *([self.runner.model.head.cache] if self.runner.model.head else [])]
         state, pending = self.trunk.state, self.trunk.state.pending
-        buffers = [value for value in vars(self.state).values() if isinstance(value, torch.Tensor)]
+        tables = [table for table in (self.state.bad_sequences, self.state.thinking) if table is not None]
+        owners = (self.state, *tables)
+        buffers = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
         buffers += [state.s, state.conv, *vars(pending).values(), *(t for c in caches for t in (c.k, c.v))]
         self._kept_tokens = {slot: list(tokens) for slot, tokens in self.tokens.items()}
         return [(buffer, buffer.clone()) for buffer in buffers]

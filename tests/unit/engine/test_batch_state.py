@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pilotfish.engine.batch_state import MAX_STOP_IDS, BatchState, Features, stop_ids_of
-from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.messages import SamplingParams, ThinkingBudget
 from pilotfish.spec import sampling
 from pilotfish.spec.accept import Verdict
 
@@ -249,6 +249,10 @@ FEATURES = (
     ({"repetition_penalty": 0.9}, {"penalised"}),
     ({"logit_bias": {1: 1.0}}, {"biased"}),
     ({"min_tokens": 1}, {"min_tokens"}),
+    ({"allowed_token_ids": (1,)}, {"biased"}),
+    ({"bad_words_token_ids": ((1,),)}, {"biased"}),
+    ({"bad_words_token_ids": ((1, 2),)}, {"bad_sequences"}),
+    ({"thinking": ThinkingBudget(num_tokens=1, start_token_id=None, end_token_id=2, closing=(2,))}, {"thinking"}),
 )
 
 
