@@ -2,9 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
+
+
+class Round(Protocol):
+    """A launched round."""
+
+    def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
+        """Waits for it. A report for each sequence of its batch in order, and seconds by phase."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedRound:
+    """A round that was waited for when it was launched."""
+
+    reports: list[SequenceReport]
+    seconds: dict[str, float]
+
+    def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
+        """See Round."""
+        return self.reports, self.seconds
+
+
+class Rounds(Protocol):
+    """Launches rounds. `asynchronous`: launching does not wait for the round, so the next one may be launched first."""
+
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def launch(self, batch: Batch, next_depth: int) -> Round: ...
+
+
+@dataclass(frozen=True)
+class EagerRounds:
+    """Rounds launched operator by operator and waited for."""
+
+    runner: Runner
+    asynchronous: bool = False
+
+    def launch(self, batch: Batch, next_depth: int) -> Round:
+        """See Rounds."""
+        reports, clock = run_round(self.runner, batch, next_depth)
+        return FinishedRound(reports, clock.seconds)
 
 
 class PhaseClock:

@@ -35,7 +35,8 @@ class RoundStep:
 
 
 class Scheduler:
-    """`waiting` in order of arrival; `running` in order of admission, at most `max_num_seqs`."""
+    """`waiting` in order of arrival; `running` in order of admission, at most `max_num_seqs`; `retired` have ended, but
+    a launched round still reads what they hold."""
 
     def __init__(self, pages: Pool, slots: Pool, max_num_seqs: int, max_waiting: int, prefill_chunk: int):
         if not 1 <= max_num_seqs <= slots.capacity:
@@ -44,6 +45,7 @@ class Scheduler:
         self.max_num_seqs, self.max_waiting, self.prefill_chunk = max_num_seqs, max_waiting, prefill_chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.retired: list[Sequence] = []
         self._last_was_prefill = False
 
     def add(self, sequence: Sequence) -> None:
@@ -61,8 +63,8 @@ class Scheduler:
             if sequence.num_pages > self.pages.num_free:
                 break
             self.waiting.popleft()
-            (sequence.slot,) = self.slots.take(sequence.request_id, 1)
-            sequence.pages = self.pages.take(sequence.request_id, sequence.num_pages)
+            (sequence.slot,) = self.slots.take(sequence, 1)
+            sequence.pages = self.pages.take(sequence, sequence.num_pages)
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
@@ -79,18 +81,27 @@ class Scheduler:
         self._last_was_prefill = False
         return RoundStep(decoding) if decoding else None
 
-    def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out and frees what it holds; no launched round may still read it."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self.slots.give_back(sequence.request_id)
-            self.pages.give_back(sequence.request_id)
-        else:
+    def finish(self, sequence: Sequence, in_flight: bool = False) -> None:
+        """Takes a sequence out and frees what it holds; not yet, if a launched round may still read it (`in_flight`):
+        then `release` does."""
+        if sequence not in self.running:
             self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self.retired.append(sequence)
+        if not in_flight:
+            self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees what a retired sequence holds."""
+        self.retired.remove(sequence)
+        self.slots.give_back(sequence)
+        self.pages.give_back(sequence)
 
     def check(self) -> None:
-        """Every invariant of the pools, and that exactly the running sequences hold something."""
+        """Every invariant of the pools, and that exactly the running and retired sequences hold something."""
         self.pages.check()
         self.slots.check()
-        assert self.slots.num_used == len(self.running)
-        assert self.pages.num_used == sum(len(sequence.pages) for sequence in self.running)
+        holders = self.running + self.retired
+        assert self.slots.num_used == len(holders)
+        assert self.pages.num_used == sum(len(sequence.pages) for sequence in holders)

@@ -25,6 +25,7 @@ from pilotfish.engine.head_check import check_head, describe, longest_text, text
 from pilotfish.engine.messages import HeadCheck, Ready
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.round import EagerRounds, Rounds
 from pilotfish.engine.runner import Runner
 from pilotfish.engine.scheduler import Scheduler
 from pilotfish.kernels.attention import PAGE
@@ -45,6 +46,7 @@ class Engine:
     """What the loop drives. `grammars` is None where there is no tokenizer.json to read them with."""
 
     runner: Runner
+    rounds: Rounds
     scheduler: Scheduler
     ready: Ready
     grammars: GrammarLibrary | None = None
@@ -167,7 +169,8 @@ def assemble(
         draft_head=head.origin if head else None,
         head_check=head.check if head else None,
     )
-    return Engine(Runner(model, state, plan.depth > 0 and model.head is not None), scheduler, ready)
+    runner = Runner(model, state, plan.depth > 0 and model.head is not None)
+    return Engine(runner, EagerRounds(runner), scheduler, ready)
 
 
 def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:

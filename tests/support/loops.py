@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.messages import RequestOutput, SamplingParams, StepReport, Submit
+from pilotfish.engine.round import EagerRounds
 from tests.support.rounds import MODES, Transcript, make_engine, transcript
 
 
@@ -33,7 +35,8 @@ class Request:
 
 
 class LoopDriver:
-    """`agreeing`: how many drafts of a round are right, None to draw it, or "own" to leave the head's drafts."""
+    """`agreeing`: how many drafts of a round are right, None to draw it, or "own" to leave the head's drafts.
+    `run_ahead`: rounds are read after the next one has been launched, as on a GPU."""
 
     def __init__(
         self,
@@ -42,18 +45,21 @@ class LoopDriver:
         *,
         agreeing: int | str | None = None,
         seed: int = 0,
+        run_ahead: bool = False,
         **options: Any,
     ):
         self.kind, self.dtype = kind, dtype
         self.chunk = options.get("prefill_chunk", 64)
-        self.loop = EngineLoop(make_engine(kind, dtype, **options))
+        engine = make_engine(kind, dtype, **options)
+        self.loop = EngineLoop(dataclasses.replace(engine, rounds=EagerRounds(engine.runner, asynchronous=run_ahead)))
         self.agreeing, self.random = agreeing, random.Random(seed)
         self.requests: dict[str, Request] = {}
         self.reports: list[StepReport] = []
         self.loop.runner.observers.append(self._observe)
 
     def _observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
-        owners = {sequence.slot: sequence.request_id for sequence in self.loop.scheduler.running}
+        scheduler = self.loop.scheduler
+        owners = {sequence.slot: sequence.request_id for sequence in (*scheduler.running, *scheduler.retired)}
         if name == "logits":
             for row, slot, position in zip(rows, slots, positions, strict=True):
                 self.requests[owners[slot]].logits[position] = row.clone()
@@ -109,7 +115,8 @@ class LoopDriver:
                 continue
             depth = state.max_depth
             agreeing = self.random.randint(0, depth) if self.agreeing is None else int(self.agreeing)
-            drafts = request.reference.drafts(len(request.tokens), depth, agreeing)
+            num_committed = int(state.length[sequence.slot]) + 1 - len(sequence.prompt)
+            drafts = request.reference.drafts(num_committed, depth, agreeing)
             state.drafts[sequence.slot] = torch.tensor(drafts)
 
 
