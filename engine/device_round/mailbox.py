@@ -1,0 +1,56 @@
+"""Small arrays between host and device, without a wait: pinned memory, and events that say when it is free."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Mailbox:
+    """`count` pinned host buffers used in turn; one is written again only after its last copy has ended."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, count: int = 4):
+        self.on_gpu = device.type == "cuda"
+        self._buffers = [torch.zeros(shape, dtype=dtype, pin_memory=self.on_gpu) for _ in range(count)]
+        self._events: list[torch.cuda.Event | None] = [None] * count
+        self._next = 0
+
+    def _take(self) -> tuple[int, torch.Tensor]:
+        index, self._next = self._next, (self._next + 1) % len(self._buffers)
+        event = self._events[index]
+        if event is not None:
+            event.synchronize()
+        return index, self._buffers[index]
+
+    def _mark(self, index: int) -> None:
+        if self.on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            self._events[index] = event
+
+    def send(self, values: list[int], target: torch.Tensor) -> None:
+        """Copies the values to the front of a device tensor of this mailbox's dtype, in stream order."""
+        index, buffer = self._take()
+        buffer[: len(values)] = torch.tensor(values, dtype=buffer.dtype)
+        target[: len(values)].copy_(buffer[: len(values)], non_blocking=True)
+        self._mark(index)
+
+    def fetch(self, source: torch.Tensor) -> Letter:
+        """Starts the copy of a device tensor to the host."""
+        index, buffer = self._take()
+        part = buffer[: source.shape[0]]
+        part.copy_(source, non_blocking=True)
+        self._mark(index)
+        return Letter(part, self._events[index])
+
+
+class Letter:
+    """A copy on its way to the host."""
+
+    def __init__(self, buffer: torch.Tensor, event: torch.cuda.Event | None):
+        self._buffer, self._event = buffer, event
+
+    def read(self) -> torch.Tensor:
+        """The values, once they have come; to be used before as many later letters as the mailbox has buffers."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._buffer
