@@ -30,10 +30,11 @@ def gumbel_noise(
 ) -> torch.Tensor:
     """Standard Gumbel noise, fp32 [R, V]. The three keys are int64 [R].
 
-    24 random bits a value, so the largest one is 17.3: a token less likely than 3e-8 is never drawn.
+    23 random bits a value, so that u and 1 - u are fp32 numbers; with one more, u would round to 1 and the noise be
+    infinite. The largest is 16.6: a token less likely than 6e-8 is never drawn.
     """
     key = _mix(_mix(_mix(seed_R + _GOLDEN) + choice_R * _GOLDEN) + position_R * _GOLDEN)
     ids = torch.arange(1, vocab_size + 1, device=key.device) * _GOLDEN
-    bits = _shift_right(_mix(key[:, None] + ids), 40)
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
+    bits = _shift_right(_mix(key[:, None] + ids), 41)
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-23
     return uniform.log_().neg_().log_().neg_()
