@@ -1,0 +1,84 @@
+"""Random weights of any size, made on the device: to measure speed without a checkpoint. The text is noise.
+
+Magnitudes are those of a trained model: a product keeps the variance of its input, decays lie in (0, 1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from pilotfish.engine.checkpoint.fp8 import Fp8Weight, per_tensor
+from pilotfish.engine.checkpoint.inventory import Expected, ExpertForm, Experts, Kind, mtp, trunk
+from pilotfish.engine.checkpoint.load import Weight
+from pilotfish.engine.checkpoint.nvfp4 import E2M1, GROUP, NvFp4Weight
+from pilotfish.engine.config import ModelConfig
+
+DummyLayout = Literal["bf16", "nvfp4", "nvfp4-bf16-head", "mixed"]
+"""nvfp4: every matrix but routers, gates and `mtp.fc`; the same with the head in BF16; mixed: NVIDIA's packs, FP8 for
+attention and GatedDeltaNet, NVFP4 for the rest, the head in BF16."""
+
+PLAIN = ("in_proj_a", "in_proj_b", "shared_expert_gate", "mtp.fc")
+"""Matrices that released packs leave in BF16."""
+FP8_IN_MIXED = ("self_attn.", "in_proj_qkv", "in_proj_z", "out_proj")
+CODE_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))
+LOW_SCALE, HIGH_SCALE = 64, 128
+"""Of block scales, whole numbers of which e4m3 holds eight."""
+
+
+def dummy_weights(
+    config: ModelConfig, layout: DummyLayout, device: torch.device, with_head: bool = True, seed: int = 0
+) -> dict[str, Weight]:
+    """What a loader would give for such a checkpoint, by tensor name. The same seed and device give the same values."""
+    experts = Experts(ExpertForm.SINGLE, config.num_experts)
+    wanted = trunk(config, lambda _: experts) | (mtp(config, lambda _: experts) if with_head else {})
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        f"{name}{expected.suffix}": _weight(name, expected, layout, generator)
+        for name, expected in tqdm(wanted.items(), desc="random weights", unit="tensor", disable=len(wanted) < 1000)
+    }
+
+
+def _weight(name: str, expected: Expected, layout: DummyLayout, generator: torch.Generator) -> Weight:
+    shape, device = expected.shape, generator.device
+    if expected.kind is Kind.NORM:
+        # only the gated norm's weight is a factor as it stands; the others are added to 1
+        value = float(name.endswith("linear_attn.norm"))
+        return torch.full(shape, value, dtype=torch.bfloat16, device=device)
+    if name.endswith("A_log"):
+        return torch.empty(shape, device=device).uniform_(1, 16, generator=generator).log_()
+    if name.endswith("dt_bias"):
+        steps = torch.empty(shape, device=device).uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+        return steps.expm1_().log_()
+    if expected.kind is Kind.LINEAR and not name.endswith(PLAIN) and shape[1] % GROUP == 0:
+        form = _form(name, layout)
+        if form == "nvfp4":
+            return _nvfp4(shape, generator)
+        if form == "fp8":
+            return _fp8(shape, generator)
+    width = shape[-1] if len(shape) > 1 else 1
+    values = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+    return values.mul_(1.0 if expected.kind is Kind.EMBEDDING else width**-0.5)
+
+
+def _form(name: str, layout: DummyLayout) -> str:
+    if layout == "bf16" or (name.startswith("mtp.") and layout != "nvfp4"):
+        return "bf16"
+    return "fp8" if layout == "mixed" and any(part in name for part in FP8_IN_MIXED) else "nvfp4"
+
+
+def _nvfp4(shape: tuple[int, ...], generator: torch.Generator) -> NvFp4Weight:
+    rows, columns = shape
+    device = generator.device
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device, generator=generator)
+    scale = torch.randint(LOW_SCALE, HIGH_SCALE, (rows, columns // GROUP), device=device, generator=generator)
+    divisor = CODE_RMS * (LOW_SCALE + HIGH_SCALE) / 2 * math.sqrt(columns)
+    return NvFp4Weight(packed, scale.float().to(torch.float8_e4m3fn), divisor)
+
+
+def _fp8(shape: tuple[int, ...], generator: torch.Generator) -> Fp8Weight:
+    values = torch.randn(shape, dtype=torch.bfloat16, device=generator.device, generator=generator)
+    return per_tensor(values.to(torch.float8_e4m3fn), torch.tensor(shape[1] ** -0.5, device=generator.device))
