@@ -23,6 +23,7 @@ LOOKUP_BOUNDS = ("prompt_lookup_max", "prompt_lookup_min")
 OWN_PARSERS = {
     "audit": "pilotfish.engine.audit",
     "quantize": "pilotfish.engine.checkpoint.quantize",
+    "release": "pilotfish.deploy.release.command",
     "sweep": "pilotfish.deploy.sweep.command",
 }
 """Sub-commands that read their own flags."""
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
     commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
     commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
+    commands.add_parser("release", help="replace the running version, and go back if a gate fails", add_help=False)
     return parser
 
 
@@ -79,6 +81,14 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "none", "qwen3"),
         default="auto",
         help="tell reasoning from content (auto: where the chat template writes </think>)",
+    )
+    parser.add_argument(
+        "--reasoning-config",
+        type=_reasoning_end,
+        dest="reasoning_end",
+        default="</think>",
+        metavar="JSON",
+        help='what ends a spent thinking budget, vLLM\'s JSON: {"reasoning_end_str": "\\nNow the answer.\\n</think>"}',
     )
     parser.add_argument(
         "--tool-call-parser",
@@ -225,6 +235,22 @@ def _speculative_config(text: str) -> dict[str, Any]:
     if unknown := config.keys() - known:
         raise argparse.ArgumentTypeError(f"not supported with method {method!r}: {', '.join(sorted(unknown))}")
     return fields | {"speculative_method": SPECULATIVE_METHODS[method]}
+
+
+def _reasoning_end(text: str) -> str:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    end = config.get("reasoning_end_str") if isinstance(config, dict) else None
+    if not isinstance(end, str) or end.count("</think>") != 1:
+        raise argparse.ArgumentTypeError('want an object with "reasoning_end_str", one </think> in it')
+    if config.keys() - {"reasoning_end_str", "reasoning_start_str"} or config.get("reasoning_start_str") not in (
+        None,
+        "<think>",
+    ):
+        raise argparse.ArgumentTypeError('beside "reasoning_end_str" want at most "reasoning_start_str": "<think>"')
+    return end
 
 
 def _overrides(text: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingDefaults
     parses_reasoning: bool = False
     parses_tool_calls: bool = False
+    reasoning_end: str = END_THINK
+    """What ends a thinking block whose budget is spent."""
 
 
 def load_model_files(
@@ -46,6 +48,7 @@ def load_model_files(
     chat_template: Path | None = None,
     reasoning_parser: str = "auto",
     tool_call_parser: str = "auto",
+    reasoning_end: str = END_THINK,
 ) -> ModelFiles:
     """`generation_config`: "auto" reads the folder's defaults, "vllm" none, anything else is a folder to read.
     `override` then replaces single values.
@@ -73,6 +76,7 @@ def load_model_files(
         chat_template=template,
         parses_reasoning=_is_on(reasoning_parser, template, END_THINK),
         parses_tool_calls=_is_on(tool_call_parser, template, FUNCTION),
+        reasoning_end=reasoning_end,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         defaults=_defaults({**chosen, **(override or {})}),
     )

@@ -20,6 +20,7 @@ from pilotfish.server.messages import check_messages
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from pilotfish.server.structured import GUIDED_FIELDS, grammar_of
+from pilotfish.server.token_rules import bad_words_ids, thinking_budget
 from pilotfish.server.tokenizer import Tokenizer
 from pilotfish.server.tool_calls import Tools, read_tools
 
@@ -115,6 +116,10 @@ async def plan_chat(request: ChatRequest, context: Context) -> Plan:
     prompt = Prompt(await _tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
     grammar = _chat_grammar(request, context.files, answer)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
+    thinking, budget = answer.thinking if answer is not None else None, request.thinking_token_budget
+    sampling = msgspec.structs.replace(
+        sampling, thinking=thinking_budget(budget, thinking, context.files, ready.vocab_size)
+    )
     asked = request.max_completion_tokens or request.max_tokens
     limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
     limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
@@ -233,6 +238,8 @@ def _sampling(
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids or ()))
     for token_id in stop_ids:
         _check_id(token_id, vocab_size, "stop_token_ids")
+    for token_id in request.allowed_token_ids or ():
+        _check_id(token_id, vocab_size, "allowed_token_ids")
     temperature = choose(request.temperature, defaults.temperature, 1.0)
     return SamplingParams(
         temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
@@ -251,6 +258,8 @@ def _sampling(
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         logprobs=logprobs,
         grammar=grammar,
+        bad_words_token_ids=bad_words_ids(request.bad_words or [], context.files.tokenizer, vocab_size),
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids)) if request.allowed_token_ids else None,
     )
 
 

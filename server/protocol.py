@@ -18,9 +18,7 @@ from pilotfish.server import unused
 from pilotfish.server.errors import BadRequest
 
 NOT_YET = {
-    "allowed_token_ids": (None,),
     "audio": (None,),
-    "bad_words": (None, []),
     "chat_template": (None,),
     "documents": (None, []),
     "echo": (None, False),
@@ -55,6 +53,8 @@ MAX_STOP_LENGTH = 1024
 MAX_BIASED = 1024
 MAX_STOP_IDS = 32
 """Beside the model's own end ids; the engine holds 64 a sequence."""
+MAX_BAD_WORDS = 256
+MAX_ALLOWED_IDS = 1 << 20
 MAX_INT = 2**63 - 1
 
 Unit = Annotated[float, Meta(ge=0, le=1)]
@@ -111,6 +111,8 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
@@ -153,6 +155,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Count | None = None
 
 
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)

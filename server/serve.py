@@ -43,6 +43,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             chat_template=args.chat_template,
             reasoning_parser=args.reasoning_parser,
             tool_call_parser=args.tool_call_parser,
+            reasoning_end=args.reasoning_end,
         )
     except (ModelFilesError, TokenizerError, TemplateError) as error:
         print(f"pilotfish: {error}", file=sys.stderr)
