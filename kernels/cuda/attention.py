@@ -1,0 +1,193 @@
+"""Gated attention of a decode window over paged keys and values, split at absolute positions.
+
+B = sequences, W = window rows, R = B * W, row r belongs to sequence r // W. S = slots, P = pages, h / kv = query /
+key-value heads, D = head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.kernels.activation import sigmoid
+from pilotfish.kernels.attention import PAGE, row_tiles, window_attention
+from pilotfish.kernels.norm import rms_norm
+from pilotfish.kernels.rope import apply_rope, rope_angles
+
+CHUNK = 512
+"""Positions of one partial result. A multiple of PAGE."""
+UNIT = 64
+"""Positions of one product; a chunk is the fold of its units in order."""
+TILE = 32
+"""Query rows (window rows x heads of a group) of one product."""
+FEW_ITEMS = 48
+"""With fewer chunks than this in a whole batch, each unit is an item of its own."""
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """What a layer's attention needs besides its operands; one for all layers.
+
+    q [R, h, D] in the activations' dtype, partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
+    """
+
+    q: torch.Tensor
+    partial: torch.Tensor
+    stats: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        max_sequences: int,
+        max_width: int,
+        max_model_len: int,
+        num_pages: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> AttentionScratch:
+        """For every batch of up to max_sequences windows of up to max_width rows whose contexts fit the pages."""
+        items = max_items(max_sequences, max_width, max_model_len, num_pages, num_heads, num_kv_heads)
+        return cls(
+            torch.zeros((max_sequences * max_width, num_heads, head_dim), dtype=dtype, device=device),
+            torch.zeros((items, TILE, head_dim), dtype=torch.float32, device=device),
+            torch.zeros((items, TILE, 2), dtype=torch.float32, device=device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.q.nbytes + self.partial.nbytes + self.stats.nbytes
+
+
+def max_items(
+    max_sequences: int, max_width: int, max_model_len: int, num_pages: int, num_heads: int, num_kv_heads: int
+) -> int:
+    """The most partial results that one call can write. Null sequences (padding) hold one chunk each."""
+    tiles = -(-max_width * (num_heads // num_kv_heads) // TILE)
+    each = -(-max_model_len // CHUNK)
+    chunks = min(max_sequences * each, num_pages // (CHUNK // PAGE) + max_sequences)
+    few = (FEW_ITEMS - 1) * (CHUNK // UNIT)
+    return max(chunks * num_kv_heads * tiles, few)
+
+
+def rope_rows(
+    slots: torch.Tensor,
+    length: torch.Tensor,
+    inv_freq: torch.Tensor,
+    width: int,
+    step: int,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    launch_pdl: bool = False,
+) -> None:
+    """Positions of a window's rows and their angles, for all layers: row b * W + j is length[slots[b]] + step + j.
+
+    slots int32 [B], length int [S], inv_freq fp32 [rotary / 2]; writes positions int32 [>= R], cos and sin fp32
+    [>= R, rotary / 2].
+    """
+    rope_rows_reference(slots, length, inv_freq, width, step, positions, cos, sin)
+
+
+def rope_rows_reference(
+    slots: torch.Tensor,
+    length: torch.Tensor,
+    inv_freq: torch.Tensor,
+    width: int,
+    step: int,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """`rope_rows` in plain torch."""
+    num_rows = len(slots) * width
+    starts = length[slots.long()] + step
+    positions[:num_rows] = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
+    row_cos, row_sin = rope_angles(positions[:num_rows], inv_freq)
+    cos[:num_rows], sin[:num_rows] = row_cos[:, 0], row_sin[:, 0]
+
+
+def attention_window(
+    projected: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    qk_norm: torch.Tensor,
+    eps: float,
+    width: int,
+    scratch: AttentionScratch,
+    out: torch.Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    launch_pdl: bool = False,
+) -> None:
+    """One full-attention layer's mixer between its two products; changes the caches, scratch and out.
+
+    projected  bf16 [>= R, (2h + 2kv) D]: q | k | v | gate of the window's rows
+    slots      int32 [B]; slot 0 may repeat (padding), others may not
+    positions  int32 [>= R], cos, sin fp32 [>= R, rotary / 2]: what `rope_rows` wrote
+    tables     int32 [S, max_pages]: page c of a slot holds positions [c PAGE, (c + 1) PAGE)
+    k_cache, v_cache [P, kv, PAGE, D], bf16, or float8_e4m3fn holding value / scale
+    qk_norm    fp32 [h + kv, D]: 1 + w of q_norm and k_norm
+    out        bf16 [>= R, h D]: attention times sigmoid(gate)
+    A value that is not finite is stored as 0: a row before it in the window gives it weight 0, and 0 x NaN is NaN.
+    """
+    attention_window_reference(
+        projected, slots, positions, tables, k_cache, v_cache, cos, sin, qk_norm, eps, width, scratch, out,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+
+
+def attention_window_reference(
+    projected: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    qk_norm: torch.Tensor,
+    eps: float,
+    width: int,
+    scratch: AttentionScratch,
+    out: torch.Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """`attention_window` in plain torch, from the CPU path's operators; reads positions and tables on the host."""
+    num_rows, kv, dim = len(slots) * width, k_cache.shape[1], k_cache.shape[3]
+    heads = len(qk_norm) - kv
+    slots, positions = slots.long(), positions[:num_rows].long()
+    qk, v, gate = projected[:num_rows].split([(heads + kv) * dim, kv * dim, heads * dim], dim=-1)
+    qk = rms_norm(qk.reshape(num_rows, heads + kv, dim), qk_norm, eps, torch.float32)
+    q, k = apply_rope(qk, cos[:num_rows, None], sin[:num_rows, None]).split([heads, kv], dim=1)
+    pages = tables[slots.repeat_interleave(width), positions // PAGE].long()
+    values = v.reshape(num_rows, kv, dim).float().nan_to_num(0.0, 0.0, 0.0)
+    for cache, rows, scale in ((k_cache, k, k_scale), (v_cache, values, v_scale)):
+        # as bytes: indexing knows no FP8
+        bits = (lambda t: t.view(torch.uint8)) if cache.element_size() == 1 else (lambda t: t)
+        bits(cache)[pages, :, positions % PAGE] = bits(to_cache(rows, scale, cache.dtype))
+    starts = positions[::width].tolist()
+    used = [tables[slot, : (start + width - 1) // PAGE + 1].tolist() for slot, start in zip(slots, starts, strict=True)]
+    tiles = row_tiles(starts, used, width, q.device)
+    caches = [c if c.element_size() > 1 else c.float() for c in (k_cache, v_cache)]
+    mixed = window_attention(q.contiguous() * k_scale, *caches, tiles) * v_scale
+    out[:num_rows] = (mixed.flatten(1) * sigmoid(gate.float())).to(out.dtype)
+
+
+def to_cache(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Values as a cache of `dtype` holds them: rounded, and for FP8 divided by the scale and kept inside its range."""
+    if dtype != torch.float8_e4m3fn:
+        return values.to(dtype)
+    return (values.float() / scale).clamp(-448, 448).to(dtype)
