@@ -75,6 +75,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--root-path", type=_root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
     )
+    _add_tls_flags(parser)
     _add_model_flags(parser)
     parser.add_argument(
         "--reasoning-parser",
@@ -86,7 +87,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--reasoning-config",
         type=_reasoning_end,
         dest="reasoning_end",
-        default="</think>",
+        default='{"reasoning_end_str": "</think>"}',
         metavar="JSON",
         help='what ends a spent thinking budget, vLLM\'s JSON: {"reasoning_end_str": "\\nNow the answer.\\n</think>"}',
     )
@@ -126,6 +127,21 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="time for running requests to end"
     )
     parser.set_defaults(run=serve)
+
+
+def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    """vLLM's names."""
+    parser.add_argument("--ssl-certfile", type=Path, metavar="PATH", help="certificate chain (PEM): serve HTTPS")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="PATH", help="its key, if that is not in the same file")
+    parser.add_argument("--ssl-ca-certs", type=Path, metavar="PATH", help="authorities that clients' certificates want")
+    parser.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="certificates of clients: 0 not asked for, 1 checked if sent, 2 required (default: %(default)s)",
+    )
+    parser.add_argument("--enable-ssl-refresh", action="store_true", help="reread certificate and key when they change")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from pilotfish.server.app import SUPERVISOR, ServerOptions, make_app, make_runne
 from pilotfish.server.auth import KeyFileError
 from pilotfish.server.chat_template import TemplateError
 from pilotfish.server.model_files import ModelFilesError, load_model_files
+from pilotfish.server.tls import TlsError, TlsFiles, make_context, refresh
 from pilotfish.server.tokenizer import TokenizerError
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     except (ModelFilesError, TokenizerError, TemplateError) as error:
         print(f"pilotfish: {error}", file=sys.stderr)
         return 2
+    try:
+        tls = _tls(args)
+    except TlsError as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
     names = tuple(args.served_model_name or [Path(args.model).resolve().name])
     try:
         app = make_app(
@@ -69,15 +76,28 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         print(f"pilotfish: {error}", file=sys.stderr)
         return 2
     logger.info("serving %s with %s", ", ".join(names), engine)
-    return asyncio.run(_run(app, Address(args.host, args.port, args.uds), args.shutdown_timeout))
+    address = Address(args.host, args.port, args.uds, *tls)
+    return asyncio.run(_run(app, address, args.shutdown_timeout))
+
+
+def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, TlsFiles | None]:
+    """The context, and the files to watch. Raises TlsError."""
+    if args.ssl_certfile is None:
+        if args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs or args.enable_ssl_refresh:
+            raise TlsError("the other --ssl flags want --ssl-certfile")
+        return None, None
+    files = TlsFiles(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, args.ssl_cert_reqs)
+    return make_context(files), files if args.enable_ssl_refresh else None
 
 
 class Address(NamedTuple):
-    """`socket`, where there is one, is listened on in place of host and port."""
+    """`socket`, where there is one, is listened on in place of host and port; `watched` are the files behind `tls`."""
 
     host: str
     port: int
     socket: Path | None
+    tls: ssl.SSLContext | None = None
+    watched: TlsFiles | None = None
 
     def __str__(self) -> str:
         return str(self.socket) if self.socket else f"{self.host}:{self.port}"
@@ -85,11 +105,11 @@ class Address(NamedTuple):
     def site(self, runner: web.AppRunner) -> web.BaseSite:
         """Raises OSError for a socket that another process listens on; what a dead one left is replaced."""
         if self.socket is None:
-            return web.TCPSite(runner, self.host, self.port, backlog=BACKLOG)
+            return web.TCPSite(runner, self.host, self.port, backlog=BACKLOG, ssl_context=self.tls)
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(os.fsencode(self.socket)) == 0:
                 raise OSError("another process listens there")
-        return web.UnixSite(runner, self.socket, backlog=BACKLOG)
+        return web.UnixSite(runner, self.socket, backlog=BACKLOG, ssl_context=self.tls)
 
 
 async def _run(app: web.Application, address: Address, shutdown_seconds: float) -> int:
@@ -97,19 +117,26 @@ async def _run(app: web.Application, address: Address, shutdown_seconds: float) 
     stop = asyncio.Event()
     _stop_on_signals(stop)
     await runner.setup()
+    watching = None
+    if address.tls is not None and address.watched is not None:
+        watching = asyncio.create_task(refresh(address.tls, address.watched))
     try:
         try:
             await address.site(runner).start()
         except OSError as error:
             print(f"pilotfish: cannot listen on {address}: {error}", file=sys.stderr)
             return 1
-        logger.info("listening on %s, loading the model", ", ".join(map(_url, runner.addresses)))
+        logger.info(
+            "listening on %s, loading the model", ", ".join(_url(place, address.tls) for place in runner.addresses)
+        )
         try:
             return await _until_stopped(app, stop)
         finally:
             if address.socket is not None:
                 address.socket.unlink(missing_ok=True)
     finally:
+        if watching is not None:
+            watching.cancel()
         await runner.cleanup()
 
 
@@ -136,8 +163,8 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-def _url(address: tuple | str) -> str:
+def _url(address: tuple | str, tls: ssl.SSLContext | None) -> str:
     if isinstance(address, str):
         return f"unix:{address}"
     host, port = address[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' if tls else ''}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
