@@ -70,7 +70,7 @@ async def refresh(context: ssl.SSLContext, files: TlsFiles, seconds: float = LOO
 
 
 def _versions(files: TlsFiles) -> list[tuple[int, ...]]:
-    found = []
+    found: list[tuple[int, ...]] = []
     for file in (files.certfile, files.keyfile):
         try:
             status = file.stat() if file else None
