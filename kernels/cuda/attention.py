@@ -16,20 +16,40 @@ from pilotfish.kernels.norm import rms_norm
 from pilotfish.kernels.rope import apply_rope, rope_angles
 
 CHUNK = 512
-"""Positions of one partial result. A multiple of PAGE."""
+"""Positions of one partial result where there are many. A multiple of PAGE."""
 UNIT = 64
-"""Positions of one product; a chunk is the fold of its units in order."""
+"""Positions of one product; a chunk is the fold of its units in order, whoever folds them."""
 TILE = 32
 """Query rows (window rows x heads of a group) of one product."""
 FEW_ITEMS = 48
-"""With fewer chunks than this in a whole batch, each unit is an item of its own."""
+"""With fewer chunks than this in a whole batch, each unit is an item of its own, and the merge folds."""
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Where a window's rows stand, for all layers of a pass: written by `plan_rows` on the device.
+
+    positions int32 [R]; cos, sin fp32 [R, rotary / 2]; items int32 [B + 2]: positions of an item, then where each
+    sequence's items begin, then their number.
+    """
+
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    items: torch.Tensor
+
+    @classmethod
+    def empty(cls, max_rows: int, max_sequences: int, rotary_dim: int, device: torch.device) -> RowPlan:
+        angles = (torch.zeros((max_rows, rotary_dim // 2), device=device) for _ in range(2))
+        positions, items = (torch.zeros(n, dtype=torch.int32, device=device) for n in (max_rows, max_sequences + 2))
+        return cls(positions, *angles, items)
 
 
 @dataclass(frozen=True)
 class AttentionScratch:
     """What a layer's attention needs besides its operands; one for all layers.
 
-    q [R, h, D] in the activations' dtype, partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
+    q [R, h, D] in the products' dtype, partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
     """
 
     q: torch.Tensor
@@ -39,6 +59,7 @@ class AttentionScratch:
     @classmethod
     def empty(
         cls,
+        max_rows: int,
         max_sequences: int,
         max_width: int,
         max_model_len: int,
@@ -52,7 +73,7 @@ class AttentionScratch:
         """For every batch of up to max_sequences windows of up to max_width rows whose contexts fit the pages."""
         items = max_items(max_sequences, max_width, max_model_len, num_pages, num_heads, num_kv_heads)
         return cls(
-            torch.zeros((max_sequences * max_width, num_heads, head_dim), dtype=dtype, device=device),
+            torch.zeros((max_rows, num_heads, head_dim), dtype=dtype, device=device),
             torch.zeros((items, TILE, head_dim), dtype=torch.float32, device=device),
             torch.zeros((items, TILE, 2), dtype=torch.float32, device=device),
         )
@@ -62,64 +83,73 @@ class AttentionScratch:
         return self.q.nbytes + self.partial.nbytes + self.stats.nbytes
 
 
+def num_tiles(width: int, group: int) -> int:
+    """Products that hold a window's rows x the heads of a group."""
+    return -(-width * group // TILE)
+
+
 def max_items(
     max_sequences: int, max_width: int, max_model_len: int, num_pages: int, num_heads: int, num_kv_heads: int
 ) -> int:
     """The most partial results that one call can write. Null sequences (padding) hold one chunk each."""
-    tiles = -(-max_width * (num_heads // num_kv_heads) // TILE)
-    each = -(-max_model_len // CHUNK)
+    # a window may end max_width rows past the last position of the model
+    each = -(-(max_model_len + max_width) // CHUNK)
     chunks = min(max_sequences * each, num_pages // (CHUNK // PAGE) + max_sequences)
     few = (FEW_ITEMS - 1) * (CHUNK // UNIT)
-    return max(chunks * num_kv_heads * tiles, few)
+    return max(chunks * num_kv_heads * num_tiles(max_width, num_heads // num_kv_heads), few)
 
 
-def rope_rows(
+def plan_rows(
     slots: torch.Tensor,
     length: torch.Tensor,
     inv_freq: torch.Tensor,
     width: int,
     step: int,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    plan: RowPlan,
     *,
     launch_pdl: bool = False,
 ) -> None:
-    """Positions of a window's rows and their angles, for all layers: row b * W + j is length[slots[b]] + step + j.
+    """Writes `plan` for a window whose row b * W + j stands at position length[slots[b]] + step + j.
 
-    slots int32 [B], length int [S], inv_freq fp32 [rotary / 2]; writes positions int32 [>= R], cos and sin fp32
-    [>= R, rotary / 2].
+    slots int32 [B], length int [S], inv_freq fp32 [rotary / 2].
     """
-    rope_rows_reference(slots, length, inv_freq, width, step, positions, cos, sin)
+    plan_rows_reference(slots, length, inv_freq, width, step, num_heads, num_kv_heads, plan)
 
 
-def rope_rows_reference(
+def plan_rows_reference(
     slots: torch.Tensor,
     length: torch.Tensor,
     inv_freq: torch.Tensor,
     width: int,
     step: int,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    plan: RowPlan,
 ) -> None:
-    """`rope_rows` in plain torch."""
-    num_rows = len(slots) * width
-    starts = length[slots.long()] + step
-    positions[:num_rows] = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
-    row_cos, row_sin = rope_angles(positions[:num_rows], inv_freq)
-    cos[:num_rows], sin[:num_rows] = row_cos[:, 0], row_sin[:, 0]
+    """`plan_rows` in plain torch, without a wait for the device."""
+    batch, num_rows = len(slots), len(slots) * width
+    starts = length[slots.long()].int() + step
+    plan.positions[:num_rows] = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
+    row_cos, row_sin = rope_angles(plan.positions[:num_rows], inv_freq)
+    plan.cos[:num_rows], plan.sin[:num_rows] = row_cos[:, 0], row_sin[:, 0]
+    each = num_kv_heads * num_tiles(width, num_heads // num_kv_heads)
+    ends = starts + width
+    few = (ends + CHUNK - 1).div(CHUNK, rounding_mode="floor").sum() * each < FEW_ITEMS
+    span = torch.where(few, UNIT, CHUNK).int()
+    plan.items[0] = span
+    plan.items[1] = 0
+    plan.items[2 : batch + 2] = ((ends + span - 1).div(span, rounding_mode="floor") * each).cumsum(0)
 
 
 def attention_window(
     projected: torch.Tensor,
     slots: torch.Tensor,
-    positions: torch.Tensor,
+    plan: RowPlan,
     tables: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
     qk_norm: torch.Tensor,
     eps: float,
     width: int,
@@ -134,7 +164,7 @@ def attention_window(
 
     projected  bf16 [>= R, (2h + 2kv) D]: q | k | v | gate of the window's rows
     slots      int32 [B]; slot 0 may repeat (padding), others may not
-    positions  int32 [>= R], cos, sin fp32 [>= R, rotary / 2]: what `rope_rows` wrote
+    plan       what `plan_rows` wrote for this window
     tables     int32 [S, max_pages]: page c of a slot holds positions [c PAGE, (c + 1) PAGE)
     k_cache, v_cache [P, kv, PAGE, D], bf16, or float8_e4m3fn holding value / scale
     qk_norm    fp32 [h + kv, D]: 1 + w of q_norm and k_norm
@@ -142,7 +172,7 @@ def attention_window(
     A value that is not finite is stored as 0: a row before it in the window gives it weight 0, and 0 x NaN is NaN.
     """
     attention_window_reference(
-        projected, slots, positions, tables, k_cache, v_cache, cos, sin, qk_norm, eps, width, scratch, out,
+        projected, slots, plan, tables, k_cache, v_cache, qk_norm, eps, width, scratch, out,
         k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
@@ -150,12 +180,10 @@ def attention_window(
 def attention_window_reference(
     projected: torch.Tensor,
     slots: torch.Tensor,
-    positions: torch.Tensor,
+    plan: RowPlan,
     tables: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
     qk_norm: torch.Tensor,
     eps: float,
     width: int,
@@ -168,10 +196,10 @@ def attention_window_reference(
     """`attention_window` in plain torch, from the CPU path's operators; reads positions and tables on the host."""
     num_rows, kv, dim = len(slots) * width, k_cache.shape[1], k_cache.shape[3]
     heads = len(qk_norm) - kv
-    slots, positions = slots.long(), positions[:num_rows].long()
+    slots, positions = slots.long(), plan.positions[:num_rows].long()
     qk, v, gate = projected[:num_rows].split([(heads + kv) * dim, kv * dim, heads * dim], dim=-1)
     qk = rms_norm(qk.reshape(num_rows, heads + kv, dim), qk_norm, eps, torch.float32)
-    q, k = apply_rope(qk, cos[:num_rows, None], sin[:num_rows, None]).split([heads, kv], dim=1)
+    q, k = apply_rope(qk, plan.cos[:num_rows, None], plan.sin[:num_rows, None]).split([heads, kv], dim=1)
     pages = tables[slots.repeat_interleave(width), positions // PAGE].long()
     values = v.reshape(num_rows, kv, dim).float().nan_to_num(0.0, 0.0, 0.0)
     for cache, rows, scale in ((k_cache, k, k_scale), (v_cache, values, v_scale)):

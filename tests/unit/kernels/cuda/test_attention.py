@@ -10,7 +10,12 @@ from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.window import Window
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.cuda.attention import AttentionScratch, attention_window_reference, rope_rows_reference
+from pilotfish.kernels.cuda.attention import (
+    AttentionScratch,
+    RowPlan,
+    attention_window_reference,
+    plan_rows_reference,
+)
 from pilotfish.kernels.rope import inverse_frequencies
 
 EPS = 1e-6
@@ -52,26 +57,25 @@ class Layer:
     def num_columns(self):
         return 2 * (self.heads + self.kv) * self.dim
 
-    def angles(self, function, slots, width, step=0):
-        num_rows, half = len(slots) * width, len(self.inv_freq)
-        positions = torch.full((num_rows,), -1, dtype=torch.int32)
-        cos, sin = (torch.full((num_rows, half), float("nan")) for _ in range(2))
-        function(torch.tensor(slots, dtype=torch.int32), LENGTHS, self.inv_freq, width, step, positions, cos, sin)
-        return positions, cos, sin
+    def plan(self, function, slots, width, step=0):
+        plan = RowPlan.empty(len(slots) * width, len(slots), 2 * len(self.inv_freq), torch.device("cpu"))
+        for buffer in (plan.cos, plan.sin):
+            buffer.fill_(float("nan"))
+        slots = torch.tensor(slots, dtype=torch.int32)
+        function(slots, LENGTHS, self.inv_freq, width, step, self.heads, self.kv, plan)
+        return plan
 
-    def step(self, function, projected, slots, width, rope=rope_rows_reference, **options):
-        positions, cos, sin = self.angles(rope, slots, width)
+    def step(self, function, projected, slots, width, **options):
+        plan = self.plan(plan_rows_reference, slots, width)
         scratch = AttentionScratch.empty(
-            len(slots), width, 3 * PAGE, 10, self.heads, self.kv, self.dim, self.dtype, torch.device("cpu")
-        )
+            len(slots) * width, len(slots), width, 3 * PAGE, 10, self.heads, self.kv, self.dim, self.dtype,
+            torch.device("cpu"),
+        )  # fmt: skip
         for buffer in (scratch.q, scratch.partial, scratch.stats):
             buffer.fill_(float("nan"))
         out = torch.full((len(projected), self.heads * self.dim), float("nan"), dtype=self.dtype)
         slots = torch.tensor(slots, dtype=torch.int32)
-        function(
-            projected, slots, positions, TABLES, *self.caches, cos, sin, self.qk_norm, EPS, width, scratch, out,
-            **options,
-        )  # fmt: skip
+        function(projected, slots, plan, TABLES, *self.caches, self.qk_norm, EPS, width, scratch, out, **options)
         return out[: len(slots) * width]
 
     def step_cpu(self, projected, slots, width):
