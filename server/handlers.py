@@ -44,8 +44,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STALLED_SECONDS = 60.0
 """An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
 HEARTBEAT_SECONDS = 15.0
-HEARTBEAT = b": waiting\n\n"
-"""An SSE comment: relays cut connections that are silent for long, and a queue or a prompt may take long."""
+"""Relays cut connections that are silent for long, and a queue or a prompt may take long."""
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
 
@@ -83,6 +82,16 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         lenient, count = self.ignore_unknown_fields, self.metrics.on_unused_field
         return decode_request(body, kind, ignore_unknown=lenient, on_unused=count)
 
+    def context(self, name: str | None, ready: Ready, arrived: float) -> Context:
+        """What a request for this model is planned against. Raises NotFound."""
+        return Context(
+            model=self.check_model(name),
+            files=self.files,
+            ready=ready,
+            arrived=arrived,
+            ignore_unknown=self.ignore_unknown_fields,
+        )
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises NotFound."""
         if name is None:
@@ -111,9 +120,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     ready = service.engine()
     wanted = service.decode(body, CompletionRequest)
-    model = service.check_model(wanted.model)
-    context = Context(model=model, files=service.files, ready=ready, arrived=arrived)
-    plan = await plan_completion(wanted, context)
+    plan = await plan_completion(wanted, service.context(wanted.model, ready, arrived))
     return await _answer(
         request, service, plan, CompletionFormat(plan, service.files.tokenizer, service.fingerprint(ready))
     )
@@ -124,14 +131,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     ready = service.engine()
     wanted = service.decode(body, ChatRequest)
-    context = Context(
-        model=service.check_model(wanted.model),
-        files=service.files,
-        ready=ready,
-        arrived=arrived,
-        ignore_unknown=service.ignore_unknown_fields,
-    )
-    plan = await plan_chat(wanted, context)
+    plan = await plan_chat(wanted, service.context(wanted.model, ready, arrived))
     return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint(ready)))
 
 
@@ -210,29 +210,24 @@ async def _stream(
 
 
 async def _send_events(response: web.StreamResponse, service: Service, shape: Format, generation: Generation) -> None:
-    opening = b"".join(_event(encode(chunk)) for chunk in shape.opening())
+    opening = b"".join(map(shape.event, shape.opening()))
     if opening:
         await response.write(opening)
     written = time.monotonic()
     try:
         async for batch in generation.pieces(HEARTBEAT_SECONDS):
-            events = [_event(encode(chunk)) for choice, piece in batch for chunk in shape.chunks(choice, piece)]
+            events = [shape.event(chunk) for choice, piece in batch for chunk in shape.chunks(choice, piece)]
             # thinking that is not shown is silence to a relay
             if events or time.monotonic() - written >= HEARTBEAT_SECONDS:
-                await response.write(b"".join(events) or HEARTBEAT)
+                await response.write(b"".join(events) or shape.heartbeat)
                 written = time.monotonic()
     except ApiError as error:
-        # the status line is out: the error is an event, and no [DONE] follows
+        # the status line is out: the error is an event, and nothing follows
         service.metrics.on_rejection(error.reason)
         note_error(error.code or error.reason)
-        await response.write(_event(error.body()))
+        await response.write(shape.failure(error))
         return
-    closing = [_event(encode(chunk)) for chunk in shape.closing(generation.choices)]
-    await response.write(b"".join([*closing, _event(b"[DONE]")]))
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+    await response.write(b"".join([*map(shape.event, shape.closing(generation.choices)), shape.end]))
 
 
 # -- what the server says about itself ------------------------------------------------------------------------

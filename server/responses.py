@@ -10,7 +10,8 @@ import msgspec
 from msgspec import UNSET
 
 from pilotfish.engine.messages import TokenLogprob
-from pilotfish.server.answer import CallArguments, CallClosed, CallOpened, Part, Said, merge
+from pilotfish.server.answer import CallArguments, CallOpened, Part, Said, merge
+from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import Plan
 from pilotfish.server.protocol import (
@@ -30,8 +31,10 @@ from pilotfish.server.protocol import (
     ToolCall,
     TopLogprob,
     Usage,
+    encode,
 )
 from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.whole_calls import Call, WholeCalls
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; a token that a filter has ruled out gets this."""
@@ -76,24 +79,36 @@ def join(pieces: Sequence[Piece]) -> Piece:
 
 
 class Format(Protocol):
-    """What the handlers need from an endpoint's shape."""
+    """What the handlers need from an endpoint's shape. `heartbeat` is what a stream says while it has no news, `end`
+    its last bytes unless it failed."""
 
-    def opening(self) -> list[Response]:
+    heartbeat: bytes
+    end: bytes
+
+    def opening(self) -> Sequence[msgspec.Struct]:
         """Chunks sent before any text."""
 
-    def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
+    def chunks(self, choice: Choice, piece: Piece) -> Sequence[msgspec.Struct]:
         """A piece of a stream."""
 
-    def closing(self, choices: Sequence[Choice]) -> list[Response]:
-        """The last chunk, if usage or metrics were asked for."""
+    def closing(self, choices: Sequence[Choice]) -> Sequence[msgspec.Struct]:
+        """The last chunks, after all text."""
 
-    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Response:
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> msgspec.Struct:
         """The answer to a request without streaming; `pieces` in the order of the choices."""
+
+    def event(self, chunk: msgspec.Struct) -> bytes:
+        """A chunk as a server-sent event."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event that ends a stream whose status line is out."""
 
 
 class _Base:
     object = ""
     chunk_object = ""
+    heartbeat = b": waiting\n\n"
+    end = b"data: [DONE]\n\n"
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._plan = plan
@@ -114,6 +129,12 @@ class _Base:
 
     def _chunk(self, choices: list) -> Response:
         return self._response(choices, None if self._plan.include_usage else UNSET, chunk=True)
+
+    def event(self, chunk: msgspec.Struct) -> bytes:
+        return b"data: " + encode(chunk) + b"\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
 
     def closing(self, choices: Sequence[Choice]) -> list[Response]:
         if not (self._plan.include_usage or self._plan.include_metrics):
@@ -288,16 +309,8 @@ class ChatFormat(_Base):
 
 
 def _complete_calls(parts: Sequence[Part]) -> list[ToolCall]:
-    opened: dict[int, CallOpened] = {}
-    arguments: dict[int, list[str]] = {}
-    calls = []
-    for part in parts:
-        if isinstance(part, CallOpened):
-            opened[part.index], arguments[part.index] = part, []
-        elif isinstance(part, CallArguments):
-            arguments[part.index].append(part.text)
-        elif isinstance(part, CallClosed) and part.complete:
-            call = opened[part.index]
-            function = CalledFunction(name=call.name, arguments="".join(arguments[part.index]))
-            calls.append(ToolCall(id=call.id, type="function", function=function))
-    return calls
+    return [
+        ToolCall(id=part.id, type="function", function=CalledFunction(name=part.name, arguments=part.arguments))
+        for part in WholeCalls().push(parts)
+        if isinstance(part, Call)
+    ]

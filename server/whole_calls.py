@@ -1,0 +1,44 @@
+"""Tool calls as wholes, for the APIs that cannot take a call back.
+
+In a chat stream a call that breaks off stays unterminated, so that nobody runs it. Anthropic's client and OpenAI's
+Responses close what was opened, and some agents run whatever has been closed: there a call is shown once its function
+is complete, and one that never is only as the text it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from pilotfish.server.answer import CallArguments, CallClosed, CallOpened, Part, Said
+
+
+class Call(msgspec.Struct, frozen=True):
+    """`arguments` is the JSON of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class WholeCalls:
+    """Feed the parts of one choice in order."""
+
+    def __init__(self) -> None:
+        self._opened: CallOpened | None = None
+        self._arguments: list[str] = []
+
+    def push(self, parts: Iterable[Part]) -> list[Said | Call]:
+        """What is certain now. Calls do not overlap, and nothing is said inside of one."""
+        certain: list[Said | Call] = []
+        for part in parts:
+            if isinstance(part, Said):
+                certain.append(part)
+            elif isinstance(part, CallOpened):
+                self._opened, self._arguments = part, []
+            elif isinstance(part, CallArguments):
+                self._arguments.append(part.text)
+            elif isinstance(part, CallClosed) and part.complete and self._opened is not None:
+                certain.append(Call(self._opened.id, self._opened.name, "".join(self._arguments)))
+        return certain
