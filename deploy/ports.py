@@ -9,6 +9,12 @@ range another connection can take the port before the server does, and a client 
 server is up can connect to itself."""
 
 
+def is_taken(port: int) -> bool:
+    """Whether something listens on that port of 127.0.0.1."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 on which nothing listens. Raises OSError if there is none."""
     for port in random.sample(PORTS, 64):

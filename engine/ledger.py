@@ -30,7 +30,7 @@ def measure(model: Model, state: BatchState, device: torch.device) -> dict[str, 
     """Bytes by part, as `<part>_bytes`, and `total_bytes`."""
     trunk = model.trunk
     pending = trunk.state.pending
-    caches = [*trunk.kv, *(model.head.caches if model.head else ())]
+    caches = caches_of(model)
     held = {
         "weights": tensor_bytes(model),
         "kv_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
@@ -43,10 +43,23 @@ def measure(model: Model, state: BatchState, device: torch.device) -> dict[str, 
     return {f"{name}_bytes": parts[name] for name in PARTS} | {"total_bytes": sum(parts.values())}
 
 
+def caches_of(model: Model) -> list[KvCache]:
+    """Every attention layer's, the head's included."""
+    return [*model.trunk.kv, *(model.head.caches if model.head else ())]
+
+
 def bytes_per_token(model: Model) -> int:
     """Key-value cache of one token, the head's included."""
-    caches = [*model.trunk.kv, *(model.head.caches if model.head else ())]
+    caches = caches_of(model)
     return sum((cache.k.nbytes + cache.v.nbytes) // (cache.k.shape[0] * cache.k.shape[2]) for cache in caches)
+
+
+def used(device: torch.device) -> int:
+    """Bytes in use now, of all that the ledger counts: resident in this process, or on the device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return _resident_bytes()
 
 
 def bytes_per_sequence(ledger: dict[str, int], num_slots: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from time import perf_counter
 
+import msgspec
 import torch
 
+from pilotfish.engine import ledger, probe
 from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar import Constraint, GrammarLibrary
@@ -46,7 +49,12 @@ class InFlight:
 
 def make_core(options: EngineOptions) -> EngineLoop:
     """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
-    return EngineLoop(start_engine(options))
+    engine = start_engine(options)
+    # a rate of 0: requests of our own are not audited
+    routes = probe.routes(EngineLoop(dataclasses.replace(engine, audit_rate=0.0)))
+    assert engine.ready.execution is not None
+    execution = msgspec.structs.replace(engine.ready.execution, routes=routes)
+    return EngineLoop(dataclasses.replace(engine, ready=msgspec.structs.replace(engine.ready, execution=execution)))
 
 
 class EngineLoop:
@@ -292,6 +300,7 @@ class EngineLoop:
             num_prefill_tokens=num_prefilled,
             num_audited_tokens=audited,
             num_audit_mismatches=mismatches,
+            memory_bytes=0 if self._sequences else ledger.used(self.runner.model.device),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             kv_pages_used=scheduler.pages.num_used,

@@ -129,6 +129,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `phases` maps a phase of a round (verify, choose, accept, repair, draft, report) or "prefill" to seconds;
     it is empty when the step ran nothing. `num_prefill_tokens` are prompt tokens processed in this step.
     `num_audited_tokens` and `num_audit_mismatches` (requests) are what --audit-rate has compared since the last report.
+    `memory_bytes` is in use now, as in the ledger: on a CPU resident in this process, on a GPU in use on the device; 0
+    while requests run.
     `graph` is True where a round replayed a captured graph, False where it was launched operator by operator.
     """
 
@@ -138,6 +140,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     graph: bool = False
     num_audited_tokens: int = 0
     num_audit_mismatches: int = 0
+    memory_bytes: int = 0
     num_running: int = 0
     num_waiting: int = 0
     kv_pages_used: int = 0
@@ -168,13 +171,28 @@ class HeadCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_median_rank: tuple[int, ...] = ()
 
 
+class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is loaded and what was seen to run, none of it read from options.
+
+    `routes`: kernel and dtype -> the layers that took it in the requests of engine/probe.py. `head_weights`: the draft
+    head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds.
+    """
+
+    num_layers: int
+    kv_dtype: str
+    state_dtype: str
+    head_weights: tuple[int, int] = (0, 0)
+    num_graphs: int = 0
+    routes: dict[str, list[str]] = {}
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Sent once, when the engine can take requests.
 
     `num_speculative_tokens` is the k really served: 0 when the head is missing, and then
     `speculation_disabled_reason` says why. `binding_limit` names what set `max_num_seqs`; `limits` has the sequences
     that each limit would allow (KV pages: sequences of the full context). `ledger` is engine/ledger.py's, in bytes.
-    `draft_head` says what drafts, and from where; `head_check` how it did on a known text.
+    `draft_head` says what drafts, and from where; `head_check` how it did on a known text; `execution` what runs.
     """
 
     model_type: str
@@ -196,6 +214,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     bytes_per_sequence: int = 0
     draft_head: str | None = None
     head_check: HeadCheck | None = None
+    execution: Execution | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

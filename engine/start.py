@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +23,7 @@ from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import CheckpointError, OptionError
 from pilotfish.engine.grammar import GrammarLibrary
 from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
-from pilotfish.engine.messages import HeadCheck, Ready
+from pilotfish.engine.messages import Execution, HeadCheck, Ready
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.round import EagerRounds, Rounds
@@ -55,10 +56,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What drafts and from where, and how it did on a known text."""
+    """What drafts and from where, how it did on a known text, and its weights: loaded, and of a whole one."""
 
     origin: str | None
     check: HeadCheck | None
+    weights: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,12 @@ def start_engine(options: EngineOptions) -> Engine:
     weight_bytes = checkpoint.num_bytes
     if plan.depth == 0 or plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
+    head_weights = sum(name.startswith("mtp.") for name in weights), checkpoint.num_head_weights
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
     model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
-    report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options))
+    report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options), head_weights)
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started, report)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     tokenizer = Path(options.model) / "tokenizer.json"
@@ -168,9 +171,19 @@ def assemble(
         bytes_per_sequence=ledger.bytes_per_sequence(account, slots.total),
         draft_head=head.origin if head else None,
         head_check=head.check if head else None,
+        execution=Execution(
+            num_layers=len(model.trunk.layers),
+            kv_dtype=_shared_dtype(cache.k for cache in ledger.caches_of(model)),
+            state_dtype=_shared_dtype([model.trunk.state.s]),
+            head_weights=head.weights if head else (0, 0),
+        ),
     )
     runner = Runner(model, state, plan.depth > 0 and model.head is not None)
     return Engine(runner, EagerRounds(runner), scheduler, ready)
+
+
+def _shared_dtype(tensors: Iterable[torch.Tensor]) -> str:
+    return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 
 def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:

@@ -96,6 +96,8 @@ class Collector:
         series["kv_pages"].set(stats.kv_pages_total)
         series["state_slots_used"].set(stats.state_slots_used)
         series["state_slots"].set(stats.state_slots_total)
+        if stats.memory_bytes:
+            series["memory_used_bytes"].set(stats.memory_bytes)
         if stats.num_prefill_tokens:
             series["prefill_tokens"].inc(stats.num_prefill_tokens)
         series["exactness_checked_tokens"].inc(stats.num_audited_tokens)

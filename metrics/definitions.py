@@ -132,6 +132,11 @@ DEFINITIONS = (
         ("limit",),
     ),
     Definition(PREFIX + "memory_bytes", "gauge", "The start-up memory ledger; its parts add up.", ("part",)),
+    Definition(
+        PREFIX + "memory_used_bytes",
+        "gauge",
+        "Memory in use when the engine was last idle: resident in its process on a CPU, in use on the device on a GPU.",
+    ),
     Definition(PREFIX + "kv_bytes_per_token", "gauge", "Key-value cache of one token, the draft head's included."),
     Definition(PREFIX + "bytes_per_sequence", "gauge", "State, pending rows and buffers of one running sequence."),
     Definition(PREFIX + "kv_pages_used", "gauge", "Key-value cache pages reserved."),

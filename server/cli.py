@@ -22,6 +22,7 @@ LOOKUP_BOUNDS = ("prompt_lookup_max", "prompt_lookup_min")
 
 OWN_PARSERS = {
     "audit": "pilotfish.engine.audit",
+    "gate": "pilotfish.deploy.gate.command",
     "quantize": "pilotfish.engine.checkpoint.quantize",
     "release": "pilotfish.deploy.release.command",
     "sweep": "pilotfish.deploy.sweep.command",
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     key.set_defaults(run=make_key)
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
     commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
+    commands.add_parser("gate", help="look at what a server really does before it gets traffic", add_help=False)
     commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
     commands.add_parser("release", help="replace the running version, and go back if a gate fails", add_help=False)
     return parser

@@ -275,6 +275,9 @@ async def capacity(request: web.Request) -> web.Response:
         },
         "bytes_per_sequence": ready.bytes_per_sequence,
         "memory": ready.ledger,
+        "device": ready.device,
+        "dtype": ready.dtype,
+        "execution": ready.execution,
     }
     return _json(body)
 
@@ -304,6 +307,8 @@ def _speculation(ready: Ready) -> dict[str, object]:
         "enabled": ready.num_speculative_tokens > 0,
         "num_speculative_tokens": ready.num_speculative_tokens,
         "disabled_reason": ready.speculation_disabled_reason,
+        "draft_head": ready.draft_head,
+        "head_check": ready.head_check,
     }
 
 

@@ -262,6 +262,12 @@ CAPACITY = Row(
             (Query(PANEL.gauge("memory_bytes", by=("part",)), "{{part}}"),),
             kind="bargauge",
         ),
+        Panel(
+            "Memory in use",
+            "When the engine was last idle; on a CPU of its process, on a GPU of the device. What grows is a leak.",
+            "bytes",
+            (Query(PANEL.gauge("memory_used_bytes"), "in use"),),
+        ),
     ),
 )
 

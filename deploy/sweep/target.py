@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pilotfish.deploy.ports import free_port
+from pilotfish.deploy.ports import free_port, is_taken
 
 START_SECONDS = 1800.0
 """A large checkpoint on a slow disk; a server that fails ends itself long before."""
@@ -30,6 +30,9 @@ class StartError(Exception):
 @contextlib.contextmanager
 def started(model: str, flags: Sequence[str], log: Path, port: int | None = None) -> Iterator[str]:
     """The URL of a `pilotfish serve` that takes requests. Raises StartError."""
+    if port is not None and is_taken(port):
+        # whoever answers there would be taken for the server that could not start
+        raise StartError(f"port {port} is taken: another process listens there")
     port = port or free_port()
     command = [sys.executable, "-m", "pilotfish.server.cli", "serve", model, "--port", str(port), *flags]
     log.parent.mkdir(parents=True, exist_ok=True)

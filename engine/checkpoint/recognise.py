@@ -52,7 +52,8 @@ class Checkpoint:
     that the whole head is there, `declares_mtp` that the config wants one; `mtp_problem` is one sentence on a
     head that is declared and absent, or incomplete, and None otherwise. `dropped` counts what is in the files
     and not loaded: "vision", "incomplete head", "kv scales and rope caches", "activation scales" to
-    (tensors, bytes). `head` is set where the head was attached from elsewhere (sidecar.py).
+    (tensors, bytes). `num_head_weights` is what a whole head has. `head` is set where the head was attached from
+    elsewhere (sidecar.py).
     """
 
     path: Path
@@ -63,6 +64,7 @@ class Checkpoint:
     mtp_problem: str | None
     dropped: Mapping[str, tuple[int, int]]
     num_files: int
+    num_head_weights: int
     head: HeadSource | None = None
 
     @property
@@ -143,6 +145,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         mtp_problem=problem,
         dropped=_dropped(found, modules, loaded),
         num_files=len(headers),
+        num_head_weights=len(head),
     )
 
 

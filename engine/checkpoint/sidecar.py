@@ -105,6 +105,7 @@ def attach_head(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
         mtp_problem=None,
         dropped=dropped,
         num_files=checkpoint.num_files + head.num_files,
+        num_head_weights=len(wanted),
         head=head.source,
     )
 

@@ -1,0 +1,217 @@
+"""`pilotfish gate`: is this server fit for traffic? What it really does is looked at, not how it was configured.
+
+    pilotfish gate http://127.0.0.1:8000 --k 3 --json gates.json
+    pilotfish gate /path/to/checkpoint [-- --num-speculative-tokens 3 --max-model-len 32768 ...]
+
+With a checkpoint a server is started (flags after `--` go to `pilotfish serve`), put through the gates and ended, and
+`pilotfish audit` follows. A gate that cannot run has not passed. Exit status: 0 if all passed, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pilotfish
+from pilotfish.deploy.gate import after, facts, requests
+from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
+from pilotfish.deploy.gate.server import Refused, Server, Unreachable
+from pilotfish.deploy.sweep.target import StartError, started
+
+ANSWERS = Gate("answers", facts.answers)
+GATES = (
+    ANSWERS,
+    Gate("version", facts.version),
+    Gate("k served", requests.k_served),
+    Gate("head weights", facts.head_weights),
+    Gate("head rank", facts.head_rank),
+    Gate("kernel routes", facts.routes),
+    Gate("KV dtype", facts.kv_dtype),
+    Gate("tokenizer", requests.tokenizer),
+    Gate("chat template", requests.template),
+    Gate("streamed chat", requests.streamed_chat),
+    Gate("tool call", requests.tool_call),
+    Gate("JSON schema", requests.json_schema),
+    Gate("exactness", requests.exactness),
+    Gate("graphs", facts.graphs),
+    Gate("memory", facts.memory),
+    Gate("metrics", after.metrics),
+    Gate("stays up", after.stays_up),
+)
+NAMES = tuple(gate.name for gate in GATES)
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    passed: bool
+    wanted: str
+    came: str
+    seconds: float
+
+
+@dataclass
+class Report:
+    """Grows gate by gate, and is printed as it grows."""
+
+    url: str
+    results: list[Result] = field(default_factory=list)
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.results) and all(result.passed for result in self.results)
+
+    def run(self, name: str, look: Callable[[], Found]) -> Result:
+        if sys.stderr.isatty():
+            print(f"      {name} ..", end="\r", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        try:
+            found = look()
+        except (CannotRun, Refused, Unreachable) as error:
+            found = Found(False, "an answer to look at", f"could not run: {error}")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            found = Found(False, "an answer of the known form", f"could not run: {type(error).__name__}: {error}")
+        result = Result(name, found.passed, found.wanted, found.came, round(time.monotonic() - began, 3))
+        self.results.append(result)
+        show(result)
+        return result
+
+    def as_json(self) -> str:
+        whole = {
+            "url": self.url,
+            "passed": self.passed,
+            "gates": [dataclasses.asdict(result) for result in self.results],
+            "skipped": list(self.skipped),
+            "gate_version": pilotfish.__version__,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def show(result: Result) -> None:
+    """One row; wanted stands on a line of its own where it was not met."""
+    width = max(60, shutil.get_terminal_size((120, 40)).columns)
+    indent = " " * 24
+    rows = [f"came:   {result.came}", f"wanted: {result.wanted}"] if not result.passed else [result.came]
+    lines = [line for row in rows for line in textwrap.wrap(row, width - len(indent), subsequent_indent="  ")]
+    first, *rest = lines or [""]
+    print(f"{'PASS' if result.passed else 'FAIL'}  {result.name:<14}{first and '    '}{first}")
+    for line in rest:
+        print(indent + line)
+    sys.stdout.flush()
+
+
+def run_gates(report: Report, server: Server, expected: Expected, skipped: Sequence[str]) -> Subject:
+    subject = Subject(server, expected, time.monotonic())
+    for gate in GATES:
+        if gate.name in skipped:
+            continue
+        result = report.run(gate.name, partial(gate.look, subject))
+        if gate is ANSWERS and not result.passed:
+            for other in GATES[1:]:
+                if other.name not in skipped:
+                    report.run(other.name, _not_run)
+            break
+    return subject
+
+
+def _not_run() -> Found:
+    raise CannotRun("the server does not answer")
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    report = Report(args.target if args.is_url else "", skipped=tuple(args.skip))
+    try:
+        if args.is_url:
+            run_gates(report, Server(args.target, args.api_key, args.served_model), expected_of(args), args.skip)
+        else:
+            run_on_model(report, args)
+    finally:
+        if args.json:
+            args.json.write_text(report.as_json(), encoding="utf-8")
+    failed = [result.name for result in report.results if not result.passed]
+    if report.skipped:
+        print(f"not run: {', '.join(report.skipped)} (--skip)")
+    print(f"{len(failed)} of {len(report.results)} gates FAILED: {', '.join(failed)}" if failed else "all gates passed")
+    return 0 if report.passed else 1
+
+
+def run_on_model(report: Report, args: argparse.Namespace) -> None:
+    """A server of our own, ended before the audit needs its memory."""
+    flags = list(args.server_flags)
+    if "--head-check" not in flags:
+        # the head's own gates tell more than a server that does not start
+        flags += ["--head-check", "warn"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = args.log or Path(folder) / "server.log"
+        try:
+            with started(args.target, flags, log, args.port) as url:
+                report.url = url
+                server = Server(url, args.api_key, args.served_model)
+                run_gates(report, server, expected_of(args), args.skip)
+        except StartError as error:
+            message = str(error)
+            report.run("answers", lambda: Found(False, "a server that starts", message))
+
+
+def expected_of(args: argparse.Namespace) -> Expected:
+    return Expected(
+        version=args.expect_version,
+        k=args.k,
+        kv_dtype=args.kv_dtype,
+        memory_margin=args.memory_margin,
+        watch_seconds=args.watch,
+    )
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    given = list(argv)
+    at = given.index("--") if "--" in given else len(given)
+    own, flags = given[:at], given[at + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="pilotfish gate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("target", metavar="URL-or-MODEL", help="a server that runs, or a checkpoint folder to serve")
+    add("--k", type=int, metavar="K", help="drafted tokens a round it must serve (default: what it was asked for)")
+    add("--expect-version", default=pilotfish.__version__, metavar="V", help="default: this command's, %(default)s")
+    add("--kv-dtype", metavar="NAME", help="of the key-value cache (default: the model's dtype)")
+    add("--memory-margin", type=float, default=0.1, metavar="SHARE", help="allowed over the ledger: %(default)s")
+    add("--watch", type=float, default=10.0, metavar="SECONDS", help="it must stay up so long: %(default)s")
+    add("--skip", type=_names, default=[], metavar="LIST", help=f"some of: {', '.join(NAMES)}")
+    add("--json", type=Path, metavar="FILE", help="write the results there")
+    add("--port", type=int, metavar="N", help="of the server that is started (default: any free one)")
+    add("--log", type=Path, metavar="FILE", help="of the server that is started (default: not kept)")
+    add("--served-model", metavar="NAME", help="which of the server's models")
+    add("--api-key", default=os.environ.get("PILOTFISH_API_KEY"), metavar="KEY", help="default: $PILOTFISH_API_KEY")
+    args = parser.parse_args(own)
+    args.is_url = args.target.startswith(("http://", "https://"))
+    args.server_flags = flags
+    if args.is_url and (flags or args.port):
+        parser.error("flags after -- and --port are for a server that is started: want a MODEL")
+    return args
+
+
+def _names(text: str) -> list[str]:
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"want some of {', '.join(NAMES)}, got {', '.join(unknown)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Which kernels each layer took in a few requests that are run at the start, before the first client's.
+
+Configuration says what ought to run, and a fallback deep in a library says nothing. So every matrix product, attention
+and kernel of ours that torch's dispatcher is asked for is written down, beside the layer that asked. (A Triton kernel
+that is launched without an operator of its own is not seen.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pilotfish.engine.messages import SamplingParams, Submit
+
+if TYPE_CHECKING:
+    from pilotfish.engine.loop import EngineLoop
+
+HEAVY = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "einsum", "convolution", "_scaled_mm", "_grouped_mm"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    )
+)
+"""torch's own operators that count; those of other libraries all do."""
+PLAIN_LIBRARIES = ("aten", "prim", "prims")
+PARTS = {"logits": "lm_head", "head": "head", "draft": "head", "prefill.logits": "prefill"}
+"""What the runner shows after a layer's name, and whose work it closes."""
+NUM_PROMPT_TOKENS, NUM_TOKENS = 24, 6
+
+
+class Watch(TorchDispatchMode):
+    """Kernel and dtype -> the layers that took it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routes: dict[str, set[str]] = defaultdict(set)
+        self._since: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in HEAVY or name.split("::")[0] not in PLAIN_LIBRARIES:
+            dtype = next((str(a.dtype).removeprefix("torch.") for a in args if isinstance(a, torch.Tensor)), "")
+            self._since.add(f"{name} {dtype}")
+        return func(*args, **(kwargs or {}))
+
+    def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+        """What was asked for since the last observation belongs to the layer that this one closes."""
+        layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else PARTS.get(name)
+        if layer is not None:
+            for kernel in self._since:
+                self.routes[kernel].add(layer)
+        self._since.clear()
+
+
+def routes(loop: EngineLoop) -> dict[str, list[str]]:
+    """Of one request alone, and of as many as may run at once, the last one without drafts; {} where the context is
+    too short for them. Layers are "layers.0", ..; "lm_head", "head" and "prefill" stand beside them."""
+    ready = loop.ready
+    room = min(NUM_PROMPT_TOKENS, ready.max_model_len - NUM_TOKENS - 1)
+    prompt = [(7 * i + 1) % ready.vocab_size for i in range(room)]
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    watch = Watch()
+    loop.runner.observers.append(watch.observe)
+    try:
+        for count in sorted({1, ready.max_num_seqs}) if prompt else ():
+            for number in range(count):
+                k = 0 if number and number == count - 1 else None
+                name = f"probe-{number}"
+                loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling, speculative_k=k))
+            with watch:
+                while loop.has_work():
+                    loop.step()
+    finally:
+        loop.runner.observers.remove(watch.observe)
+    return {kernel: sorted(layers) for kernel, layers in sorted(watch.routes.items())}
