@@ -1,0 +1,242 @@
+"""Norms of the decode path, with what stands before them: token embedding, residual sum, the MTP head's pair of rows.
+
+h = x * rsqrt(mean(x^2) + eps) * scale in fp32, rounded to h's dtype. One program a row (two for a pair), one tile and
+one reduction order for every number of rows. Launch-bound: at H = 2048 a row moves 24 KB.
+
+R = rows, B = sequences, W = window rows of each, H = hidden, S = slots, V = vocabulary.
+The references are `kernels.norm.rms_norm` and torch's indexing; tests compare with them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _normed(x, scale, eps, H):
+    """x holds zeros past H."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * scale
+
+
+@triton.jit(do_not_specialize=["W", "num_rows"])
+def _embed_rows_kernel(
+    embedding,
+    scale,
+    slots,
+    last_token,
+    drafts,
+    length,
+    tokens_out,
+    positions_out,
+    x_out,
+    h_out,
+    eps,
+    W,
+    num_rows,
+    MAX_DEPTH: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    w = tl.load(scale + cols, mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # rows past the window are zeros: finite, and read by nobody
+    x = tl.zeros((BLOCK,), tl.float32)
+    position = tl.zeros((), tl.int64)
+    token = tl.zeros((), tl.int64)
+    if row < num_rows:
+        slot = tl.load(slots + row // W).to(tl.int64)
+        j = row % W
+        position = tl.load(length + slot).to(tl.int64) + j
+        token = tl.load(last_token + slot) if j == 0 else tl.load(drafts + slot * MAX_DEPTH + j - 1)
+        x = tl.load(embedding + token * H + cols, mask, other=0.0).to(tl.float32)
+    out = row.to(tl.int64) * H + cols
+    tl.store(tokens_out + row, token)
+    tl.store(positions_out + row, position.to(positions_out.dtype.element_ty))
+    tl.store(x_out + out, x, mask)
+    tl.store(h_out + out, _normed(x, w, eps, H).to(h_out.dtype.element_ty), mask)
+
+
+def embed_rows(
+    embedding_VH: torch.Tensor,
+    scale_H: torch.Tensor,
+    eps: float,
+    slots_B: torch.Tensor,
+    last_token_S: torch.Tensor,
+    drafts_SK: torch.Tensor,
+    length_S: torch.Tensor,
+    width: int,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Starts a round: row b * width + j is the last token (j = 0) or draft j of slots[b], at position length + j.
+
+    Writes tokens int64 and positions (int32 or int64), the residual stream x fp32 and the first layer's norm h; all
+    have one number of rows, at least B * width: those past the window become zeros. scale_H fp32 is the effective
+    factor.
+    """
+    rows, hidden = x.shape
+    num_rows = len(slots_B) * width
+    assert rows >= num_rows and len(h) == len(tokens) == len(positions) == rows
+    assert 1 <= width <= drafts_SK.shape[1] + 1 and embedding_VH.is_contiguous() and drafts_SK.is_contiguous()
+    _embed_rows_kernel[(rows,)](
+        embedding_VH,
+        scale_H,
+        slots_B,
+        last_token_S,
+        drafts_SK,
+        length_S,
+        tokens,
+        positions,
+        x,
+        h,
+        eps,
+        width,
+        num_rows,
+        MAX_DEPTH=drafts_SK.shape[1],
+        **_options(hidden, pdl),
+    )
+
+
+@triton.jit
+def _add_norm_kernel(
+    x,
+    delta,
+    scale,
+    rows,
+    h_out,
+    eps,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    GATHER: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    w = tl.load(scale + cols, mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = row
+    if GATHER:
+        source = tl.load(rows + row).to(tl.int64)
+    value = tl.load(x + source * H + cols, mask, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(delta + source * H + cols, mask, other=0.0).to(tl.float32)
+    if STORE:
+        tl.store(x + row * H + cols, value, mask)
+    tl.store(h_out + row * H + cols, _normed(value, w, eps, H).to(h_out.dtype.element_ty), mask)
+
+
+def add_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    scale_H: torch.Tensor,
+    eps: float,
+    h: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    store: bool = True,
+    pdl: bool = False,
+) -> None:
+    """x += delta, then h = rms_norm(x) * scale, for as many rows as h has.
+
+    x fp32 or bf16 [R, H]; delta bf16 or fp32 [R, H], None: nothing is added; h bf16. `store=False` leaves x as it was:
+    the stream's last norm needs no sum kept. `rows` int32 or int64: h[i] is of row rows[i] (x is not stored then): the
+    MTP head's last norm, of one row a sequence.
+    """
+    assert x.shape[1] == h.shape[1] and (delta is None or (delta.shape[1] == h.shape[1] and delta.is_contiguous()))
+    assert x.is_contiguous() and h.is_contiguous() and (rows is None or len(rows) == len(h))
+    _add_norm_kernel[(len(h),)](
+        x,
+        delta,
+        scale_H,
+        rows,
+        h,
+        eps,
+        ADD=delta is not None,
+        STORE=store and delta is not None and rows is None,
+        GATHER=rows is not None,
+        **_options(h.shape[1], pdl),
+    )
+
+
+@triton.jit
+def _pair_norm_kernel(
+    tokens,
+    embedding,
+    hidden,
+    embedding_scale,
+    hidden_scale,
+    out,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    scale = embedding_scale if half == 0 else hidden_scale
+    w = tl.load(scale + cols, mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = hidden + row * H
+    if half == 0:
+        source = embedding + tl.load(tokens + row).to(tl.int64) * H
+    x = tl.load(source + cols, mask, other=0.0).to(tl.float32)
+    target = out + row * (2 * H) + half * H + cols
+    tl.store(target, _normed(x, w, eps, H).to(out.dtype.element_ty), mask)
+
+
+def pair_norm(
+    tokens_R: torch.Tensor,
+    embedding_VH: torch.Tensor,
+    hidden_RH: torch.Tensor,
+    embedding_scale_H: torch.Tensor,
+    hidden_scale_H: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    num_rows: int,
+    pdl: bool = False,
+) -> None:
+    """What the MTP head's fc reads: out[r] = [norm(embedding[tokens[r]]) | norm(hidden[r])] for the first num_rows
+    rows.
+
+    tokens int64 or int32; hidden and embedding of one dtype; out [>= num_rows, 2H], whose other rows stay as they were.
+    """
+    hidden = hidden_RH.shape[1]
+    assert out.shape[1] == 2 * hidden and min(len(out), len(hidden_RH), len(tokens_R)) >= num_rows
+    assert embedding_VH.dtype == hidden_RH.dtype and hidden_RH.is_contiguous() and out.is_contiguous()
+    _pair_norm_kernel[(num_rows, 2)](
+        tokens_R,
+        embedding_VH,
+        hidden_RH,
+        embedding_scale_H,
+        hidden_scale_H,
+        out,
+        eps,
+        **_options(hidden, pdl),
+    )
+
+
+def _options(hidden: int, pdl: bool) -> dict[str, int | bool]:
+    """The tile and the number of warps depend on the width alone, and the order of a row's sum on them."""
+    block = triton.next_power_of_2(hidden)
+    warps = min(16, max(1, block // 512))
+    return {"H": hidden, "BLOCK": block, "PDL": pdl, "num_warps": warps, "launch_pdl": pdl}

@@ -1,0 +1,90 @@
+"""The router: from logits to expert weights, ids and the shared expert's gate, one program a row.
+
+Experts are taken by logit, the lower id first among equals; weights are exp(l - l_max) over the sum of the chosen,
+added in rank order: the softmax over all experts, renormalised over the chosen, without the denominator that cancels. R
+= rows, E = experts, k = experts a token. Launch-bound: a row moves 4 (E + 1) bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["E"])
+def _route_kernel(
+    logits,
+    weights_out,
+    ids_out,
+    gate_out,
+    stride,
+    E,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    ranks = tl.arange(0, BLOCK_K)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = logits + row * stride
+    value = tl.load(source + cols, cols < E, other=0.0).to(tl.float32)
+    gate = tl.load(source + E).to(tl.float32)
+    # integers in the order of the floats: a NaN is the largest, and what is masked less than -inf
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(value == value, key, 0x7FFFFFFF)
+    key = tl.where(cols < E, key, -0x80000000)
+    ids = tl.zeros((BLOCK_K,), tl.int32)
+    chosen = tl.full((BLOCK_K,), float("-inf"), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        best = tl.max(key, 0)
+        expert = tl.min(tl.where(key == best, cols, BLOCK), 0)
+        ids = tl.where(ranks == rank, expert, ids)
+        chosen = tl.where(ranks == rank, (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True), chosen)
+        # expert is not a masked column: there are at least TOP_K experts
+        key = tl.where(cols == expert, -0x80000000, key)
+    weights = tl.exp(chosen - tl.max(chosen, 0))
+    weights = tl.div_rn(weights, tl.sum(weights, 0))
+    kept = ranks < TOP_K
+    tl.store(weights_out + row * TOP_K + ranks, weights, kept)
+    tl.store(ids_out + row * TOP_K + ranks, ids, kept)
+    tl.store(gate_out + row, tl.div_rn(1.0, 1.0 + tl.exp(-gate)))
+
+
+def route(
+    logits: torch.Tensor,
+    num_experts: int,
+    weights_Rk: torch.Tensor,
+    ids_Rk: torch.Tensor,
+    gate_R: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Writes weights fp32 [R, k], expert ids int32 [R, k] in rank order and sigmoid of the shared gate fp32 [R].
+
+    logits fp32 or bf16 [>= R, >= E + 1]: the experts' logits, then the shared expert's gate. R is that of the outputs.
+    With a NaN among the logits ids stay valid and weights are NaN. Reference: `kernels.moe.route`.
+    """
+    rows, top_k = ids_Rk.shape
+    assert 1 <= top_k <= num_experts < logits.shape[1] and len(logits) >= rows and logits.stride(1) == 1
+    assert weights_Rk.shape == ids_Rk.shape and weights_Rk.is_contiguous() and ids_Rk.is_contiguous()
+    block = max(32, triton.next_power_of_2(num_experts))
+    _route_kernel[(rows,)](
+        logits,
+        weights_Rk,
+        ids_Rk,
+        gate_R,
+        logits.stride(0),
+        num_experts,
+        TOP_K=top_k,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,266 @@
+"""The token of every row: greedy, or drawn by keyed Gumbel noise, under the rules of the row's own request.
+
+Meaning as in `spec.sampling.choose` with the rows of `BatchState.sampling_rows`. One launch reads the logits once, in
+chunks of the vocabulary; the chunk that arrives last at an integer counter merges the row's partial results, by a
+maximum whose order does not matter. Requests with min_p, top_k or top_p need two launches more, which return at once
+for others. Products and sums round as torch's do (no contraction to fma).
+
+R = rows, B = sequences, W = window rows of each, V = vocabulary, N = logits of a row (V, or the draft vocabulary), S =
+slots. Reads 4 N R bytes of logits; noise takes some 75 instructions a logit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pilotfish.kernels.cuda import slots
+from pilotfish.kernels.cuda.filters import threshold_kernel
+from pilotfish.kernels.cuda.scores import (
+    chunk_ids,
+    forced,
+    index_of,
+    key_of,
+    noise,
+    noise_key,
+    pack,
+    row_of,
+    scaled,
+)
+from pilotfish.kernels.cuda.slots import SlotState
+
+CHUNK = 2048
+"""Logits of one program; the order of nothing depends on it."""
+_THINKING = tl.constexpr(slots.THINKING)
+
+
+class Scratch(NamedTuple):
+    """What one `choose` at a time works in, shared by all graphs of a stream. Counters are zero between launches."""
+
+    partials: torch.Tensor
+    """int64 [R, chunks]: the best of each chunk."""
+    masses: torch.Tensor
+    """int64 [R, chunks]: each chunk's sum of probabilities."""
+    counters: torch.Tensor
+    """int32 [3, R]: chunks arrived (two launches), candidates."""
+    threshold: torch.Tensor
+    """int64 [R]: what survives top_k and top_p is not below it."""
+    candidates: torch.Tensor
+    """int64 [R, N]."""
+
+    @classmethod
+    def empty(cls, rows: int, num_logits: int, device: torch.device | str) -> Scratch:
+        chunks = triton.cdiv(num_logits, CHUNK)
+
+        def buffer(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        counters = torch.zeros((3, rows), dtype=torch.int32, device=device)
+        return cls(buffer(rows, chunks), buffer(rows, chunks), counters, buffer(rows), buffer(rows, num_logits))
+
+
+@triton.jit
+def _merge_and_store(
+    best,
+    logits,
+    kept,
+    out,
+    nan_out,
+    scratch,
+    s,
+    row,
+    slot,
+    flags,
+    depth,
+    position,
+    stride,
+    DRAFT: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    MAX_CLOSING: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Adds this chunk's best; the last chunk to arrive writes the row's token."""
+    tl.store(scratch.partials + row * CHUNKS + tl.program_id(1), best)
+    tl.debug_barrier()
+    if tl.atomic_add(scratch.counters + row, 1, sem="acq_rel") == CHUNKS - 1:
+        chunks = tl.arange(0, BLOCK_CHUNKS)
+        all_best = tl.load(scratch.partials + row * CHUNKS + chunks, chunks < CHUNKS, other=-1, cache_modifier=".cg")
+        column = index_of(tl.max(all_best, 0), BITS)
+        token = column
+        if kept is not None:
+            token = tl.load(kept + column).to(tl.int64)
+        if flags & _THINKING:
+            rule = forced(s, slot, depth, position, MAX_DEPTH, MAX_CLOSING)
+            token = tl.where(rule >= 0, rule, token)
+            if kept is None:
+                column = token
+        tl.store(out + row, token)
+        if DRAFT:
+            tl.store(s.drafts + slot * MAX_DEPTH + depth, token)
+        if nan_out is not None:
+            chosen = tl.load(logits + row * stride + column).to(tl.float32)
+            tl.store(nan_out + row, (chosen != chosen).to(tl.int32))
+        tl.store(scratch.counters + row, 0)
+
+
+@triton.jit(do_not_specialize=["W", "first"])
+def _choose_kernel(
+    logits,
+    allowed,
+    kept,
+    slots,
+    s,
+    out,
+    nan_out,
+    scratch,
+    W,
+    first,
+    num_logits,
+    stride,
+    V: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    NUM_BAD: tl.constexpr,
+    BEFORE: tl.constexpr,
+    MAX_CLOSING: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    DRAFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows without a filter get their token; of the others, each chunk's largest score."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, slot, flags, depth, position, temperature, filtered = row_of(slots, s, W, first)
+    cols, valid, ids = chunk_ids(kept, tl.program_id(1), num_logits, CHUNK)
+    x = scaled(
+        logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
+        V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+    )  # fmt: skip
+    if (temperature > 0) & (not filtered):
+        x += noise(noise_key(s, slot, position), ids)
+    best = tl.max(tl.where(valid, pack(key_of(x), cols, BITS), -1), 0)
+    if filtered:
+        tl.store(scratch.partials + row * CHUNKS + tl.program_id(1), best)
+    else:
+        _merge_and_store(
+            best, logits, kept, out, nan_out, scratch, s, row, slot, flags, depth, position, stride,
+            DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["W", "first"])
+def _draw_kernel(
+    logits,
+    allowed,
+    kept,
+    slots,
+    s,
+    out,
+    nan_out,
+    scratch,
+    W,
+    first,
+    num_logits,
+    stride,
+    V: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    NUM_BAD: tl.constexpr,
+    BEFORE: tl.constexpr,
+    MAX_CLOSING: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    DRAFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token of rows with a filter, drawn among what survived."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, slot, flags, depth, position, temperature, filtered = row_of(slots, s, W, first)
+    if filtered:
+        cols, valid, ids = chunk_ids(kept, tl.program_id(1), num_logits, CHUNK)
+        x = scaled(
+            logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
+            V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+        )  # fmt: skip
+        survives = valid & (pack(key_of(x), cols, BITS) >= tl.load(scratch.threshold + row))
+        best = tl.full((), -1, tl.int64)
+        if tl.max(survives.to(tl.int32), 0) > 0:
+            x += noise(noise_key(s, slot, position), ids)
+            best = tl.max(tl.where(survives, pack(key_of(x), cols, BITS), -1), 0)
+        _merge_and_store(
+            best, logits, kept, out, nan_out, scratch, s, row, slot, flags, depth, position, stride,
+            DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
+        )  # fmt: skip
+
+
+def choose(
+    logits: torch.Tensor,
+    slots_B: torch.Tensor,
+    state: SlotState,
+    width: int,
+    first: int,
+    out: torch.Tensor,
+    scratch: Scratch,
+    nan: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+    draft: bool = False,
+    filters: bool = True,
+    pdl: bool = False,
+) -> None:
+    """Writes the token int64 of row b * width + j: the one that follows slots_B[b]'s last token and its drafts 0 ..
+    first + j - 1, as `state` holds both.
+
+    Verifying: width k + 1, first 0, before the commit. Draft number i: width 1, first i, after it, and `draft`: the
+    token is stored in state.drafts[slot, i] too, where the next draft's rules find it. logits fp32 or bf16 [>= R, >=
+    N], rows at one stride. kept: int32 [N], rising, the vocabulary ids of the logits (None: all). nan: int32 [R], 1
+    where the chosen token's own logit is a NaN, which counts as the largest. allowed: int32 [R, ceil(V / 32)] words
+    with a bit for each id that a grammar allows, used by slots with MASKED. `filters` off leaves out the launches that
+    min_p, top_k and top_p need: no slot may use them then. scratch: not smaller than R and N.
+    """
+    rows = len(slots_B) * width
+    vocab, max_depth = state.counts.shape[1], state.drafts.shape[1]
+    num_logits = vocab if kept is None else len(kept)
+    chunks = triton.cdiv(num_logits, CHUNK)
+    assert logits.stride(1) == 1 and len(logits) >= rows and logits.shape[1] >= num_logits
+    assert first >= 0 and first + width <= max_depth + 1 and (not draft or (width == 1 and first < max_depth))
+    assert out.dtype == torch.int64 and len(out) >= rows and len(scratch.threshold) >= rows
+    assert scratch.partials.numel() >= rows * chunks and scratch.candidates.numel() >= rows * num_logits
+    rules = {
+        "V": vocab,
+        "MAX_DEPTH": max_depth,
+        "NUM_STOPS": state.stop_ids.shape[1],
+        "NUM_BAD": state.bad_lasts.shape[1],
+        "BEFORE": state.recent.shape[1],
+        "CHUNKS": chunks,
+        "BLOCK_CHUNKS": max(32, triton.next_power_of_2(chunks)),
+        "CHUNK": CHUNK,
+        "BITS": (num_logits - 1).bit_length(),
+        "PDL": pdl,
+        "num_warps": 4,
+        "launch_pdl": pdl,
+        "enable_fp_fusion": False,
+    }
+    ending = {"MAX_CLOSING": state.closing.shape[1], "DRAFT": draft}
+    inputs = (logits, allowed, kept, slots_B, state)
+    sizes = (num_logits, logits.stride(0))
+    grid = (rows, chunks)
+    _choose_kernel[grid](*inputs, out, nan, scratch, width, first, *sizes, **rules, **ending)
+    if filters:
+        num_rows = scratch.counters.shape[1]
+        threshold_kernel[grid](*inputs, scratch, width, first, num_rows, *sizes, **rules)
+        _draw_kernel[grid](*inputs, out, nan, scratch, width, first, *sizes, **rules, **ending)

@@ -1,0 +1,80 @@
+"""Kernels compiled before they are needed, in parallel, into Triton's cache on disk; and a count of those that were not.
+
+Triton keys its cache by source, constants and versions; it stands in TRITON_CACHE_DIR. No list of kernels is kept: what
+launches them is run once with launches that only compile, so what is compiled is what will be launched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.runtime.jit import JITFunction
+
+
+def use_cache(folder: Path) -> None:
+    """Keeps compiled kernels in `folder`, unless the user has chosen another by TRITON_CACHE_DIR."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Within it a kernel's launch compiles what it would run, and runs nothing. For one thread at a time."""
+    launch = JITFunction.run
+
+    def compile_kernel(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_kernel
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+def compile_all(launch: Callable[[], None], num_threads: int | None = None) -> int:
+    """Compiles every kernel that `launch` launches, on several threads; the number of those that were not on disk.
+
+    The kernels of the process that called are ready afterwards: its next launches neither compile nor read the disk.
+    """
+    before = Compilations.now()
+    threads = num_threads or min(16, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool), compile_only():
+        launch()
+    return (Compilations.now() - before).compiled
+
+
+class Compilations:
+    """How many kernels this process has compiled, and how many it has read from disk, since `watch`."""
+
+    _total: Compilations | None = None
+
+    def __init__(self, compiled: int, loaded: int):
+        self.compiled, self.loaded = compiled, loaded
+
+    def __sub__(self, other: Compilations) -> Compilations:
+        return Compilations(self.compiled - other.compiled, self.loaded - other.loaded)
+
+    @classmethod
+    def now(cls) -> Compilations:
+        """The counts so far; the first call starts counting."""
+        if cls._total is None:
+            cls._total = cls(0, 0)
+            previous = triton.knobs.compilation.listener
+            total = cls._total
+
+            def listener(*, cache_hit: bool, **details: Any) -> None:
+                if cache_hit:
+                    total.loaded += 1
+                else:
+                    total.compiled += 1
+                if previous is not None:
+                    previous(cache_hit=cache_hit, **details)
+
+            triton.knobs.compilation.listener = listener
+        return cls(cls._total.compiled, cls._total.loaded)
