@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pilotfish.kernels import moe
+
 
 @triton.jit(do_not_specialize=["E"])
 def _route_kernel(
@@ -68,7 +70,7 @@ def route(
     """Writes weights fp32 [R, k], expert ids int32 [R, k] in rank order and sigmoid of the shared gate fp32 [R].
 
     logits fp32 or bf16 [>= R, >= E + 1]: the experts' logits, then the shared expert's gate. R is that of the outputs.
-    With a NaN among the logits ids stay valid and weights are NaN. Reference: `kernels.moe.route`.
+    With a NaN among the logits ids stay valid and weights are NaN.
     """
     rows, top_k = ids_Rk.shape
     assert 1 <= top_k <= num_experts < logits.shape[1] and len(logits) >= rows and logits.stride(1) == 1
@@ -88,3 +90,14 @@ def route(
         num_warps=1,
         launch_pdl=pdl,
     )
+
+
+def route_reference(
+    logits: torch.Tensor, num_experts: int, weights_Rk: torch.Tensor, ids_Rk: torch.Tensor, gate_R: torch.Tensor
+) -> None:
+    """Plain torch; see `route`."""
+    rows, top_k = ids_Rk.shape
+    weights, ids = moe.route(logits[:rows, :num_experts], top_k)
+    weights_Rk.copy_(weights)
+    ids_Rk.copy_(ids)
+    gate_R.copy_(logits[:rows, num_experts].float().sigmoid())

@@ -105,7 +105,7 @@ def _merge_and_store(
             tl.store(s.drafts + slot * MAX_DEPTH + depth, token)
         if nan_out is not None:
             chosen = tl.load(logits + row * stride + column).to(tl.float32)
-            tl.store(nan_out + row, (chosen != chosen).to(tl.int32))
+            tl.store(nan_out + row, (chosen != chosen).to(nan_out.dtype.element_ty))
         tl.store(scratch.counters + row, 0)
 
 
@@ -212,12 +212,12 @@ def choose(
     slots_B: torch.Tensor,
     state: SlotState,
     width: int,
-    first: int,
     out: torch.Tensor,
     scratch: Scratch,
-    nan: torch.Tensor | None = None,
+    has_nan: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
+    first: int = 0,
     draft: bool = False,
     filters: bool = True,
     pdl: bool = False,
@@ -259,8 +259,8 @@ def choose(
     inputs = (logits, allowed, kept, slots_B, state)
     sizes = (num_logits, logits.stride(0))
     grid = (rows, chunks)
-    _choose_kernel[grid](*inputs, out, nan, scratch, width, first, *sizes, **rules, **ending)
+    _choose_kernel[grid](*inputs, out, has_nan, scratch, width, first, *sizes, **rules, **ending)
     if filters:
         num_rows = scratch.counters.shape[1]
         threshold_kernel[grid](*inputs, scratch, width, first, num_rows, *sizes, **rules)
-        _draw_kernel[grid](*inputs, out, nan, scratch, width, first, *sizes, **rules, **ending)
+        _draw_kernel[grid](*inputs, out, has_nan, scratch, width, first, *sizes, **rules, **ending)

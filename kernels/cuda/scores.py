@@ -1,8 +1,8 @@
 """What the kernels that choose share: scores as integers, keyed noise, the rules of a request.
 
 A score and its index are packed into one integer, ordered as the scores are with the lower index first among equals
-and a NaN above everything, so ties and NaNs need no care. The noise has the bits of `kernels.gumbel` on the same device (CPU
-and GPU logarithms may differ in the last bit), whatever the number of rows.
+and a NaN above everything, so ties and NaNs need no care. The noise has the bits of `kernels.gumbel` on the same device
+(CPU and GPU logarithms may differ in the last bit), whatever the number of rows.
 """
 
 from __future__ import annotations

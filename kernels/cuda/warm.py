@@ -1,4 +1,4 @@
-"""Kernels compiled before they are needed, in parallel, into Triton's cache on disk; and a count of those that were not.
+"""Kernels compiled before they are needed, in parallel, into Triton's cache on disk; and a count of what was compiled.
 
 Triton keys its cache by source, constants and versions; it stands in TRITON_CACHE_DIR. No list of kernels is kept: what
 launches them is run once with launches that only compile, so what is compiled is what will be launched.
