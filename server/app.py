@@ -28,6 +28,7 @@ from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.limits import Limiter
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.request_log import REQUEST_ID, RequestLog, client_id, note_error
+from pilotfish.server.routing import guarded
 from pilotfish.server.throughput import ThroughputLog
 
 if TYPE_CHECKING:
@@ -100,9 +101,7 @@ def make_app(
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
     app.on_response_prepare.append(_add_request_id)
-    app.add_routes(_routes(""))
-    if options.root_path:
-        app.add_routes(_routes(options.root_path))
+    app.add_routes(guarded([*_routes(""), *(_routes(options.root_path) if options.root_path else ())]))
     return app
 
 
@@ -115,7 +114,7 @@ async def _add_request_id(request: web.Request, response: web.StreamResponse) ->
         response.headers.setdefault(REQUEST_ID, secrets.token_hex(12))
 
 
-def _routes(root: str) -> Sequence[web.AbstractRouteDef]:
+def _routes(root: str) -> Sequence[web.RouteDef]:
     return [
         web.post(root + "/v1/completions", handlers.completions),
         web.post(root + "/v1/chat/completions", handlers.chat_completions),

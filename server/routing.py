@@ -1,0 +1,59 @@
+"""Routes whose refusals have our shape too: unknown paths, other methods, and expectations that nobody can meet."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
+
+from aiohttp import HttpVersion11, hdrs, web
+
+from pilotfish.server.errors import from_status
+
+JSON = "application/json"
+
+
+def guarded(routes: Sequence[web.RouteDef]) -> list[web.RouteDef]:
+    """The routes with our answer to Expect headers, then each path with any other method, then any other path.
+
+    aiohttp's own answers come before the middlewares: they are plain text, and fail at an Expect that is not UTF-8.
+    """
+    other = [("*", path, _wrong_method(methods)) for path, methods in _methods(routes).items()]
+    other.append(("*", "/{any:.*}", _unknown))
+    return [
+        web.RouteDef(method, path, handler, {**extra, "expect_handler": _expect})
+        for method, path, handler, extra in (
+            *((route.method, route.path, route.handler, route.kwargs) for route in routes),
+            *((*entry, {}) for entry in other),
+        )
+    ]
+
+
+def _methods(routes: Sequence[web.RouteDef]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for route in routes:
+        found.setdefault(route.path, []).append(route.method)
+    return found
+
+
+def _wrong_method(allowed: list[str]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handler(request: web.Request) -> NoReturn:
+        raise web.HTTPMethodNotAllowed(request.method, allowed)
+
+    return handler
+
+
+async def _unknown(request: web.Request) -> NoReturn:
+    raise web.HTTPNotFound
+
+
+async def _expect(request: web.Request) -> web.Response | None:
+    """None: go on to the handler."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers[hdrs.EXPECT].lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # the answer itself has not begun
+        request.writer.output_size = 0
+        return None
+    error = from_status(417, f"Cannot do what Expect asks for: {request.headers[hdrs.EXPECT]}")
+    return web.Response(body=error.body(), status=417, content_type=JSON)
