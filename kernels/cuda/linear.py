@@ -3,25 +3,131 @@
 y = x W^T, W a fusion of parts [N_i, K] in NVFP4, FP8 or BF16, in the order of packing.py. One CTA takes 16 rows of W,
 or a few times 16; its warps share K between them: warp w the units w, w + warps, ... one after the other, by
 mma.m16n8k16 with 8 rows of x as columns; then the warps' sums are added in order of w. The number of warps follows
-from the weight's shape alone. How many tiles a CTA has, how many units are in flight and how many columns share a weight's
-unpacking follow from the number of rows, and change no bit.
+from the weight's shape alone. How many tiles a CTA has, how many units are in flight and how many rows of x share a
+weight's unpacking follow from the number of rows, and change no bit.
 
 Reads the packed weights once, x from L1 or L2. The floor is those bytes over the memory's rate. R = rows, N, K.
 """
 
+# ruff: noqa: RUF005 - Triton compiles no unpacking of tuples
+
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from pilotfish.kernels.cuda import packing
-from pilotfish.kernels.cuda.packing import Packed
+from pilotfish.kernels.cuda.mma import FORMATS, load_factor, over_warps, products, scaled, silu
+from pilotfish.kernels.cuda.packing import Format, Packed
 
 MAX_ROWS = 256
+SM_COUNT = 132  # of an H200: what shapes are chosen for
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a product is launched. `warps` alone decides its bits: they share K."""
+
+    warps: int
+    tiles: int
+    row_tiles: int
+    stages: int
+
+
+def choose_shape(part: Packed, num_rows: int, swiglu: bool = False) -> Shape:
+    """For tiles of one format and a number of rows.
+
+    Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
+    registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.
+    """
+    warps = split(part.num_tiles, part.num_units)
+    row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
+    # two tiles share what is loaded of x; where programs are few, more of them pay more
+    tiles = 2 if swiglu or part.num_tiles >= 3 * SM_COUNT else 1
+    in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
+    if row_tiles == 4:
+        in_flight //= 2
+    return Shape(warps, tiles, row_tiles, max(1, min(part.num_units // warps, in_flight // tiles)))
+
+
+def split(num_tiles: int, num_units: int) -> int:
+    """The warps that share K, from the weight's shape alone."""
+    wanted = 16 if num_tiles <= SM_COUNT // 2 else 8 if num_tiles <= 2 * SM_COUNT else 4
+    return next(warps for warps in (16, 8, 4, 2, 1) if warps <= wanted and num_units % warps == 0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
+def _rows_kernel(
+    data,
+    block_scale,
+    place,
+    number,
+    x,
+    out,
+    num_rows,
+    num_tiles,
+    out_stride,
+    K: gl.constexpr,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROW_NUMBERS: gl.constexpr,
+    SPAN: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (i, j): tiles i MT ..., rows j NT 8 ... of x. SPAN 2: tiles are gate and up in turn."""
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+    if PDL:
+        gdc_launch_dependents()
+    first_tile = gl.program_id(0) * MT
+    first_row = gl.program_id(1) * (NT * 8)
+    g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
+    offsets = ()
+    masks = ()
+    for n in gl.static_range(NT):
+        row = first_row + n * 8 + g
+        offsets = offsets + (row * (K // 2),)
+        masks = masks + (row < num_rows,)
+    tiles = ()
+    for m in gl.static_range(MT):
+        # past the end: the last tile once more, not stored
+        tiles = tiles + (gl.minimum(first_tile + m, num_tiles - 1),)
+    # the numbers of the end are asked for at the start: nothing of them depends on x
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    index = gl.arange(0, 128, flat)
+    feature = (index % 32) // 4 + (index // 32) % 2 * 8
+    factors = ()
+    columns = ()
+    counts = ()
+    for m in gl.static_range(MT):
+        factors = factors + (load_factor(number, tiles[m], feature, ROW_NUMBERS),)
+        if m % SPAN == 0:
+            columns = columns + (gl.load(place + tiles[m] * 2),)
+            counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
+    totals = products(data, block_scale, x, offsets, masks, tiles, K, UNITS, MT, NT, FORMAT, BLOCKS, warps, STAGES, PDL)
+    for m in gl.static_range(0, MT, SPAN):
+        there = (feature < counts[m // SPAN]) & (first_tile + m < num_tiles)
+        for n in gl.static_range(NT):
+            row = first_row + n * 8 + (index % 4) * 2 + index // 64
+            value = scaled(over_warps(totals[m * NT + n], warps), factors[m], FORMAT, DIVIDES)
+            if SPAN == 2:
+                up = scaled(over_warps(totals[(m + 1) * NT + n], warps), factors[m + 1], FORMAT, DIVIDES)
+                value = silu(value) * up
+            target = out + row.to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
+            gl.store(target, value.to(out.dtype.element_ty), mask=there & (row < num_rows))
 
 
 class PackedLinear:
@@ -48,6 +154,8 @@ class PackedLinear:
             self.ranges = [packing.interleave(*packed)]
         else:
             self.ranges = [packing.join(list(run)) for _, run in groupby(packed, key=lambda part: part.kind)]
+        if self.in_features % 8:
+            raise ValueError(f"want a width that is a multiple of 8 (16 bytes of x), got {self.in_features}")
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
     def rows(self, x: torch.Tensor, out: torch.Tensor, pdl: bool = False) -> None:
@@ -55,7 +163,12 @@ class PackedLinear:
 
         A row's bits depend on that row of x alone. With `pdl` the kernels start while what came before still runs.
         """
-        raise NotImplementedError
+        num_rows = len(out)
+        assert 1 <= num_rows <= MAX_ROWS and out.shape[1] == self.out_features and out.stride(1) == 1, out.shape
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
+        assert x.shape[1] == self.in_features, (x.shape, self.in_features)
+        for part in self.ranges:
+            _launch(part, x, out, choose_shape(part, num_rows, self.swiglu), self.swiglu, pdl)
 
     def bulk(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """bf16 [T, N] for prefill: any T. scratch: bf16, at least `scratch_size` numbers; overwritten."""
@@ -85,6 +198,34 @@ class PackedLinear:
             gate, up = product.chunk(2, -1)
             product = F.silu(gate) * up
         out.copy_(product)
+
+
+def _launch(part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swiglu: bool, pdl: bool) -> None:
+    grid = (-(-part.num_tiles // shape.tiles), -(-len(out) // (8 * shape.row_tiles)))
+    _rows_kernel[grid](
+        part.data.view(torch.int32),
+        part.number if part.block_scale is None else part.block_scale,
+        part.place,
+        part.number,
+        x.view(torch.int32),
+        out,
+        len(out),
+        part.num_tiles,
+        out.stride(0),
+        K=x.shape[1],
+        UNITS=part.num_units,
+        MT=shape.tiles,
+        NT=shape.row_tiles,
+        FORMAT=FORMATS[part.format],
+        BLOCKS=part.block_scale is not None,
+        DIVIDES=part.divides,
+        ROW_NUMBERS=part.number.shape[1] > 1,
+        SPAN=2 if swiglu else 1,
+        STAGES=shape.stages,
+        PDL=pdl,
+        num_warps=shape.warps,
+        launch_pdl=pdl,
+    )
 
 
 def _pack_part(number: int, part: Any, first_column: int) -> Packed:

@@ -1,0 +1,332 @@
+"""The inner product of the packed weights' kernels: one warp's units, and the sum over warps. Gluon.
+
+Every tensor of a warp's step is [warps * 32, 4]: a row for a lane, four 32-bit registers in it; which element of a
+matrix each is follows from packing.py and mma.m16n8k16. So all loads are 16 bytes a lane, nothing moves between lanes,
+and the unpacking, which is elementwise, is written in PTX, two weights at a time.
+"""
+
+# ruff: noqa: RUF005 - Triton compiles no unpacking of tuples
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
+
+from pilotfish.kernels.cuda.packing import UNIT_BYTES, Format
+
+NVFP4 = gl.constexpr(0)
+FP8 = gl.constexpr(1)
+BF16 = gl.constexpr(2)
+FORMATS = {Format.NVFP4: NVFP4, Format.FP8: FP8, Format.BF16: BF16}
+
+UNIT_WORDS = tuple(UNIT_BYTES[format] // 4 for format in FORMATS)
+NVFP4_WORDS, FP8_WORDS, BF16_WORDS = (gl.constexpr(words) for words in UNIT_WORDS)
+
+# e2m1 * 2^-126 times scale * 2^118: what the sum must be multiplied by
+NVFP4_RESCALE = gl.constexpr(256.0)
+
+
+def _nvfp4_asm(row_half: int) -> str:
+    """Codes $16..$19, four words, and the lane's scale bytes $20 (all four registers hold it) to $0..$15."""
+    lines = [".reg .b32 s<2>, t, u, z;", "mov.b32 z, 0x80008000;"]
+    for half in range(2):
+        # the byte b to 0x00bb00bb, then to the bf16 pair whose exponent and mantissa it is, times 2^118
+        byte = 2 * row_half + half
+        lines += [f"prmt.b32 t, $20, 0, 0x4{byte}4{byte};", f"mad.lo.u32 s{half}, t, 16, 0x70007000;"]
+    for word in range(4):
+        source, out, scale = f"${16 + word}", 4 * word, f"s{word // 2}"
+        lines += [
+            f"and.b32 ${out}, {source}, 0x81C081C0;",
+            f"shf.r.wrap.b32 t, {source}, {source}, 4;",
+            f"and.b32 ${out + 1}, t, 0x81C081C0;",
+            f"shl.b32 t, {source}, 6;",
+            f"and.b32 ${out + 2}, t, 0x81C081C0;",
+            f"shl.b32 t, {source}, 2;",
+            "and.b32 t, t, 0x80C080C0;",
+            f"shr.u32 u, {source}, 6;",
+            f"lop3.b32 ${out + 3}, u, 0x01000100, t, 0xEA;",
+        ]
+        # a product by fma with -0: mul.bf16x2 needs sm_90
+        lines += [f"fma.rn.bf16x2 ${out + pair}, ${out + pair}, {scale}, z;" for pair in range(4)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _fp8_asm() -> str:
+    """Codes $8..$11, four words, to $0..$7."""
+    lines = [".reg .b32 t, u, s, z;", "mov.b32 s, 0x7B807B80;", "mov.b32 z, 0x80008000;"]  # 2^120
+    for word in range(4):
+        source, out = f"${8 + word}", 2 * word
+        lines += [
+            f"and.b32 ${out}, {source}, 0x87F087F0;",
+            f"shl.b32 t, {source}, 4;",
+            "and.b32 t, t, 0x80F080F0;",
+            f"shr.u32 u, {source}, 4;",
+            f"lop3.b32 ${out + 1}, u, 0x07000700, t, 0xEA;",
+        ]
+        lines += [f"fma.rn.bf16x2 ${out + pair}, ${out + pair}, s, z;" for pair in range(2)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _mma_asm() -> str:
+    """Two steps of 16 columns: rows g $4..$7, rows g + 8 $8..$11, x $12..$15, the sum so far $16..$19, out $0..$3."""
+    mma = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    out = "{$0,$1,$2,$3}"
+    return (
+        f"{mma} {out}, {{$4,$8,$5,$9}}, {{$12,$13}}, {{$16,$17,$18,$19}};\n"
+        f"{mma} {out}, {{$6,$10,$7,$11}}, {{$14,$15}}, {out};"
+    )
+
+
+def _constraints(outs: int, ins: int, kind: str = "r") -> str:
+    return ",".join([f"=&{kind}"] * outs + ["r"] * ins)
+
+
+NVFP4_ASM = tuple(gl.constexpr(_nvfp4_asm(half)) for half in range(2))
+NVFP4_LOW, NVFP4_HIGH = NVFP4_ASM
+NVFP4_CONSTRAINTS = gl.constexpr(_constraints(16, 8))
+FP8_ASM = gl.constexpr(_fp8_asm())
+FP8_CONSTRAINTS = gl.constexpr(_constraints(8, 4))
+MMA_ASM = gl.constexpr(_mma_asm())
+MMA_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
+
+
+@gluon.jit
+def _load_unit(data, offsets, lane, FORMAT: gl.constexpr):
+    """A unit's registers: loads of 4 words a lane, rows g before rows g + 8; NVFP4 with a word of scales last."""
+    loads: gl.constexpr = 2 if FORMAT == NVFP4 else (4 if FORMAT == FP8 else 8)
+    unit = ()
+    for load in gl.static_range(loads):
+        unit = unit + (gl.load(data + (offsets + load * 128), eviction_policy="evict_first"),)
+    if FORMAT == NVFP4:
+        scales = gl.load(data + (lane + 256), eviction_policy="evict_first")
+        unit = unit + (scales[:, None],)
+    return unit
+
+
+@gluon.jit
+def _unpack(unit, ROW_HALF: gl.constexpr, FORMAT: gl.constexpr):
+    """Four tensors, one for each load of x: the pairs of bf16 weights that meet it."""
+    if FORMAT == NVFP4:
+        asm: gl.constexpr = NVFP4_LOW if ROW_HALF == 0 else NVFP4_HIGH
+        out = gl.inline_asm_elementwise(
+            asm,
+            NVFP4_CONSTRAINTS,
+            [unit[ROW_HALF], unit[2]],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+            is_pure=True,
+            pack=4,
+        )
+        return out
+    elif FORMAT == FP8:
+        low = gl.inline_asm_elementwise(
+            FP8_ASM, FP8_CONSTRAINTS, [unit[2 * ROW_HALF]], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
+        )
+        high = gl.inline_asm_elementwise(
+            FP8_ASM, FP8_CONSTRAINTS, [unit[2 * ROW_HALF + 1]], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
+        )
+        return low + high
+    else:
+        return unit[4 * ROW_HALF : 4 * ROW_HALF + 4]
+
+
+@gluon.jit
+def _load_x(x, offsets, masks, columns, step, NT: gl.constexpr, WARPS: gl.constexpr, K: gl.constexpr):
+    """Four loads of 16 bytes a lane for each tile of 8 rows of x, at one step."""
+    out = ()
+    for n in gl.static_range(NT):
+        for t in gl.static_range(4):
+            # word of a row: 64 a unit, 32 a half, 4 an octet
+            word = step * (WARPS * 64) + (t // 2) * 32 + (t % 2) * 4
+            mask = masks[n]
+            if K % 128 != 0:
+                mask = mask & (columns + word < K // 2)
+            out = out + (gl.load(x + (offsets[n] + word), mask=mask, other=0),)
+    return out
+
+
+@gluon.jit
+def _multiply(
+    units, xs, totals, scales, MT: gl.constexpr, NT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Adds one step's products to the MT * NT sums."""
+    out = ()
+    for m in gl.static_range(MT):
+        low = _unpack(units[m], 0, FORMAT)
+        high = _unpack(units[m], 1, FORMAT)
+        for n in gl.static_range(NT):
+            total = totals[m * NT + n]
+            part = gl.zeros_like(total) if BLOCKS else total
+            for t in gl.static_range(4):
+                part = gl.inline_asm_elementwise(
+                    MMA_ASM,
+                    MMA_CONSTRAINTS,
+                    [low[t], high[t], xs[n * 4 + t], part],
+                    dtype=gl.float32,
+                    is_pure=False,
+                    pack=4,
+                )
+            if BLOCKS:
+                part = gl.fma(part, scales[m], total)
+            out = out + (part,)
+    return out
+
+
+@gluon.jit
+def products(
+    data,
+    block_scale,
+    x,
+    x_offsets,
+    x_masks,
+    tiles,
+    K: gl.constexpr,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WAIT: gl.constexpr,
+):
+    """Sums of each warp's units, MT * NT tensors fp32 [warps * 32, 4], tile by tile: mma's accumulators.
+
+    data int32, x int32 (two bf16 each); x_offsets, x_masks: for each of NT tiles of 8 rows of x, where a lane's row g
+    begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles. STAGES units a tile are on
+    their way while one is multiplied. With WAIT weights are asked for before the wait for what writes x.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    words: gl.constexpr = NVFP4_WORDS if FORMAT == NVFP4 else (FP8_WORDS if FORMAT == FP8 else BF16_WORDS)
+    steps: gl.constexpr = UNITS // WARPS
+    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
+    warp = thread // 32
+    lane = thread % 32
+    word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    load_offsets = (warp * words + lane * 4)[:, None] + word
+    scale_offsets = warp * words + lane
+    columns = (warp * 64 + (lane % 4) * 8)[:, None] + word
+    x_words = ()
+    x_there = ()
+    for n in gl.static_range(NT):
+        x_words = x_words + (x_offsets[n][:, None] + columns,)
+        x_there = x_there + ((x_masks[n][:, None] & (word >= 0)),)
+    bases = ()
+    block_scales = ()
+    for m in gl.static_range(MT):
+        bases = bases + (data + tiles[m].to(gl.int64) * (UNITS * words),)
+        block_scales = block_scales + (block_scale + tiles[m] * UNITS,)
+
+    stages = ()
+    for s in gl.static_range(STAGES):
+        stages = stages + (
+            _load_step(bases, block_scales, load_offsets, scale_offsets, warp, s, words, MT, FORMAT, BLOCKS, WARPS),
+        )
+    totals = ()
+    for _ in gl.static_range(MT * NT):
+        totals = totals + (gl.zeros([WARPS * 32, 4], gl.float32, layout),)
+    if WAIT:
+        gdc_wait()
+    xs = _load_x(x, x_words, x_there, columns, 0, NT, WARPS, K)
+    # whole groups of STAGES steps in a loop, if more than one of them, and the rest written out
+    groups: gl.constexpr = (steps - STAGES) // STAGES
+    looped: gl.constexpr = groups * STAGES if groups > 1 else 0
+    if looped > 0:
+        for group in range(0, groups):
+            for s in gl.static_range(STAGES):
+                step = group * STAGES + s
+                following = _load_x(x, x_words, x_there, columns, step + 1, NT, WARPS, K)
+                totals = _multiply(stages[0][0], xs, totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
+                loaded = _load_step(
+                    bases,
+                    block_scales,
+                    load_offsets,
+                    scale_offsets,
+                    warp,
+                    step + STAGES,
+                    words,
+                    MT,
+                    FORMAT,
+                    BLOCKS,
+                    WARPS,
+                )
+                stages = stages[1:] + (loaded,)
+                xs = following
+    for step in gl.static_range(looped, steps):
+        following = xs
+        if step + 1 < steps:
+            following = _load_x(x, x_words, x_there, columns, step + 1, NT, WARPS, K)
+        totals = _multiply(stages[0][0], xs, totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
+        xs = following
+        if step + STAGES < steps:
+            loaded = _load_step(
+                bases, block_scales, load_offsets, scale_offsets, warp, step + STAGES, words, MT, FORMAT, BLOCKS, WARPS
+            )
+            stages = stages[1:] + (loaded,)
+        else:
+            stages = stages[1:]
+    return totals
+
+
+@gluon.jit
+def _load_step(
+    bases,
+    block_scales,
+    load_offsets,
+    scale_offsets,
+    warp,
+    step,
+    WORDS: gl.constexpr,
+    MT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """A step's units of MT tiles, and their block scales if there are such."""
+    units = ()
+    scales = ()
+    for m in gl.static_range(MT):
+        units = units + (_load_unit(bases[m] + step * (WARPS * WORDS), load_offsets, scale_offsets, FORMAT),)
+        if BLOCKS:
+            scales = scales + (gl.load(block_scales[m] + (warp + step * WARPS))[:, None],)
+    return (units, scales)
+
+
+@gluon.jit
+def over_warps(total, WARPS: gl.constexpr):
+    """The sum of the warps' tensors in order, fp32 [128]: element 64 c + 32 r + lane is row g + 8 r of the tile and
+    row 2 q + c of x's."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ordered = gl.reshape(gl.permute(gl.reshape(total, [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
+    memory = gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered)
+    out = memory.slice(0, 1).load(row)
+    for warp in gl.static_range(1, WARPS):
+        out = out + memory.slice(warp, 1).load(row)
+    return gl.convert_layout(gl.reshape(out, [128]), flat, assert_trivial=True)
+
+
+@gluon.jit
+def load_factor(number, tile, feature, ROW_NUMBERS: gl.constexpr):
+    """The number of a tile, or those of its rows; fp32 as `feature`."""
+    if ROW_NUMBERS:
+        return gl.load(number + tile * 16 + feature)
+    else:
+        return gl.load(number + (tile + feature * 0))
+
+
+@gluon.jit
+def scaled(total, factor, FORMAT: gl.constexpr, DIVIDES: gl.constexpr):
+    """A sum under the weight's own number."""
+    if FORMAT == NVFP4:
+        total = total * NVFP4_RESCALE
+    if DIVIDES:
+        return gl.div_rn(total, factor)
+    else:
+        return total * factor
+
+
+@gluon.jit
+def silu(x):
+    return x / (1.0 + gl.exp(-x))
