@@ -72,7 +72,7 @@ class GrammarLibrary:
         """Raises RequestError if the grammar is malformed, beyond the library's limits, or there is no tokenizer."""
         try:
             source = _source(grammar)
-        except ValueError as error:
+        except Exception as error:  # the library's converters raise plain Exception
             raise RequestError(f"{grammar.kind}: {error}") from None
         matcher = LLMatcher(self._tokenizer(eos_token_ids), source, log_level=0)
         if matcher.is_error():
@@ -93,7 +93,7 @@ class GrammarLibrary:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar in the library's own form. Raises ValueError."""
+    """The grammar in the library's own form."""
     if grammar.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_OPTIONS)
     if grammar.kind == "json_object":

@@ -85,5 +85,6 @@ def _constraint(param: str, key: str, value: Any) -> tuple[Any, str] | None:
             raise BadRequest("Want a list of at least one string.", param=param)
         return "choice", json.dumps(value)
     if not isinstance(value, str) or not value:
-        raise BadRequest(f"Want a string, got {type(value).__name__}.", param=param)
+        given = "an empty one" if value == "" else type(value).__name__
+        raise BadRequest(f"Want a string, got {given}.", param=param)
     return key, value

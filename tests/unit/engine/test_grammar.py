@@ -90,6 +90,8 @@ class TestMasks:
         (Grammar(kind="json_schema", source='{"type": "nonsense"}'), "json_schema"),
         (Grammar(kind="regex", source="(unclosed"), "regex"),
         (Grammar(kind="grammar", source="start: missing_rule"), "grammar"),
+        (Grammar(kind="grammar", source="root ::= root root | nowhere"), "grammar"),
+        (Grammar(kind="grammar", source=""), "grammar"),
         (Grammar(kind="choice", source="[]"), "choice"),
     ],
 )
