@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 MODEL ?= demo/model
 K ?= 3
 PORT ?= 8000
+SEED ?= 1
 
-.PHONY: demo serve test check bench audit gpu-test gpu-bench clean
+.PHONY: demo serve test check bench audit fuzz soak gpu-test gpu-bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +33,10 @@ bench: $(VENV)/.installed
 
 audit: $(VENV)/.installed
 	$(BIN)/pilotfish audit $(MODEL)
+
+fuzz: $(VENV)/.installed  ## hostile requests to the server, on the scripted engine, and on the model
+	$(BIN)/python -m tests.fuzz.campaign --requests 10000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.campaign --requests 1000 --seed $(SEED) --model $(MODEL)
 
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
