@@ -1,24 +1,301 @@
 """GatedDeltaNet over a decode window: replay of accepted rows, one store of the state, then the window itself.
 
 What a window leaves pending is its rows of the projection (u | b | a, bf16): replay convolves, norms and steps them
-again, through the same instructions, so a replayed state has the bits it had inside the window.
-B = sequences, W = window rows, R = B * W, row r belongs to sequence r // W. S = slots, C = convolution channels
-(q | k | v), J = taps, Hk / Hv = key / value heads; value head j reads key head j // (Hv / Hk).
+again, by one loop over accepted and window rows whose code is the same for every (B, W), so a replayed state has the
+bits it had inside the window.
+
+Two launches. `_rows_kernel`: one program for 8 WARPS columns of a head's state, which are independent of the others.
+It first convolves, norms and gates all its rows at once, into scratch, then steps through them with the state in
+registers; a step has no barrier. `_finish_kernel`: the gated norm, which needs whole heads, and, once nobody reads them
+any more, the history and the pending rows.
+Bytes: the state, read and written once (2 * 4 Hv dk dv a sequence), beside which the rest is small.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pilotfish.kernels.activation import sigmoid, silu, softplus
 from pilotfish.kernels.conv import causal_conv
 from pilotfish.kernels.delta_net import delta_read, delta_step
 from pilotfish.kernels.norm import l2_norm, rms_norm
 
+TAPS = 4
+WARPS = 4
+"""Warps of a program; each holds 8 columns of the state and all their rows, so that no sum over dk crosses warps."""
+_HISTORY = tl.constexpr(TAPS - 1)
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _mixed(rows, columns, weight, C: tl.constexpr, mask):
+    """silu(conv) of channels: `rows` are the pointers of the inputs, oldest first."""
+    x = tl.load(rows[0] + columns, mask, other=0.0).to(tl.float32) * tl.load(weight + columns)
+    x = tl.fma(tl.load(rows[1] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + C + columns), x)
+    x = tl.fma(tl.load(rows[2] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + 2 * C + columns), x)
+    x = tl.fma(tl.load(rows[3] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + 3 * C + columns), x)
+    return _silu(x)
+
+
+@triton.jit
+def _dot_rows(a, b, x, y):
+    """Sum over dk of (a | b) * (x | y): registers first, then lanes."""
+    return tl.sum(tl.sum(a * x, 0, keep_dims=True) + tl.sum(b * y, 0, keep_dims=True), 2, keep_dims=True)
+
+
+@triton.jit
+def _operands(row, gates, k_columns, q_columns, v_columns, DK: tl.constexpr):
+    """k and q in halves, v, beta and decay of a row."""
+    return (
+        tl.load(row + k_columns),
+        tl.load(row + k_columns + DK // 2),
+        tl.load(row + q_columns),
+        tl.load(row + q_columns + DK // 2),
+        tl.load(row + v_columns),
+        tl.load(gates),
+        tl.load(gates + 1),
+    )
+
+
+@triton.jit(do_not_specialize=["W"])
+def _rows_kernel(
+    projected,
+    slots,
+    counts,
+    state,
+    history,
+    pending,
+    conv_weight,
+    decay_rate,
+    dt_bias,
+    mixed,
+    gates,
+    read,
+    W,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    MOST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    COLUMNS: tl.constexpr = C + HV * DV + 2 * HV
+    HELD: tl.constexpr = C + 2 * HV
+    BLOCK_V: tl.constexpr = 8 * GROUPS
+    TILES: tl.constexpr = DV // BLOCK_V
+    tile = tl.program_id(0) % TILES
+    head = tl.program_id(0) // TILES % HV
+    b = tl.program_id(0) // (TILES * HV)
+    q_first = head // (HV // HK) * DK
+    k_first = HK * DK + q_first
+    v_first = 2 * HK * DK + head * DV + tile * BLOCK_V
+    rate, bias = tl.load(decay_rate + head), tl.load(dt_bias + head)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    slot = tl.load(slots + b).to(tl.int64)
+    # a null slot may hold anything
+    count = tl.minimum(tl.maximum(tl.load(counts + slot).to(tl.int32), 0), MOST)
+    # The state in two halves of axes (DK / 32, GROUPS, 16, 8). The compiler deals registers, lanes and warps out to axes
+    # by their contiguity: a warp shall have one group, its lanes the 16 and the 8 by fours. Only the last axis is
+    # contiguous; the other hints are not true of the memory, they put the axes in that order in every release.
+    high = tl.arange(0, DK // 32)[:, None, None, None]
+    group = tl.arange(0, GROUPS)[None, :, None, None]
+    low = tl.arange(0, 16)[None, None, :, None]
+    column = tl.arange(0, 8)[None, None, None, :]
+    i = high * 16 + low
+    j = group * 8 + column
+    cells = state + (slot * HV + head) * (DK * DV) + tile * BLOCK_V
+    cells_a = tl.max_contiguous(cells + (i * DV + j), [1, 2, 4, 8])
+    cells_b = tl.max_contiguous(cells + ((i + DK // 2) * DV + j), [1, 2, 4, 8])
+    sa, sb = tl.load(cells_a), tl.load(cells_b)
+
+    # q, k and v of all rows, a row a warp; the programs of a head write the same values to the same places
+    old = history + slot * (_HISTORY * C)
+    accepted = pending + slot * (MOST * HELD)
+    window = projected + (b * W).to(tl.int64) * COLUMNS
+    mixed += b.to(tl.int64) * (2 * MOST * C)
+    gates += b * (2 * MOST * HV * 2) + head * 2
+    for first in range(0, count + W, GROUPS):
+        t = first + tl.arange(0, GROUPS)[:, None]
+        mask = t < count + W
+        inputs = (
+            tl.where(
+                t < 3,
+                old + t * C,
+                tl.where(t - 3 < count, accepted + (t - 3) * HELD, window + (t - 3 - count) * COLUMNS),
+            ),
+            tl.where(
+                t < 2,
+                old + (t + 1) * C,
+                tl.where(t - 2 < count, accepted + (t - 2) * HELD, window + (t - 2 - count) * COLUMNS),
+            ),
+            tl.where(
+                t < 1,
+                old + (t + 2) * C,
+                tl.where(t - 1 < count, accepted + (t - 1) * HELD, window + (t - 1 - count) * COLUMNS),
+            ),
+            tl.where(t < count, accepted + t * HELD, window + (t - count) * COLUMNS),
+        )
+        # as wide as the rows, so that taps and inputs lie in the same lanes
+        d = t * 0 + tl.arange(0, DK)[None, :]
+        own_v = t * 0 + tl.arange(0, BLOCK_V)[None, :]
+        q = _mixed(inputs, q_first + d, conv_weight, C, mask)
+        k = _mixed(inputs, k_first + d, conv_weight, C, mask)
+        v = _mixed(inputs, v_first + own_v, conv_weight, C, mask)
+        q = q * (tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + 1e-6) * DK**-0.5)
+        k = k * tl.rsqrt(tl.sum(k * k, 1, keep_dims=True) + 1e-6)
+        tl.store(mixed + t * C + q_first + d, q, mask)
+        tl.store(mixed + t * C + k_first + d, k, mask)
+        tl.store(mixed + t * C + v_first + own_v, v, mask)
+        own = inputs[3] + head + tl.where(t < count, C, C + HV * DV)
+        beta = tl.load(own, mask, other=0.0).to(tl.float32)
+        a = tl.load(own + HV, mask, other=0.0).to(tl.float32) + bias
+        softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+        tl.store(gates + t * (2 * HV), 1.0 / (1.0 + tl.exp(-beta)), mask)
+        tl.store(gates + t * (2 * HV) + 1, tl.exp(rate * softplus), mask)
+    tl.debug_barrier()
+
+    # the one step of replay and window
+    ia = tl.arange(0, DK // 32)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    jv = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    out = read + (b * W * HV + head).to(tl.int64) * DV + tile * BLOCK_V
+    places = tl.max_contiguous(out + (low * DV + j), [1, 2, 4, 8])
+    ka, kb, qa, qb, v, beta, decay = _operands(mixed, gates, k_first + ia, q_first + ia, v_first + jv, DK)
+    for t in range(0, count + W):
+        if (t == count) & (count > 0):
+            tl.store(cells_a, sa)
+            tl.store(cells_b, sb)
+        # the next row's operands, on their way while this one's step runs
+        after = tl.minimum(t + 1, count + W - 1)
+        row, own = mixed + after * C, gates + after * (2 * HV)
+        next_ka, next_kb, next_qa, next_qb, next_v, next_beta, next_decay = _operands(
+            row, own, k_first + ia, q_first + ia, v_first + jv, DK
+        )
+        k4a, k4b = ka[:, None, :, None], kb[:, None, :, None]
+        sa, sb = sa * decay, sb * decay
+        delta = (v[None, :, None, :] - _dot_rows(sa, sb, k4a, k4b)) * beta
+        sa, sb = tl.fma(k4a, delta, sa), tl.fma(k4b, delta, sb)
+        if t >= count:
+            o = _dot_rows(sa, sb, qa[:, None, :, None], qb[:, None, :, None])
+            tl.store(
+                tl.max_contiguous(places + (t - count) * (HV * DV), [1, 2, 4, 8]),
+                tl.broadcast_to(o, (1, GROUPS, 16, 8)),
+                low == 0,
+            )
+        ka, kb, qa, qb, v, beta, decay = next_ka, next_kb, next_qa, next_qb, next_v, next_beta, next_decay
+
+
+@triton.jit(do_not_specialize=["W"])
+def _finish_kernel(
+    projected,
+    slots,
+    counts,
+    history,
+    pending,
+    gate_norm,
+    read,
+    out,
+    eps,
+    W,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for the channels of one head of q, k or v of a sequence, and that value head's output."""
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    COLUMNS: tl.constexpr = C + HV * DV + 2 * HV
+    PARTS: tl.constexpr = 2 * HK + HV
+    part = tl.program_id(0) % PARTS
+    b = tl.program_id(0) // PARTS
+    head = part - 2 * HK
+    d = tl.arange(0, BLOCK)
+    w = tl.arange(0, ROWS)[:, None]
+    live = d < tl.where(head < 0, DK, DV)
+    norm = tl.load(gate_norm + d, d < DV, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    slot = tl.load(slots + b).to(tl.int64)
+    count = tl.minimum(tl.maximum(tl.load(counts + slot).to(tl.int32), 0), MOST)
+    column = tl.where(head < 0, part * DK, 2 * HK * DK + head * DV)
+    source = projected + (b * W).to(tl.int64) * COLUMNS
+    target = pending + slot * (MOST * (C + 2 * HV))
+    old = history + slot * (_HISTORY * C)
+    mask = (w < W) & live[None, :]
+    u = tl.load(source + w * COLUMNS + column + d, mask, other=0.0)
+    # the newest inputs of history and accepted rows, one after the other
+    tap = tl.arange(0, _HISTORY + 1)[:, None]
+    order = count + tap
+    kept = (tap < _HISTORY) & live[None, :]
+    earlier = tl.load(old + order * C + column + d, kept & (order < _HISTORY), other=0.0)
+    later = tl.load(target + (order - _HISTORY) * (C + 2 * HV) + column + d, kept & (order >= _HISTORY), other=0.0)
+    newest = tl.where(order < _HISTORY, earlier, later)
+    # nothing is overwritten before every thread has read what it moves
+    tl.debug_barrier()
+    tl.store(old + tap * C + column + d, newest, kept)
+    tl.store(target + w * (C + 2 * HV) + column + d, u, mask)
+    if head >= 0:
+        gates = source + w * COLUMNS + C + HV * DV + head
+        own = target + w * (C + 2 * HV) + C + head
+        tl.store(own, tl.load(gates, w < W, other=0.0), w < W)
+        tl.store(own + HV, tl.load(gates + HV, w < W, other=0.0), w < W)
+        cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
+        o = tl.load(read + cells, mask, other=0.0)
+        z = tl.load(source + w * COLUMNS + C + head * DV + d, mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
+        tl.store(out + cells, (o * scale[:, None] * norm[None, :] * _silu(z)).to(out.dtype.element_ty), mask)
+
 
 def pending_width(num_channels: int, num_value_heads: int) -> int:
     """Values of one pending row: u, b and a."""
     return num_channels + 2 * num_value_heads
+
+
+@dataclass(frozen=True)
+class DeltaScratch:
+    """What a layer's window needs besides its operands; one for all layers.
+
+    mixed fp32 [B, 2 W_max, C] and gates fp32 [B, 2 W_max, Hv, 2] hold convolved rows, beta and decay; read fp32
+    [R, Hv dv] what the recurrence put out.
+    """
+
+    mixed: torch.Tensor
+    gates: torch.Tensor
+    read: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, max_rows: int, max_sequences: int, max_width: int, channels: int, heads: int, dv: int, device: torch.device
+    ) -> DeltaScratch:
+        rows = (max_sequences, 2 * max_width)
+        return cls(
+            torch.zeros((*rows, channels), device=device),
+            torch.zeros((*rows, heads, 2), device=device),
+            torch.zeros((max_rows, heads * dv), device=device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.mixed.nbytes + self.gates.nbytes + self.read.nbytes
 
 
 def gdn_window(
@@ -34,12 +311,11 @@ def gdn_window(
     gate_norm: torch.Tensor,
     eps: float,
     width: int,
-    read: torch.Tensor,
+    scratch: DeltaScratch,
     out: torch.Tensor,
-    *,
-    launch_pdl: bool = False,
+    pdl: bool = False,
 ) -> None:
-    """One linear layer's mixer between its two products; changes state, history, pending, read and out.
+    """One linear layer's mixer between its two products; changes state, history, pending, scratch and out.
 
     projected  bf16 [>= R, C + Hv dv + 2 Hv]: u | z | b | a of the window's rows
     slots      int32 [B]; slot 0 may repeat (padding), others may not
@@ -48,13 +324,58 @@ def gdn_window(
     history    bf16 [S, J-1, C]: likewise
     pending    bf16 [S, W_max, pending_width]: accepted rows in; the window's rows out, in [:W]
     conv_weight fp32 [J, C], decay_rate (-exp(A_log)) and dt_bias fp32 [Hv], gate_norm fp32 [dv]
-    read       fp32 [>= R, Hv dv], scratch
     out        bf16 [>= R, Hv dv]: the gated norm's output
     """
-    gdn_window_reference(
-        projected, slots, counts, state, history, pending, conv_weight, decay_rate, dt_bias, gate_norm, eps, width,
-        read, out,
+    _, heads, dk, dv = state.shape
+    channels, most, batch = history.shape[2], pending.shape[1], len(slots)
+    key_heads = (channels - heads * dv) // (2 * dk)
+    _check(projected, state, history, pending, conv_weight, scratch, out, batch, width)
+    warps = min(WARPS, dv // 8)
+    sizes = {"HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "MOST": most, "PDL": pdl}
+    options = {"launch_pdl": True} if pdl else {}
+    _rows_kernel[(batch * heads * (dv // (8 * warps)),)](
+        projected, slots, counts, state, history, pending, conv_weight, decay_rate, dt_bias,
+        scratch.mixed, scratch.gates, scratch.read, width,
+        GROUPS=warps, num_warps=warps, **sizes, **options,
     )  # fmt: skip
+    _finish_kernel[(batch * (2 * key_heads + heads),)](
+        projected, slots, counts, history, pending, gate_norm, scratch.read, out, eps, width,
+        ROWS=triton.next_power_of_2(most), BLOCK=max(dk, dv), num_warps=4, **sizes, **options,
+    )  # fmt: skip
+
+
+def check_sizes(key_heads: int, heads: int, dk: int, dv: int, taps: int) -> None:
+    """Raises ValueError naming the first size that the kernels do not hold."""
+    for name, value in (("linear_key_head_dim", dk), ("linear_value_head_dim", dv)):
+        if value not in (32, 64, 128, 256):
+            raise ValueError(f"{name}: the GPU kernels want 32, 64, 128 or 256, got {value}")
+    if taps != TAPS:
+        raise ValueError(f"linear_conv_kernel_dim: the GPU kernels want {TAPS}, got {taps}")
+    if heads % key_heads:
+        raise ValueError(f"linear_num_value_heads: want a multiple of {key_heads}, got {heads}")
+
+
+def _check(
+    projected: torch.Tensor,
+    state: torch.Tensor,
+    history: torch.Tensor,
+    pending: torch.Tensor,
+    conv_weight: torch.Tensor,
+    scratch: DeltaScratch,
+    out: torch.Tensor,
+    batch: int,
+    width: int,
+) -> None:
+    num_slots, heads, _, dv = state.shape
+    channels, most, values = history.shape[2], pending.shape[1], heads * dv
+    assert history.shape == (num_slots, TAPS - 1, channels) and conv_weight.shape == (TAPS, channels)
+    assert pending.shape == (num_slots, most, pending_width(channels, heads)) and 1 <= width <= most
+    assert state.dtype == conv_weight.dtype == torch.float32
+    assert projected.dtype == history.dtype == pending.dtype == out.dtype
+    assert projected.shape[1] == channels + values + 2 * heads and out.shape[1] == values
+    assert min(len(projected), len(scratch.read), len(out)) >= batch * width
+    assert len(scratch.mixed) >= batch and scratch.mixed.shape[1:] == (2 * most, channels)
+    assert all(t.is_contiguous() for t in (conv_weight, state, history, pending, projected, out))
 
 
 def gdn_window_reference(
@@ -70,7 +391,6 @@ def gdn_window_reference(
     gate_norm: torch.Tensor,
     eps: float,
     width: int,
-    read: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """`gdn_window` in plain torch, without a wait for the device."""
@@ -100,8 +420,7 @@ def gdn_window_reference(
         reads.append(delta_read(after, q[:, t, :, :, None]))
     own = count[:, None] + torch.arange(width, device=state.device)
     window = torch.stack(reads, dim=1).gather(1, own[..., None, None].expand(-1, -1, heads, dv))
-    read[:num_rows] = window.reshape(num_rows, -1)
-    normed = rms_norm(read[:num_rows].view(num_rows, heads, dv), gate_norm, eps, torch.float32)
+    normed = rms_norm(window.flatten(0, 1), gate_norm, eps, torch.float32)
     out[:num_rows] = (normed.flatten(1) * silu(z.float())).to(out.dtype)
 
     newest = count[:, None] + torch.arange(history.shape[1], device=state.device)

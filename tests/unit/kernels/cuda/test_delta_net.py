@@ -9,7 +9,7 @@ import torch
 from pilotfish.engine.cache.tensors import Pending, RecurrentState
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.window import Window
-from pilotfish.kernels.cuda.delta_net import gdn_window_reference, pending_width
+from pilotfish.kernels.cuda.delta_net import DeltaScratch, gdn_window_reference, pending_width
 from pilotfish.kernels.rope import inverse_frequencies
 
 NAN = float("nan")
@@ -78,11 +78,20 @@ class Layer:
         self.cpu.pending.store(slots, [rows])
         return out
 
-    def step(self, function, projected, slots, counts, width):
+    def step(self, projected, slots, counts, width, function=None):
+        """The window kernel's round, or its reference's."""
         heads, dv = self.sizes[1], self.sizes[3]
-        read, out = (torch.full((len(projected), heads * dv), NAN, dtype=t) for t in (torch.float32, self.dtype))
+        out = torch.full((len(projected), heads * dv), NAN, dtype=self.dtype)
         slots, counts = torch.tensor(slots, dtype=torch.int32), torch.tensor(counts)
-        function(projected, slots, counts, *self.memory, *self.weights, EPS, width, read, out)
+        operands = (projected, slots, counts, *self.memory, *self.weights, EPS, width)
+        if function is None:
+            gdn_window_reference(*operands, out)
+            return out
+        shape = (len(projected), len(slots), self.most, self.channels, heads, dv)
+        scratch = DeltaScratch.empty(*shape, torch.device("cpu"))
+        for buffer in (scratch.mixed, scratch.gates, scratch.read):
+            buffer.fill_(NAN)
+        function(*operands, scratch, out)
         return out
 
 
@@ -104,7 +113,7 @@ def test_the_reference_is_the_layer_of_the_cpu_path(key_heads, heads, dk, dv):
         num_rows = len(slots) * width
         projected = draw(num_rows + -num_rows % 8, layer.num_columns, seed=20 + number)
         wanted = layer.step_cpu(projected, slots, counts, width)
-        got = layer.step(gdn_window_reference, projected, slots, counts, width)
+        got = layer.step(projected, slots, counts, width)
         torch.testing.assert_close(got[:num_rows], wanted[:num_rows], rtol=1e-5, atol=1e-6)
         state, history, _ = layer.memory
         torch.testing.assert_close(state, layer.cpu.s[0], rtol=1e-5, atol=1e-6)
