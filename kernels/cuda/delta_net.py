@@ -37,6 +37,14 @@ def _silu(x):
 
 
 @triton.jit
+def _source(t, old, accepted, window, count, C: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the inputs of time t are: in the history (t < 0), the accepted rows or the window."""
+    return tl.where(
+        t < 0, old + (t + _HISTORY) * C, tl.where(t < count, accepted + t * HELD, window + (t - count) * COLUMNS)
+    )
+
+
+@triton.jit
 def _mixed(rows, columns, weight, C: tl.constexpr, mask):
     """silu(conv) of channels: `rows` are the pointers of the inputs, oldest first."""
     x = tl.load(rows[0] + columns, mask, other=0.0).to(tl.float32) * tl.load(weight + columns)
@@ -108,8 +116,8 @@ def _rows_kernel(
     slot = tl.load(slots + b).to(tl.int64)
     # a null slot may hold anything
     count = tl.minimum(tl.maximum(tl.load(counts + slot).to(tl.int32), 0), MOST)
-    # The state in two halves of axes (DK / 32, GROUPS, 16, 8). The compiler deals registers, lanes and warps out to axes
-    # by their contiguity: a warp shall have one group, its lanes the 16 and the 8 by fours. Only the last axis is
+    # The state in two halves of axes (DK / 32, GROUPS, 16, 8). The compiler deals registers, lanes and warps out to the
+    # axes by their contiguity: a warp shall have one group, its lanes the 16 and the 8 by fours. Only the last axis is
     # contiguous; the other hints are not true of the memory, they put the axes in that order in every release.
     high = tl.arange(0, DK // 32)[:, None, None, None]
     group = tl.arange(0, GROUPS)[None, :, None, None]
@@ -132,22 +140,10 @@ def _rows_kernel(
         t = first + tl.arange(0, GROUPS)[:, None]
         mask = t < count + W
         inputs = (
-            tl.where(
-                t < 3,
-                old + t * C,
-                tl.where(t - 3 < count, accepted + (t - 3) * HELD, window + (t - 3 - count) * COLUMNS),
-            ),
-            tl.where(
-                t < 2,
-                old + (t + 1) * C,
-                tl.where(t - 2 < count, accepted + (t - 2) * HELD, window + (t - 2 - count) * COLUMNS),
-            ),
-            tl.where(
-                t < 1,
-                old + (t + 2) * C,
-                tl.where(t - 1 < count, accepted + (t - 1) * HELD, window + (t - 1 - count) * COLUMNS),
-            ),
-            tl.where(t < count, accepted + t * HELD, window + (t - count) * COLUMNS),
+            _source(t - 3, old, accepted, window, count, C, HELD, COLUMNS),
+            _source(t - 2, old, accepted, window, count, C, HELD, COLUMNS),
+            _source(t - 1, old, accepted, window, count, C, HELD, COLUMNS),
+            _source(t, old, accepted, window, count, C, HELD, COLUMNS),
         )
         # as wide as the rows, so that taps and inputs lie in the same lanes
         d = t * 0 + tl.arange(0, DK)[None, :]
