@@ -26,6 +26,7 @@ from pilotfish.server.auth import Keys
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.limits import Limiter
+from pilotfish.server.messages_api.answer import error_body
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.request_log import REQUEST_ID, RequestLog, client_id, note_error
 from pilotfish.server.routing import guarded
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 PUBLIC = frozenset({"/health", "/ready", "/metrics", "/version", "/ping"})
 """Probes and scrapes come without keys; everything else wants one, whether it exists or not."""
+
+MESSAGES = "/v1/messages"
+"""Here, errors have Anthropic's shape."""
 
 SUPERVISOR: web.AppKey[Supervisor] = web.AppKey("supervisor", Supervisor)
 
@@ -80,7 +84,7 @@ def make_app(
 
     client = EngineClient(engine, core=options.core, on_report=on_report, environment=options.engine_environment)
     keys = Keys(options.api_keys, options.api_key_file)
-    middlewares = [_errors(metrics), _auth(keys, options.root_path)]
+    middlewares = [_errors(metrics, options.root_path), _auth(keys, options.root_path)]
     if options.log_requests:
         log = RequestLog(handlers.KEY.get, files.tokenizer, prompts=options.log_prompts)
         middlewares.insert(0, log.middleware(options.root_path))
@@ -118,6 +122,8 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
     return [
         web.post(root + "/v1/completions", handlers.completions),
         web.post(root + "/v1/chat/completions", handlers.chat_completions),
+        web.post(root + MESSAGES, handlers.messages),
+        web.post(root + MESSAGES + "/count_tokens", handlers.count_tokens),
         web.post(root + "/tokenize", handlers.tokenize),
         web.post(root + "/detokenize", handlers.detokenize),
         web.get(root + "/v1/models", handlers.models),
@@ -168,42 +174,44 @@ def _on_ready(metrics: Collector) -> Callable[[Ready], None]:
     return on_ready
 
 
-def _errors(metrics: Collector) -> Callable:
-    """Every error leaves in OpenAI's shape; only our own faults are 500, and those are logged."""
+def _errors(metrics: Collector, root_path: str) -> Callable:
+    """Every error leaves in the shape of the API that was asked; only our own faults are 500, and those are logged."""
+
+    def refuse(request: web.Request, error: ApiError) -> web.Response:
+        metrics.on_rejection(error.reason)
+        note_error(error.code or error.reason)
+        anthropic = request.path.removeprefix(root_path).startswith(MESSAGES)
+        body = error_body(error) if anthropic else error.body()
+        return web.Response(body=body, status=error.status, content_type=handlers.JSON, headers=error.headers)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except ApiError as error:
-            return _refuse(error, metrics)
+            return refuse(request, error)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return _refuse(from_status(error.status, f"{error.reason}: {request.method} {request.path[:200]}"), metrics)
+            shown = f"{error.reason}: {request.method} {request.path[:200]}"
+            return refuse(request, from_status(error.status, shown))
         except RecursionError:
-            return _refuse(BadRequest("The body is nested too deeply.", code="invalid_json"), metrics)
+            return refuse(request, BadRequest("The body is nested too deeply.", code="invalid_json"))
         except ConnectionError:
             raise
         except Exception:
             given = client_id(request) or "none"
             logger.exception("%s %s failed (request id: %s)", request.method, request.path, given)
-            return _refuse(ApiError("Internal error."), metrics)
+            return refuse(request, ApiError("Internal error."))
 
     return middleware
-
-
-def _refuse(error: ApiError, metrics: Collector) -> web.Response:
-    metrics.on_rejection(error.reason)
-    note_error(error.code or error.reason)
-    return web.Response(body=error.body(), status=error.status, content_type=handlers.JSON, headers=error.headers)
 
 
 def _auth(keys: Keys, root_path: str) -> Callable:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.removeprefix(root_path) not in PUBLIC:
-            handlers.KEY.set(keys.check(request.headers.get("Authorization")))
+            handlers.KEY.set(keys.check(request.headers.get("Authorization"), request.headers.get("x-api-key")))
         return await handler(request)
 
     return middleware

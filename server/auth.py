@@ -1,4 +1,4 @@
-"""API keys: bearer tokens, kept and compared as SHA-256 digests.
+"""API keys: bearer tokens, or `x-api-key` as Anthropic's clients send it, kept and compared as SHA-256 digests.
 
 A key file has a line for each key, `LABEL sha256:DIGEST`; `pilotfish key LABEL` makes one. After it may stand
 `concurrent=N` (sequences at a time) and `per-minute=N` (requests), which hold for the label. The digest is not salted
@@ -70,19 +70,23 @@ class Keys:
     def limits(self, label: str) -> Limits:
         return self._limits.get(label, NO_LIMITS)
 
-    def check(self, header: str | None) -> str:
+    def check(self, authorization: str | None, x_api_key: str | None = None) -> str:
         """The label of the key: what metrics may show of it.
 
-        Raises Unauthorized unless the Authorization header carries one of the keys.
+        Raises Unauthorized unless one of the headers Authorization and x-api-key carries one of the keys.
         """
         if self._file is None and not self._given:
             return NO_KEY
-        if header is None or header[: len(BEARER)].lower() != BEARER:
+        bearer = authorization is not None and authorization[: len(BEARER)].lower() == BEARER
+        offers = [] if authorization is None or not bearer else [authorization[len(BEARER) :]]
+        offers += [] if x_api_key is None else [x_api_key]
+        if not offers:
             raise Unauthorized("Missing API key: want the header 'Authorization: Bearer KEY'.", code="missing_api_key")
         self._look_again()
-        offered = hashlib.sha256(header[len(BEARER) :].strip().encode("utf-8", "surrogateescape")).digest()
+        offered = [hashlib.sha256(offer.strip().encode("utf-8", "surrogateescape")).digest() for offer in offers]
         # every key is compared, so that time does not tell which one came close
-        matches = [label for digest, label in (*self._given, *self._read) if hmac.compare_digest(offered, digest)]
+        keys = [(given, key) for given in offered for key in (*self._given, *self._read)]
+        matches = [label for given, (digest, label) in keys if hmac.compare_digest(given, digest)]
         if not matches:
             raise Unauthorized("Incorrect API key provided.", code="invalid_api_key")
         return matches[0]

@@ -14,7 +14,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -49,6 +51,17 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
+
+
+@contextlib.contextmanager
+def renamed(names: Iterable[tuple[str, str]]) -> Iterator[None]:
+    """Refusals of what is inside name fields as another API calls them: `names` holds (ours, theirs)."""
+    try:
+        yield
+    except BadRequest as error:
+        for ours, theirs in names:
+            error.param = error.param and error.param.replace(ours, theirs)
+        raise
 
 
 class BadRequest(ApiError):

@@ -14,12 +14,16 @@ import pilotfish
 from pilotfish.engine.client import EngineClient, EngineUnavailable
 from pilotfish.engine.messages import Ready
 from pilotfish.metrics.collectors import Collector
+from pilotfish.server import unused
 from pilotfish.server.auth import NO_KEY
-from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status
+from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status, renamed
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.limits import Limiter
+from pilotfish.server.messages_api.answer import MessagesFormat, TokenCount
+from pilotfish.server.messages_api.request import RENAMED as MESSAGES_NAMES
+from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest, chat_request
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.plan import Context, Plan, check_ids, plan_chat, plan_completion, tokens_of
+from pilotfish.server.plan import Context, Plan, check_ids, count_prompt, plan_chat, plan_completion, tokens_of
 from pilotfish.server.protocol import (
     AnyRequest,
     ChatRequest,
@@ -133,6 +137,35 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     wanted = service.decode(body, ChatRequest)
     plan = await plan_chat(wanted, service.context(wanted.model, ready, arrived))
     return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint(ready)))
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    arrived, service = time.monotonic(), request.app[SERVICE]
+    body = await read_body(request)
+    ready = service.engine()
+    wanted, context = _messages_request(request, body, MessagesRequest, ready, arrived)
+    with renamed(MESSAGES_NAMES):
+        plan = await plan_chat(chat_request(wanted, context, service.metrics.on_unused_field), context, "msg_")
+    return await _answer(request, service, plan, MessagesFormat(plan))
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    arrived, service = time.monotonic(), request.app[SERVICE]
+    body = await read_body(request)
+    wanted, context = _messages_request(request, body, CountTokensRequest, service.engine(), arrived)
+    with renamed(MESSAGES_NAMES):
+        count = await count_prompt(chat_request(wanted, context, service.metrics.on_unused_field), context)
+    return _json(TokenCount(count))
+
+
+def _messages_request(
+    request: web.Request, body: bytes, kind: type[AnyRequest], ready: Ready, arrived: float
+) -> tuple[AnyRequest, Context]:
+    service = request.app[SERVICE]
+    wanted = service.decode(body, kind)
+    if unused.ANTHROPIC_BETA in request.headers:
+        service.metrics.on_unused_field(unused.ANTHROPIC_BETA)
+    return wanted, service.context(wanted.model, ready, arrived)
 
 
 async def tokenize(request: web.Request) -> web.Response:

@@ -96,23 +96,12 @@ async def plan_completion(request: CompletionRequest, context: Context) -> Plan:
     return _plan("cmpl-", request, context, prompts, sampling, limits)
 
 
-async def plan_chat(request: ChatRequest, context: Context) -> Plan:
-    """Raises BadRequest naming the field."""
-    template, ready = context.files.chat_template, context.ready
-    if template is None:
-        raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
+async def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-") -> Plan:
+    """`prefix` begins the answer's id. Raises BadRequest naming the field."""
+    ready = context.ready
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
-    tools = _tools(request, context.files)
-    text = template.render(
-        check_messages(request.messages, ignore_unknown=context.ignore_unknown),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        tools=tools.shown if tools else None,
-        values=_template_values(request, template),
-    )
-    answer = _answer_rules(request, context.files, text, tools)
-    if answer is not None and answer.forced:
-        text = _close_thinking(text) + answer.forced
+    text, answer = _chat_prompt(request, context)
     prompt = Prompt(await _tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
     grammar = _chat_grammar(request, context.files, answer)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
@@ -123,12 +112,36 @@ async def plan_chat(request: ChatRequest, context: Context) -> Plan:
     asked = request.max_completion_tokens or request.max_tokens
     limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
     limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
-    plan = _plan("chatcmpl-", request, context, [prompt], sampling, limits)
+    plan = _plan(prefix, request, context, [prompt], sampling, limits)
     return msgspec.structs.replace(
         plan,
         stops=msgspec.structs.replace(plan.stops, answer=answer),
         include_reasoning=request.include_reasoning is not False,
     )
+
+
+async def count_prompt(request: ChatRequest, context: Context) -> int:
+    """How many tokens the prompt would have, longer than the model takes or not. Raises BadRequest."""
+    text, _ = _chat_prompt(request, context)
+    return len(await _encode(text, context.files.tokenizer, add_special_tokens=False))
+
+
+def _chat_prompt(request: ChatRequest, context: Context) -> tuple[str, AnswerRules | None]:
+    """The text that the model reads, and how its answer is read."""
+    template = context.files.chat_template
+    if template is None:
+        raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
+    tools = _tools(request, context.files)
+    text = template.render(
+        check_messages(request.messages, ignore_unknown=context.ignore_unknown),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        tools=tools.shown if tools else None,
+        values=_template_values(request, template),
+    )
+    answer = _answer_rules(request, context.files, text, tools)
+    if answer is not None and answer.forced:
+        text = _close_thinking(text) + answer.forced
+    return text, answer
 
 
 async def tokens_of(request: TokenizeRequest, files: ModelFiles, *, ignore_unknown: bool) -> list[int]:

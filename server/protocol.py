@@ -8,8 +8,8 @@ refused by name, or listed in `unused.py`; none is ignored otherwise (unless the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -65,14 +65,29 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
+class Body(Struct, frozen=True, kw_only=True):
+    """A request. `REFUSED`: known fields that are not supported, and their values that ask for nothing; `UNUSED`:
+    fields without effect; `KINDS`: what may stand in `type` inside a field, for messages."""
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_YET
+    UNUSED: ClassVar[Set[str]] = unused.FIELDS
+    KINDS: ClassVar[Mapping[str, str]] = {}
+
+    model: str | None = None
+
+    @classmethod
+    def prepare(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """What a body leaves to be understood, written out."""
+        return raw
+
+
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class TokenizeRequest(Struct, frozen=True, kw_only=True):
+class TokenizeRequest(Body, frozen=True, kw_only=True):
     """POST /tokenize: a text, or messages through the chat template."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
@@ -82,10 +97,9 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """POST /detokenize."""
 
-    model: str | None = None
     tokens: list[TokenId]
 
 
@@ -95,10 +109,9 @@ class SpeculationField(Struct, frozen=True):
     k: Count | None = None
 
 
-class SamplingFields(Struct, frozen=True, kw_only=True):
+class SamplingFields(Body, frozen=True, kw_only=True):
     """What both endpoints share. None means: the checkpoint's default, else the neutral value."""
 
-    model: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -158,7 +171,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     thinking_token_budget: Count | None = None
 
 
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", bound=Body)
 
 _PATH = re.compile(r"^(?P<what>.*?) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
 
@@ -182,24 +195,45 @@ def decode_request(
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
     known = {name: value for name, value in raw.items() if name in kind.__struct_fields__}
     for name, value in raw.items():
-        if name not in known and name not in unused.FIELDS and not _asks_for_nothing(name, value, ignore_unknown):
+        if name in known or name in kind.UNUSED:
+            continue
+        if not _asks_for_nothing(name, value, kind.REFUSED, ignore_unknown):
             on_unused(unused.UNKNOWN)
     if not ignore_unknown:
         _check_stream_options(known.get("stream_options"))
-        _check_nested("speculation", known.get("speculation"), {"k"})
     try:
+        known = kind.prepare(known)
         request = msgspec.convert(known, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise _named(str(error)) from error
-    for name in unused.unused_in(raw):
+        raise _named(str(error), kind.KINDS) from error
+    for param in _unknown_inside(known, request):
+        if not ignore_unknown:
+            raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+        on_unused(unused.UNKNOWN)
+    for name in unused.unused_in(raw, kind.UNUSED):
         on_unused(name)
     return request
 
 
-def _asks_for_nothing(name: str, value: Any, ignore_unknown: bool) -> bool:
+def _unknown_inside(raw: Any, value: Any, where: str = "") -> Iterator[str]:
+    """Paths of what a typed part of a request has and its type does not; what is empty asks for nothing."""
+    if isinstance(value, Struct) and isinstance(raw, dict):
+        known = {*value.__struct_fields__, value.__struct_config__.tag_field}
+        for name, inner in raw.items():
+            path = f"{where}.{name}" if where else name
+            if name in value.__struct_fields__:
+                yield from _unknown_inside(inner, getattr(value, name), path)
+            elif name not in known and inner is not None and inner is not False and inner not in ([], {}):
+                yield path
+    elif isinstance(value, list) and isinstance(raw, list):
+        for index, (inner, typed) in enumerate(zip(raw, value, strict=True)):
+            yield from _unknown_inside(inner, typed, f"{where}[{index}]")
+
+
+def _asks_for_nothing(name: str, value: Any, refused: Mapping[str, tuple[Any, ...]], ignore_unknown: bool) -> bool:
     """Of a field that is not served; False for one that is ignored. Raises BadRequest for the others."""
-    if name in NOT_YET:
-        if value not in NOT_YET[name]:
+    if name in refused:
+        if value not in refused[name]:
             raise BadRequest(f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
         return True
     if not ignore_unknown:
@@ -209,24 +243,19 @@ def _asks_for_nothing(name: str, value: Any, ignore_unknown: bool) -> bool:
 
 def _check_stream_options(options: Any) -> None:
     """`include_obfuscation` false asks for nothing."""
-    _check_nested("stream_options", options, {"include_usage", "include_obfuscation"})
     if isinstance(options, dict) and options.get("include_obfuscation"):
         param = "stream_options.include_obfuscation"
         raise BadRequest(f"'{param}' is not supported yet.", param=param, code="unsupported_parameter")
 
 
-def _check_nested(field: str, given: Any, known: Set[str]) -> None:
-    for name in given.keys() - known if isinstance(given, dict) else ():
-        param = f"{field}.{name}"
-        raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
-
-
-def _named(message: str) -> BadRequest:
+def _named(message: str, kinds: Mapping[str, str]) -> BadRequest:
     """msgspec's `Expected ... - at `$.field`` as a refusal that names the field."""
     found = _PATH.match(message)
     if found:
         param = found["path"].lstrip(".") or None
-        return BadRequest(f"Invalid '{param or 'body'}': {found['what']}.", param=param, code="invalid_value")
+        field = re.search(r"(\w+)(\[\d+\])?\.type$", param or "")
+        wanted = f", want {kinds[field[1]]}" if field and field[1] in kinds else ""
+        return BadRequest(f"Invalid '{param or 'body'}': {found['what']}{wanted}.", param=param, code="invalid_value")
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
         return BadRequest(f"Missing required parameter: '{missing[1]}'.", param=missing[1], code="missing_parameter")

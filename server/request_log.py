@@ -26,7 +26,7 @@ from pilotfish.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 REQUEST_ID = "X-Request-Id"
 GOOD_ID = re.compile(r"[!-~]{1,128}")
 CLIENT_GONE = 499

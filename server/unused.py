@@ -6,7 +6,7 @@ text can show. A field that would change the text is never here: it is honoured 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 FIELDS = frozenset(
@@ -21,26 +21,48 @@ FIELDS = frozenset(
         "user",
     }
 )
-"""At the top of a body, on every endpoint."""
+"""At the top of a body, on the endpoints that OpenAI and vLLM share."""
+MESSAGES_FIELDS = frozenset({"cache_control", "inference_geo", "metadata", "service_tier", "speed"})
+"""The same of Anthropic's endpoints."""
 
 STRICT = "tools.strict"
 """Arguments are typed by the schema, not constrained by it."""
 CACHE_CONTROL = "cache_control"
-"""Anthropic's mark on a part of a message."""
+"""Anthropic's mark on a part of a prompt."""
+IS_ERROR = "tool_result.is_error"
+"""The result's text is what the model reads."""
+BUDGET = "thinking.budget_tokens"
+"""Of a model that does not think."""
+EFFORT = "effort"
+"""In Anthropic's API and in OpenAI's Responses, where the chat template reads none."""
+SUMMARY = "reasoning.summary"
+"""The reasoning itself is shown."""
+INCLUDE = "include"
+"""Details of tools that are not here, and reasoning in a form that only OpenAI reads."""
+ANTHROPIC_BETA = "anthropic-beta"
+"""The header: what it announces is judged by the fields that come with it."""
 UNKNOWN = "unknown"
 """Whatever --ignore-unknown-fields lets through: its names are the client's, and no labels."""
-NAMES = (*sorted(FIELDS), CACHE_CONTROL, STRICT, UNKNOWN)
+NAMES = (
+    *sorted(FIELDS | MESSAGES_FIELDS),
+    *(ANTHROPIC_BETA, BUDGET, EFFORT, INCLUDE, IS_ERROR, STRICT, SUMMARY, UNKNOWN),
+)
 
 
-def unused_in(body: dict[str, Any]) -> Iterator[str]:
-    """Names of NAMES but UNKNOWN that this body uses; null is no use."""
-    yield from (name for name in FIELDS if body.get(name) is not None)
-    functions = (tool.get("function") for tool in _objects(body.get("tools")))
-    if any(isinstance(function, dict) and function.get("strict") for function in functions):
+def unused_in(body: dict[str, Any], fields: Set[str] = FIELDS) -> Iterator[str]:
+    """Names that this body uses by itself; null is no use."""
+    yield from (name for name in fields - {CACHE_CONTROL} if body.get(name) is not None)
+    tools = list(_objects(body.get("tools")))
+    functions = [tool.get("function") for tool in tools]
+    if any(isinstance(function, dict) and function.get("strict") for function in (*tools, *functions)):
         yield STRICT
-    parts = (part for message in _objects(body.get("messages")) for part in _objects(message.get("content")))
-    if any(part.get("cache_control") is not None for part in parts):
+    parts = [*_objects(body.get("system"))]
+    parts += [part for message in _objects(body.get("messages")) for part in _objects(message.get("content"))]
+    inner = [part for outer in parts for part in _objects(outer.get("content"))]
+    if any(holder.get("cache_control") is not None for holder in (body, *tools, *parts, *inner)):
         yield CACHE_CONTROL
+    if any(part.get("is_error") for part in parts):
+        yield IS_ERROR
 
 
 def _objects(values: Any) -> Iterator[dict[str, Any]]:

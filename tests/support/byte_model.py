@@ -42,7 +42,7 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
     )
-    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
     return tokenizer
 
 

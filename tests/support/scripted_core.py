@@ -47,9 +47,11 @@ class Sequence:
 class ScriptedCore:
     def __init__(self, options) -> None:
         folder = Path(options.model)
-        vocabulary = json.loads(folder.joinpath("tokenizer.json").read_text())["model"]["vocab"]
+        tokenizer = json.loads(folder.joinpath("tokenizer.json").read_text())
+        vocabulary = tokenizer["model"]["vocab"]
         letters = byte_letters()
         self._bytes = {id_: bytes(letters[c] for c in token if c in letters) for token, id_ in vocabulary.items()}
+        self._bytes |= {entry["id"]: entry["content"].encode() for entry in tokenizer["added_tokens"]}
         self._byte_ids = {raw[0]: id_ for id_, raw in self._bytes.items() if len(raw) == 1}
         self._transcript = folder.joinpath("transcript.jsonl").open("a")
         self._k = 3 if options.num_speculative_tokens is None else options.num_speculative_tokens

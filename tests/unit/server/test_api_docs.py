@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from pilotfish.server import unused
-from pilotfish.server.protocol import NOT_YET, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest
+from pilotfish.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text()
 
@@ -26,17 +27,19 @@ def table(heading):
 def expected(field, kind, others):
     if field in kind.__struct_fields__ or field not in others:
         return "=" if field in kind.__struct_fields__ else ""
-    return "0" if field in unused.FIELDS else "400" if field in NOT_YET else ""
+    return "0" if field in kind.UNUSED else "400" if field in kind.REFUSED else ""
 
 
 @pytest.mark.parametrize(
-    ("heading", "kinds", "others"),
+    ("heading", "kinds", "with_others"),
     [
-        ("## POST /v1/completions", (CompletionRequest, ChatRequest), {*NOT_YET, *unused.FIELDS}),
-        ("## POST /tokenize", (TokenizeRequest, DetokenizeRequest), set()),
+        ("## POST /v1/completions", (CompletionRequest, ChatRequest), True),
+        ("## POST /v1/messages", (MessagesRequest, CountTokensRequest), True),
+        ("## POST /tokenize", (TokenizeRequest, DetokenizeRequest), False),
     ],
 )
-def test_the_matrix_is_what_the_code_does(heading, kinds, others):
+def test_the_matrix_is_what_the_code_does(heading, kinds, with_others):
+    others = {*kinds[0].REFUSED, *kinds[0].UNUSED} if with_others else set()
     fields = others.union(*(kind.__struct_fields__ for kind in kinds))
     assert table(heading) == {field: [expected(field, kind, others) for kind in kinds] for field in fields}
 

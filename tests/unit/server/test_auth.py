@@ -113,3 +113,13 @@ def test_made_keys_are_long_and_their_labels_checked():
     for label in ("", "1", "a b", "none", "a" * 65):
         with pytest.raises(ValueError, match="label"):
             key_line(label, "k")
+
+
+def test_anthropics_header_is_as_good_and_either_of_two_keys_opens():
+    keys = Keys(["key-1", "key-2"])
+    assert keys.check(None, "key-2") == "2"
+    assert keys.check("Bearer of another service", "key-1") == "1"
+    assert keys.check("Bearer key-1", "wrong") == "1"
+    for authorization, x_api_key in ((None, "wrong"), ("Bearer wrong", ""), ("key-1", None), (None, "Bearer key-1")):
+        with pytest.raises(Unauthorized):
+            keys.check(authorization, x_api_key)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from byte_model import write_model
 
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import load_model_files
@@ -72,8 +73,11 @@ def test_without_a_budget_or_thought_there_is_no_rule(demo):
     assert plan(demo, thinking_token_budget=5, tools=[tool], tool_choice="required").thinking is None
 
 
-def test_models_without_a_thinking_block_have_no_budget(files):
-    for strange, word in ((load_model_files(DEMO, reasoning_parser="none"), "told apart"), (files, "no tokens")):
+def test_models_without_a_thinking_block_have_no_budget(tmp_path):
+    tokenizer = write_model(tmp_path) / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("</think>", "</thought>"))
+    untold, without = load_model_files(DEMO, reasoning_parser="none"), load_model_files(tmp_path)
+    for strange, word in ((untold, "told apart"), (without, "no tokens")):
         with pytest.raises(BadRequest, match=word) as caught:
             plan(strange, thinking_token_budget=5)
         assert caught.value.param == "thinking_token_budget"
