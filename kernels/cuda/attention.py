@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from pilotfish.kernels.activation import sigmoid
 from pilotfish.kernels.attention import PAGE, row_tiles, window_attention
+from pilotfish.kernels.cuda.attention_kernels import items_kernel, merge_kernel, plan_kernel, project_kernel
 from pilotfish.kernels.norm import rms_norm
 from pilotfish.kernels.rope import apply_rope, rope_angles
 
@@ -23,6 +25,12 @@ TILE = 32
 """Query rows (window rows x heads of a group) of one product."""
 FEW_ITEMS = 48
 """With fewer chunks than this in a whole batch, each unit is an item of its own, and the merge folds."""
+MERGED = 32
+"""Chunks that the merge folds side by side."""
+MAX_SEQUENCES = 256
+STAGES = 5
+"""Of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152 KB), 7 three."""
+_LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class RowPlan:
 class AttentionScratch:
     """What a layer's attention needs besides its operands; one for all layers.
 
-    q [R, h, D] in the products' dtype, partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
+    q [R, h, D] in `product_dtype`, partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
     """
 
     q: torch.Tensor
@@ -67,13 +75,13 @@ class AttentionScratch:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         device: torch.device,
     ) -> AttentionScratch:
         """For every batch of up to max_sequences windows of up to max_width rows whose contexts fit the pages."""
         items = max_items(max_sequences, max_width, max_model_len, num_pages, num_heads, num_kv_heads)
         return cls(
-            torch.zeros((max_rows, num_heads, head_dim), dtype=dtype, device=device),
+            torch.zeros((max_rows, num_heads, head_dim), dtype=product_dtype(cache_dtype), device=device),
             torch.zeros((items, TILE, head_dim), dtype=torch.float32, device=device),
             torch.zeros((items, TILE, 2), dtype=torch.float32, device=device),
         )
@@ -108,14 +116,20 @@ def plan_rows(
     num_heads: int,
     num_kv_heads: int,
     plan: RowPlan,
-    *,
-    launch_pdl: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Writes `plan` for a window whose row b * W + j stands at position length[slots[b]] + step + j.
 
     slots int32 [B], length int [S], inv_freq fp32 [rotary / 2].
     """
-    plan_rows_reference(slots, length, inv_freq, width, step, num_heads, num_kv_heads, plan)
+    batch, half = len(slots), len(inv_freq)
+    assert batch <= MAX_SEQUENCES and len(plan.items) >= batch + 2 and len(plan.positions) >= batch * width
+    assert plan.cos.shape[1] == half
+    plan_kernel[(batch * width + 1,)](
+        slots, length, inv_freq, plan.positions, plan.cos, plan.sin, plan.items, batch, width, step,
+        HALF=half, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_B=MAX_SEQUENCES, GROUP=num_heads // num_kv_heads,
+        KV=num_kv_heads, TILE=TILE, UNIT=UNIT, CHUNK=CHUNK, FEW=FEW_ITEMS, PDL=pdl, num_warps=1, **_options(pdl),
+    )  # fmt: skip
 
 
 def plan_rows_reference(
@@ -155,10 +169,10 @@ def attention_window(
     width: int,
     scratch: AttentionScratch,
     out: torch.Tensor,
-    *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    launch_pdl: bool = False,
+    num_programs: int | None = None,
+    pdl: bool = False,
 ) -> None:
     """One full-attention layer's mixer between its two products; changes the caches, scratch and out.
 
@@ -169,12 +183,71 @@ def attention_window(
     k_cache, v_cache [P, kv, PAGE, D], bf16, or float8_e4m3fn holding value / scale
     qk_norm    fp32 [h + kv, D]: 1 + w of q_norm and k_norm
     out        bf16 [>= R, h D]: attention times sigmoid(gate)
+    num_programs (default: one a multiprocessor) changes no bit.
     A value that is not finite is stored as 0: a row before it in the window gives it weight 0, and 0 x NaN is NaN.
     """
-    attention_window_reference(
-        projected, slots, plan, tables, k_cache, v_cache, qk_norm, eps, width, scratch, out,
-        k_scale=k_scale, v_scale=v_scale,
+    kv, dim = k_cache.shape[1], k_cache.shape[3]
+    heads, half, batch = len(qk_norm) - kv, plan.cos.shape[1], len(slots)
+    num_rows, fp8 = batch * width, k_cache.element_size() == 1
+    _check(projected, tables, k_cache, v_cache, qk_norm, scratch, out, num_rows)
+    if num_programs is None:
+        num_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    sizes = {"H": heads, "KV": kv, "D": dim, "PDL": pdl}
+    options = _options(pdl)
+    project_kernel[(num_rows * (heads + kv),)](
+        projected, slots, plan.positions, plan.cos, plan.sin, tables, qk_norm, k_cache, v_cache, scratch.q,
+        eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, width, tables.shape[1],
+        HALF=half, PAGE=PAGE, FP8=fp8, num_warps=1, **sizes, **options,
     )  # fmt: skip
+    items_kernel[(num_programs,)](
+        scratch.q, slots, plan.positions, plan.items, tables, k_cache, v_cache, scratch.partial, scratch.stats,
+        k_scale, batch, width, tables.shape[1],
+        PAGE=PAGE, UNIT=UNIT, TILE=TILE, FP8=fp8, num_warps=8, num_stages=STAGES, **sizes, **options,
+    )  # fmt: skip
+    block = min(dim, 64)
+    merge_kernel[(num_rows * heads * (dim // block),)](
+        projected, plan.positions, plan.items, scratch.partial, scratch.stats, out, v_scale, width,
+        BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, num_warps=4, **sizes, **options,
+    )  # fmt: skip
+
+
+def _options(pdl: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if pdl else {}
+
+
+def check_sizes(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int) -> None:
+    """Raises ValueError naming the first size that the kernels do not hold."""
+    if head_dim not in (32, 64, 128, 256):
+        raise ValueError(f"head_dim: the GPU kernels want 32, 64, 128 or 256, got {head_dim}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads: want a multiple of {num_kv_heads}, got {num_heads}")
+    if rotary_dim > head_dim:
+        raise ValueError(f"partial_rotary_factor: want at most head_dim {head_dim} dimensions, got {rotary_dim}")
+
+
+def _check(
+    projected: torch.Tensor,
+    tables: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qk_norm: torch.Tensor,
+    scratch: AttentionScratch,
+    out: torch.Tensor,
+    num_rows: int,
+) -> None:
+    _, kv, page, dim = k_cache.shape
+    heads = len(qk_norm) - kv
+    assert v_cache.shape == k_cache.shape and v_cache.dtype == k_cache.dtype and page == PAGE
+    assert tables.dtype == torch.int32 and qk_norm.dtype == torch.float32 and qk_norm.shape[1] == dim
+    assert scratch.q.dtype == product_dtype(k_cache.dtype) and scratch.q.shape[1:] == (heads, dim)
+    assert projected.shape[1] == 2 * (heads + kv) * dim and out.shape[1] == heads * dim
+    assert min(len(projected), len(scratch.q), len(out)) >= num_rows
+    assert all(t.is_contiguous() for t in (projected, tables, k_cache, v_cache, qk_norm, out))
+
+
+def product_dtype(cache_dtype: torch.dtype) -> torch.dtype:
+    """What queries and probabilities are rounded to: e4m3 values are exact in fp16, which rounds the rest less."""
+    return torch.float16 if cache_dtype == torch.float8_e4m3fn else cache_dtype
 
 
 def attention_window_reference(
@@ -189,7 +262,6 @@ def attention_window_reference(
     width: int,
     scratch: AttentionScratch,
     out: torch.Tensor,
-    *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
