@@ -13,6 +13,7 @@ import torch
 
 from pilotfish.engine.messages import SamplingParams
 from pilotfish.engine.rules import BadSequences, ThinkingBudgets, bad_sequences, bad_singles
+from pilotfish.kernels.cuda import slots as kernel_slots
 from pilotfish.spec.accept import Verdict
 from pilotfish.spec.sampling import SamplingRows
 
@@ -52,6 +53,23 @@ class Features:
         return Features(*(getattr(self, name) or getattr(other, name) for name in self.__dataclass_fields__))
 
 
+def flags_of(params: SamplingParams) -> int:
+    """The bits of kernels.cuda.slots that a request's parts of sampling have."""
+    features = Features.of(params)
+    bits = {
+        kernel_slots.BIASED: features.biased,
+        kernel_slots.PENALISED: features.penalised,
+        kernel_slots.MIN_TOKENS: features.min_tokens,
+        kernel_slots.BAD_SEQUENCES: features.bad_sequences,
+        kernel_slots.THINKING: features.thinking,
+        kernel_slots.MIN_P: features.min_p,
+        kernel_slots.TOP_K: features.sampled and params.top_k > 0,
+        kernel_slots.TOP_P: features.sampled and params.top_p < 1,
+        kernel_slots.MASKED: params.grammar is not None,
+    }
+    return sum(bit for bit, used in bits.items() if used)
+
+
 def stop_ids_of(params: SamplingParams) -> list[int]:
     """Ids that end the request: its own, and the model's unless ignore_eos. A grammar's text ends with the model's."""
     eos = () if params.ignore_eos and params.grammar is None else params.eos_token_ids
@@ -62,9 +80,18 @@ class BatchState:
     """See the module's docstring. `limit` counts all tokens a sequence may have, prompt included.
 
     `history_length` > 0 keeps every slot's tokens by position, for heads that read them: int32 [S, history_length].
+    `complete` allocates at once what else waits for the first request that needs it: captured graphs read it.
     """
 
-    def __init__(self, num_slots: int, max_depth: int, vocab_size: int, device: torch.device, history_length: int = 0):
+    def __init__(
+        self,
+        num_slots: int,
+        max_depth: int,
+        vocab_size: int,
+        device: torch.device,
+        history_length: int = 0,
+        complete: bool = False,
+    ):
         self.num_slots, self.max_depth, self.vocab_size, self.device = num_slots, max_depth, vocab_size, device
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -81,6 +108,7 @@ class BatchState:
         )
         self.history = buffer(history_length, dtype=torch.int32) if history_length else None
         self.features = [Features()] * num_slots
+        self.flags = buffer(dtype=torch.int32)
         # [S, V] each; allocated when the first request needs them
         self.counts: torch.Tensor | None = None
         self.seen: torch.Tensor | None = None
@@ -88,10 +116,16 @@ class BatchState:
         # allocated likewise
         self.bad_sequences: BadSequences | None = None
         self.thinking: ThinkingBudgets | None = None
+        if complete:
+            self._make_history()
+            self._make_bias()
+            self.bad_sequences = BadSequences(num_slots, vocab_size, device)
+            self.thinking = ThinkingBudgets(num_slots, device)
 
     def admit(self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int) -> None:
         """Writes a slot for a new request whose tokens may number `limit` in all."""
         self.features[slot] = Features.of(params)
+        self.flags[slot] = flags_of(params)
         self.length[slot] = 0
         self.limit[slot] = limit
         self.pending_count[slot] = 0
@@ -119,11 +153,17 @@ class BatchState:
         self._write_bias(slot, params)
         self._write_rules(slot, len(prompt), params)
 
+    def _make_history(self) -> None:
+        shape = (self.num_slots, self.vocab_size)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+
+    def _make_bias(self) -> None:
+        self.bias = torch.zeros((self.num_slots, self.vocab_size), dtype=torch.float32, device=self.device)
+
     def _write_history(self, slot: int, prompt: list[int]) -> None:
         if self.features[slot].penalised and self.counts is None:
-            shape = (self.num_slots, self.vocab_size)
-            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self._make_history()
         if self.counts is not None and self.seen is not None:
             self.counts[slot] = 0
             self.seen[slot] = False
@@ -132,7 +172,7 @@ class BatchState:
     def _write_bias(self, slot: int, params: SamplingParams) -> None:
         """Bans that hold at every position are a bias too."""
         if self.features[slot].biased and self.bias is None:
-            self.bias = torch.zeros((self.num_slots, self.vocab_size), dtype=torch.float32, device=self.device)
+            self._make_bias()
         if self.bias is None:
             return
         self.bias[slot] = 0

@@ -76,6 +76,7 @@ class EngineLoop:
         self._sequences: dict[str, Sequence] = {}
         self._ended: list[RequestOutput] = []
         self._in_flight: InFlight | None = None
+        self._read_graph = False
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -236,6 +237,7 @@ class EngineLoop:
         if flight is self._in_flight:
             self._in_flight = None
         reports, seconds = flight.round.collect()
+        self._read_graph = flight.round.graph
         phases |= seconds
         outputs = [
             output
@@ -298,6 +300,7 @@ class EngineLoop:
             phases=phases,
             step_seconds=seconds,
             num_prefill_tokens=num_prefilled,
+            graph=self._read_graph,
             num_audited_tokens=audited,
             num_audit_mismatches=mismatches,
             memory_bytes=0 if self._sequences else ledger.used(self.runner.model.device),

@@ -10,7 +10,10 @@ from pilotfish.engine.runner import Batch, Runner, SequenceReport
 
 
 class Round(Protocol):
-    """A launched round."""
+    """A launched round. `graph`: it was replayed, not launched operator by operator."""
+
+    @property
+    def graph(self) -> bool: ...
 
     def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
         """Waits for it. A report for each sequence of its batch in order, and seconds by phase."""
@@ -23,6 +26,7 @@ class FinishedRound:
 
     reports: list[SequenceReport]
     seconds: dict[str, float]
+    graph: bool = False
 
     def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
         """See Round."""

@@ -41,7 +41,8 @@ class Batch:
 class Verified:
     """hidden [R, H] and raw logits fp32 [B * W, V] of a window, and the drafts int64 [B, K] it held.
 
-    `masks`, where a sequence has a grammar: tokens each row must not choose, bool [B * W, V], computed meanwhile.
+    `masks`, where a sequence has a grammar: what it allows each row, int32 words [B * W, ceil(V / 32)], computed
+    meanwhile.
     """
 
     window: Window
@@ -49,7 +50,7 @@ class Verified:
     drafts: torch.Tensor
     hidden: torch.Tensor
     logits: torch.Tensor
-    masks: Future[torch.Tensor] | None
+    masks: Future[np.ndarray] | None
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,7 @@ class Runner:
         features = self.state.features[slot]
         position = torch.tensor([[end]], device=device)
         empty = position.new_zeros((1, 0))
-        masks = self._start_masks([slot], empty)
-        rows = self.state.sampling_rows(slots, features, position, empty, masks.result() if masks else None)
+        rows = self.state.sampling_rows(slots, features, position, empty, self._forbidden(self.start_masks([slot], 0)))
         chosen = choose(logits, rows, position[0])[:, None]
         remaining = self.state.limit[slots] - end
         done = self.state.done[slots]
@@ -144,7 +144,7 @@ class Runner:
         drafts = state.drafts[slots, : batch.depth]
         tokens = drafts.new_zeros(padded_rows(window.num_rows))
         tokens[: window.num_rows] = torch.cat((state.last_token[slots][:, None], drafts), dim=1).flatten()
-        masks = self._start_masks(batch.slots, drafts)
+        masks = self.start_masks(batch.slots, batch.depth)
         trace = (lambda name, rows: self._see(name, rows, window)) if self.observers else None
         hidden = self.model.trunk.rows(tokens, window, counts, trace)
         logits = self.model.trunk.logits(hidden)[: window.num_rows]
@@ -154,7 +154,7 @@ class Runner:
     def choose(self, verified: Verified) -> torch.Tensor:
         """The trunk's own token of every row, int64 [B, W]."""
         window = verified.window
-        forbidden = verified.masks.result() if verified.masks is not None else None
+        forbidden = self._forbidden(verified.masks)
         positions = (window.positions + 1).view(window.num_sequences, window.width)
         rows = self.state.sampling_rows(window.slots, verified.features, positions, verified.drafts, forbidden)
         if rows.counts is not None:
@@ -196,19 +196,26 @@ class Runner:
         """The round's outcome on the host; the one place that waits for the device."""
         return self._reports(batch.slots, chosen, verdict, offered, verified.logits, batch.logprobs)
 
-    def _start_masks(self, slots: list[int], drafts: torch.Tensor) -> Future[torch.Tensor] | None:
-        """What grammars forbid each row, computed on another thread while the trunk runs. None without a grammar."""
+    def start_masks(self, slots: list[int], depth: int) -> Future[np.ndarray] | None:
+        """What grammars allow each row of a window, as words with a bit for each token, computed on another thread
+        while the trunk runs. None without a grammar."""
         if not any(slot in self.constraints for slot in slots):
             return None
-        return self._mask_thread.submit(self._masks, slots, drafts.tolist())
+        return self._mask_thread.submit(self._masks, slots, self.state.drafts[slots, :depth].tolist())
 
-    def _masks(self, slots: list[int], drafts: list[list[int]]) -> torch.Tensor:
-        width, vocab = len(drafts[0]) + 1, self.state.vocab_size
-        bits = np.full((len(slots) * width, -(-vocab // 32)), -1, dtype=np.int32)
+    def _masks(self, slots: list[int], drafts: list[list[int]]) -> np.ndarray:
+        width = len(drafts[0]) + 1
+        words = np.full((len(slots) * width, -(-self.state.vocab_size // 32)), -1, dtype=np.int32)
         for b, slot in enumerate(slots):
             if slot in self.constraints:
-                self.constraints[slot].mask_rows(drafts[b], bits[b * width : (b + 1) * width])
-        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
+                self.constraints[slot].mask_rows(drafts[b], words[b * width : (b + 1) * width])
+        return words
+
+    def _forbidden(self, masks: Future[np.ndarray] | None) -> torch.Tensor | None:
+        """Tokens that each row must not choose, bool [B * W, V]."""
+        if masks is None:
+            return None
+        allowed = np.unpackbits(masks.result().view(np.uint8), axis=1, count=self.state.vocab_size, bitorder="little")
         return torch.from_numpy(allowed == 0).to(self.state.device)
 
     # -- shared -----------------------------------------------------------------------------------------------------
@@ -262,15 +269,18 @@ class Runner:
         ):
             first = b * chosen.shape[1]
             wanted = logprobs[b]
-            probabilities = None if wanted is None else _logprobs(logits[first : first + count], tokens[:count], wanted)
+            probabilities = (
+                None if wanted is None else token_logprobs(logits[first : first + count], tokens[:count], wanted)
+            )
             kept, has_nan = tokens[:count], any(nan[:count])
             reports.append(
                 SequenceReport(slots[b], kept, drafted, min(accepted, count), stopped, done, has_nan, probabilities)
             )
-        self._advance_grammars(reports)
+        self.advance_grammars(reports)
         return reports
 
-    def _advance_grammars(self, reports: list[SequenceReport]) -> None:
+    def advance_grammars(self, reports: list[SequenceReport]) -> None:
+        """Tells each grammar what was committed."""
         for report in reports:
             if report.slot in self.constraints:
                 self.constraints[report.slot].advance(report.token_ids)
@@ -290,7 +300,7 @@ def _tile(rows: torch.Tensor) -> torch.Tensor:
     return F.pad(rows, (0, 0, 0, padded_rows(len(rows)) - len(rows)))
 
 
-def _logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
+def token_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
     """Of the raw logits, as vLLM's default is: before penalties and temperature."""
     table = logits.log_softmax(-1)
     top = table.sort(dim=-1, descending=True, stable=True)

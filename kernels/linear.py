@@ -28,6 +28,18 @@ def padded_rows(num_rows: int) -> int:
     return max(1, -(-num_rows // TILE_ROWS)) * TILE_ROWS
 
 
+class AnyLinear(Protocol):
+    """A product y = x W^T, W [N, K]. `rows` is row-invariant, R whole tiles; `bulk`, for prefill, is not."""
+
+    in_features: int
+    out_features: int
+    num_bytes: int
+
+    def rows(self, x_RK: torch.Tensor) -> torch.Tensor: ...
+
+    def bulk(self, x_TK: torch.Tensor) -> torch.Tensor: ...
+
+
 class Linear:
     """A weight [N, K] in the form the device's matrix product reads.
 
@@ -109,6 +121,3 @@ def make_linear(parts: Sequence[QuantizedMatrix | torch.Tensor], dtype: torch.dt
         return QuantizedLinear(parts, dtype)
     expanded = [_expand(part, dtype) for part in parts]
     return Linear(expanded[0] if len(expanded) == 1 else torch.cat(expanded))
-
-
-AnyLinear = Linear | QuantizedLinear

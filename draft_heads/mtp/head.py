@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,15 +16,27 @@ from pilotfish.draft_heads.head import ChooseDraft, Drafts, Frontier, StepWindow
 from pilotfish.kernels.linear import AnyLinear, padded_rows
 
 
+class HeadNorm(Protocol):
+    """An RMSNorm: `scale` fp32 [H] is 1 + w."""
+
+    @property
+    def scale(self) -> torch.Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class MtpHead:
     """`layer` is a full-attention layer of the trunk's kind; `cache` its keys and values, on the same page tables."""
 
     fc: AnyLinear
-    embedding_norm: Callable[[torch.Tensor], torch.Tensor]
-    hidden_norm: Callable[[torch.Tensor], torch.Tensor]
+    embedding_norm: HeadNorm
+    hidden_norm: HeadNorm
     layer: Any
-    norm: Callable[[torch.Tensor], torch.Tensor]
+    norm: HeadNorm
     embed: Callable[[torch.Tensor], torch.Tensor]
     cache: Any
 

@@ -6,6 +6,8 @@ dictionary as they are used, so that the two forms never stand in memory togethe
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +19,9 @@ from pilotfish.engine.checkpoint.load import Weight
 from pilotfish.engine.config import FULL, ModelConfig
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.model.mlp import DenseMlp, MoeMlp
+from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp
 from pilotfish.engine.model.trunk import Layer, Norm, Trunk
-from pilotfish.kernels.linear import AnyLinear, Linear, make_linear
+from pilotfish.kernels.linear import AnyLinear, make_linear
 from pilotfish.kernels.moe import GatedMlp
 from pilotfish.kernels.rope import inverse_frequencies
 
@@ -46,13 +48,33 @@ class CacheSizes:
 
 
 def build_model(
-    weights: dict[str, Weight], config: ModelConfig, sizes: CacheSizes, dtype: torch.dtype, device: torch.device
+    weights: dict[str, Weight],
+    config: ModelConfig,
+    sizes: CacheSizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    fused: bool = False,
 ) -> Model:
-    """Consumes `weights`. The head is built when its tensors are there."""
-    return _Builder(weights, config, sizes, dtype, device).model()
+    """Consumes `weights`. The head is built when its tensors are there. `fused`: weights in the order of the kernels
+    in kernels.cuda."""
+    if fused:
+        from pilotfish.engine.model.build_fused import FusedBuilder  # imports Triton
+
+        return FusedBuilder(weights, config, sizes, dtype, device).model()
+    return Builder(weights, config, sizes, dtype, device).model()
 
 
-class _Builder:
+def with_head(model: Model, weights: dict[str, Weight], num_pages: int) -> Model:
+    """The same trunk with the MTP head of these weights (`mtp.*`), which are consumed; `num_pages` as in CacheSizes."""
+    builder = Builder(weights, model.config, CacheSizes(num_pages, 1, 1), model.dtype, model.device)
+    head = builder.mtp_head(model.trunk)
+    assert not weights, f"weights that the head did not take: {sorted(weights)[:3]}"
+    return dataclasses.replace(model, head=head)
+
+
+class Builder:
+    """Weights as plain torch multiplies them."""
+
     def __init__(
         self,
         weights: dict[str, Weight],
@@ -66,7 +88,7 @@ class _Builder:
     def model(self) -> Model:
         config = self.config
         embedding = self.plain("model.embed_tokens.weight").to(self.device, self.dtype)
-        lm_head = Linear(embedding) if config.tie_word_embeddings else self.linear("lm_head")
+        lm_head = self.product([embedding]) if config.tie_word_embeddings else self.linear("lm_head")
         layers = [self.layer(f"model.layers.{i}", kind == FULL) for i, kind in enumerate(config.layer_types)]
         kv = [self.kv_cache() for _ in config.full_layers]
         state = RecurrentState.empty(config, self.sizes.num_slots, self.sizes.max_window, self.dtype, self.device)
@@ -89,7 +111,7 @@ class _Builder:
 
     def layer(self, name: str, full: bool) -> Layer:
         mixer = self.attention(f"{name}.self_attn") if full else self.delta_net(f"{name}.linear_attn")
-        mlp = self.moe(f"{name}.mlp") if self.config.is_moe else DenseMlp(self.gated_mlp(f"{name}.mlp"))
+        mlp = self.moe(f"{name}.mlp") if self.config.is_moe else self.dense(f"{name}.mlp")
         return Layer(self.norm(f"{name}.input_layernorm"), mixer, self.norm(f"{name}.post_attention_layernorm"), mlp)
 
     def attention(self, name: str) -> GatedAttention:
@@ -100,7 +122,7 @@ class _Builder:
         qkvg = [q, self.take(f"{name}.k_proj.weight"), self.take(f"{name}.v_proj.weight"), gate]
         q_norm, k_norm = (self.scale(f"{name}.{part}_norm.weight") for part in "qk")
         return GatedAttention(
-            make_linear(qkvg, self.dtype, self.device),
+            self.product(qkvg),
             self.linear(f"{name}.o_proj"),
             torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv, dim))),
             heads,
@@ -128,19 +150,28 @@ class _Builder:
             self.dtype,
         )
 
-    def moe(self, name: str) -> MoeMlp:
+    def dense(self, name: str) -> DenseMlp:
+        return DenseMlp(self.gated_mlp(name))
+
+    def moe(self, name: str) -> MoeMlp | FusedMoeMlp:
         config = self.config
-        router = [self.plain(f"{name}.{part}.weight").to(self.device) for part in ("gate", "shared_expert_gate")]
+        router = self.router(name)
         # from the router, not the config: some packs have dropped experts, layer by layer
         experts = [self.gated_mlp(f"{name}.experts.{i}") for i in range(len(router[0]))]
         shared = self.gated_mlp(f"{name}.shared_expert")
-        return MoeMlp(make_linear(list(router), self.dtype, self.device), experts, shared, config.num_experts_per_tok)
+        return MoeMlp(self.product(list(router)), experts, shared, config.num_experts_per_tok)
+
+    def router(self, name: str) -> list[torch.Tensor]:
+        return [self.plain(f"{name}.{part}.weight").to(self.device) for part in ("gate", "shared_expert_gate")]
 
     def gated_mlp(self, name: str) -> GatedMlp:
         return GatedMlp(self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"))
 
     def linear(self, *names: str) -> AnyLinear:
-        return make_linear([self.take(f"{name}.weight") for name in names], self.dtype, self.device)
+        return self.product([self.take(f"{name}.weight") for name in names])
+
+    def product(self, parts: Sequence[Weight]) -> AnyLinear:
+        return make_linear(parts, self.dtype, self.device)
 
     def norm(self, name: str) -> Norm:
         return Norm(self.scale(f"{name}.weight"), self.config.rms_norm_eps, self.dtype)

@@ -6,17 +6,22 @@ R = rows, T = prompt rows, H = hidden, E = experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from pilotfish.kernels.activation import sigmoid
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp, expert_bulk, expert_rows, route
 
+if TYPE_CHECKING:
+    from pilotfish.kernels.cuda.modules import FusedExperts, FusedMlp
+
 
 @dataclass(frozen=True)
 class DenseMlp:
-    mlp: GatedMlp
+    mlp: GatedMlp | FusedMlp
 
     def rows(self, x_RH: torch.Tensor, num_rows: int) -> torch.Tensor:
         """[R, H], row-invariant; rows past num_rows are padding."""
@@ -50,3 +55,26 @@ class MoeMlp:
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits, gate = logits.float().split([len(self.experts), 1], dim=-1)
         return *route(logits, self.top_k), sigmoid(gate)
+
+
+@dataclass(frozen=True)
+class FusedMoeMlp:
+    """MoeMlp with packed weights; `experts` has the shared one too."""
+
+    router: AnyLinear
+    experts: FusedExperts
+    top_k: int
+
+    def rows(self, x_RH: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """fp32 [R, H], row-invariant; rows past num_rows are padding, and zero."""
+        routed = self._route(self.router.rows(x_RH[:num_rows]))
+        return F.pad(self.experts.rows(x_RH[:num_rows], *routed), (0, 0, 0, len(x_RH) - num_rows))
+
+    def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, H] for prefill."""
+        return self.experts.bulk(x_TH, *self._route(self.router.bulk(x_TH)))
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, gate = logits.float().split([logits.shape[1] - 1, 1], dim=-1)
+        weights, ids = route(logits, self.top_k)
+        return weights, ids.int(), sigmoid(gate)[:, 0]

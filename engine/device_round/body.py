@@ -1,0 +1,167 @@
+"""The round's operators in order, over static buffers: verify, decide, and repair with drafting.
+
+Nothing here waits for the device, allocates, or looks at a value: what depends on lengths, counts and flags is decided
+on the device, so each part can be captured once for a shape and replayed.
+B = sequences, W = window rows, R = B * W, H = hidden, V = vocabulary, S = slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pilotfish.draft_heads.mtp.head import MtpHead
+from pilotfish.engine.device_round.buffers import RoundBuffers
+from pilotfish.engine.device_round.operators import Operators
+from pilotfish.engine.device_round.shapes import Shape
+from pilotfish.engine.model.attention import GatedAttention
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.delta_net import GatedDeltaNet
+from pilotfish.engine.model.mlp import DenseMlp
+from pilotfish.engine.model.trunk import Layer, Trace
+from pilotfish.kernels.cuda.slots import SlotState
+
+
+class RoundBody:
+    """`trace` sees named rows as they are computed; only while nothing is captured."""
+
+    def __init__(self, model: Model, slots: SlotState, buffers: RoundBuffers, operators: Operators):
+        self.model, self.state, self.buffers, self.ops = model, slots, buffers, operators
+        self.trace: Trace | None = None
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def verify(self, shape: Shape) -> None:
+        """The trunk over all window rows: hidden states, logits, keys and values; leaves the rows pending."""
+        trunk, b, state, ops = self.model.trunk, self.buffers, self.state, self.ops
+        slots, rows = b.slots[: shape.num_sequences], shape.num_rows
+        first, eps = trunk.layers[0].input_norm, trunk.norm.eps
+        x, h = b.x[:rows], b.h[:rows]
+        self._plan(slots, shape.width, 0)
+        ops.embed_rows(
+            trunk.embedding, first.scale, eps, slots, state.last_token, state.drafts, state.length, shape.width,
+            b.tokens[:rows], b.plan.positions[:rows], x, h,
+        )  # fmt: skip
+        norms = [layer.input_norm for layer in trunk.layers[1:]] + [trunk.norm]
+        caches, number = iter(trunk.kv), 0
+        for index, (layer, norm) in enumerate(zip(trunk.layers, norms, strict=True)):
+            if isinstance(layer.mixer, GatedAttention):
+                kind = "self_attn"
+                self._attention(layer.mixer, next(caches), shape.num_sequences, shape.width)
+            else:
+                kind = "linear_attn"
+                self._delta_net(layer.mixer, number, shape)
+                number += 1
+            self._see(f"layers.{index}.{kind}", b.delta[:rows])
+            ops.add_norm(x, b.delta[:rows], layer.post_norm.scale, eps, h)
+            last = index == len(norms) - 1
+            self._feed_forward(layer, rows, norm.scale, b.hidden[:rows] if last else h)
+            self._see(f"layers.{index}.mlp", x)
+        ops.linear(trunk.lm_head, b.hidden[:rows], b.logits[:rows])
+        self._see("logits", b.logits[:rows])
+
+    def decide(self, shape: Shape, next_depth: int) -> None:
+        """The trunk's own token of every row, how many are committed, and the commit."""
+        b, ops = self.buffers, self.ops
+        slots, rows = b.slots[: shape.num_sequences], shape.num_rows
+        ops.choose(
+            b.logits[:rows], slots, self.state, shape.width, 0, b.chosen[:rows], b.choice, b.has_nan[:rows],
+            b.allowed[:rows],
+        )  # fmt: skip
+        self._see("tokens", b.chosen[:rows])
+        ops.accept_commit(b.chosen[:rows], slots, self.state, b.verdicts(shape.num_sequences), shape.width, next_depth)
+
+    def draft(self, shape: Shape, next_depth: int) -> None:
+        """The head over all window rows with the trunk's own tokens, then next_depth drafts from the last accepted."""
+        head, b, ops = self.model.head, self.buffers, self.ops
+        assert isinstance(head, MtpHead)
+        count, rows = shape.num_sequences, shape.num_rows
+        self._head_rows(head, b.chosen[:rows], b.hidden[:rows], count, shape.width)
+        hidden = b.head_hidden[:count]
+        ops.add_norm(b.x[:rows], None, head.norm.scale, head.norm.eps, hidden, b.verdicts(count).head_row)
+        self.propose(count, next_depth)
+
+    def propose(self, count: int, next_depth: int) -> None:
+        """Drafts of `count` sequences, from their rows in head_hidden on; the head's cache follows."""
+        head, b, ops = self.model.head, self.buffers, self.ops
+        assert isinstance(head, MtpHead)
+        slots, hidden, logits = b.slots[:count], b.head_hidden[:count], b.logits[:count]
+        for step in range(next_depth):
+            if step:
+                self._plan(slots, 1, step - 1)
+                self._head_rows(head, b.draft[:count], hidden, count, 1)
+                ops.add_norm(b.x[:count], None, head.norm.scale, head.norm.eps, hidden)
+            ops.linear(self.model.trunk.lm_head, hidden, logits)
+            ops.choose(logits, slots, self.state, 1, step, b.draft[:count], b.choice, draft=True)
+
+    # -- operators of a layer ---------------------------------------------------------------------------------------
+
+    def _plan(self, slots: torch.Tensor, width: int, step: int) -> None:
+        """Where the rows of the next pass stand: length + step on."""
+        config, b = self.model.config, self.buffers
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        self.ops.plan_rows(slots, self.state.length, self.model.inv_freq, width, step, *heads, b.plan)
+
+    def _head_rows(self, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, count: int, width: int) -> None:
+        """The head's layer over count * width rows: its residual stream into x."""
+        b, ops, rows = self.buffers, self.ops, count * width
+        layer: Layer = head.layer
+        pair, x, h = b.pair[:rows], b.x[:rows], b.h[:rows]
+        scales = (head.embedding_norm.scale, head.hidden_norm.scale)
+        ops.pair_norm(tokens, self.model.trunk.embedding, hidden, *scales, head.norm.eps, pair, rows)
+        ops.linear(head.fc, pair, x)
+        ops.add_norm(x, None, layer.input_norm.scale, layer.input_norm.eps, h)
+        assert isinstance(layer.mixer, GatedAttention)
+        self._attention(layer.mixer, head.cache, count, width)
+        ops.add_norm(x, b.delta[:rows], layer.post_norm.scale, layer.post_norm.eps, h)
+        self._feed_forward(layer, rows, None, None)
+
+    def _attention(self, mixer: GatedAttention, cache: Any, count: int, width: int) -> None:
+        b, ops, rows = self.buffers, self.ops, count * width
+        projected = b.projected(rows, mixer.qkvg.out_features)
+        mixed = b.mixed(rows, mixer.output.in_features)
+        ops.linear(mixer.qkvg, b.h[:rows], projected)
+        ops.attention_window(
+            projected, b.slots[:count], b.plan, b.tables, cache.k, cache.v, mixer.qk_norm, mixer.eps, width,
+            b.attention, mixed,
+        )  # fmt: skip
+        ops.linear(mixer.output, mixed, b.delta[:rows])
+
+    def _delta_net(self, mixer: GatedDeltaNet, number: int, shape: Shape) -> None:
+        b, ops, rows, state = self.buffers, self.ops, shape.num_rows, self.model.trunk.state
+        projected = b.projected(rows, mixer.in_proj.out_features)
+        mixed = b.mixed(rows, mixer.output.in_features)
+        ops.linear(mixer.in_proj, b.h[:rows], projected)
+        ops.gdn_window(
+            projected, b.slots[: shape.num_sequences], self.state.pending_count, state.s[number], state.conv[number],
+            b.pending[number], mixer.conv_weight, mixer.decay_rate, mixer.dt_bias, mixer.gate_norm, mixer.eps,
+            shape.width, b.read(rows, mixer.output.in_features), mixed,
+        )  # fmt: skip
+        ops.linear(mixer.output, mixed, b.delta[:rows])
+
+    def _feed_forward(self, layer: Layer, rows: int, scale: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        """x += the layer's second half of h; then out = the norm of x with `scale`, if one is given."""
+        b, ops, x, h = self.buffers, self.ops, self.buffers.x[:rows], self.buffers.h[:rows]
+        eps = layer.post_norm.eps
+        if isinstance(layer.mlp, DenseMlp):
+            mlp = layer.mlp.mlp
+            inner = b.inner(rows, mlp.down.in_features)
+            ops.linear(mlp.gate_up, h, inner)
+            ops.linear(mlp.down, inner, b.delta[:rows])
+            if scale is None or out is None:
+                x += b.delta[:rows]
+            else:
+                ops.add_norm(x, b.delta[:rows], scale, eps, out)
+            return
+        moe = layer.mlp
+        weights, ids, gate = b.expert_weights[:rows], b.expert_ids[:rows], b.shared_gate[:rows]
+        logits = b.router_logits(rows, moe.router.out_features)
+        ops.linear(moe.router, h, logits)
+        ops.route(logits, moe.router.out_features - 1, weights, ids, gate)
+        parts = ops.experts(moe.experts, h, ids, b.experts)
+        ops.combine(parts, weights, gate, x, scale, eps, out)
+
+    def _see(self, name: str, rows: torch.Tensor) -> None:
+        if self.trace is not None:
+            self.trace(name, rows)

@@ -1,0 +1,129 @@
+"""Launches rounds on the device and reads them one behind: no wait between two launches.
+
+A batch is placed in the smallest captured shape that holds it, filled up with the null slot. A batch with a grammar
+runs two graphs: masks are computed on the host while the first one, the trunk, runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from tqdm import tqdm
+
+from pilotfish.engine.device_round.body import RoundBody
+from pilotfish.engine.device_round.buffers import report_size, split_report
+from pilotfish.engine.device_round.graphs import Graphs
+from pilotfish.engine.device_round.mailbox import Letter, Mailbox
+from pilotfish.engine.device_round.shapes import Shape, Shapes
+from pilotfish.engine.runner import Batch, Runner, SequenceReport, token_logprobs
+
+WHOLE, VERIFY, FINISH = "round", "verify", "finish"
+"""What is captured for a shape: all of it, or the part before and the part after a grammar's masks."""
+
+
+class DeviceRounds:
+    """See Rounds. `num_missed` counts rounds whose shape had not been captured: launched operator by operator."""
+
+    asynchronous = True
+
+    def __init__(self, runner: Runner, body: RoundBody, shapes: Shapes):
+        self.runner, self.body, self.shapes = runner, body, shapes
+        device, sizes = runner.model.device, body.buffers.sizes
+        self.graphs = Graphs(device)
+        self.num_missed = 0
+        self._slot_mail = Mailbox((sizes.max_sequences,), torch.int32, device)
+        self._table_mail = Mailbox((sizes.max_pages,), torch.int32, device)
+        self._report_mail = Mailbox((report_size(sizes),), torch.uint8, device)
+        self._tables: dict[int, list[int]] = {}
+
+    def capture(self, progress: bool = True) -> None:
+        """Captures every shape; the null slot alone is in the batches that this runs."""
+        self.body.buffers.slots.zero_()
+        for shape in tqdm(list(self.shapes), desc="capturing rounds", unit="shape", disable=not progress):
+            for part in (WHOLE, VERIFY, FINISH):
+                self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]
+
+    def _work(self, shape: Shape, part: str) -> None:
+        if part != FINISH:
+            self.body.verify(shape)
+        if part != VERIFY:
+            self.body.decide(shape, shape.depth)
+            if shape.depth and self.runner.head_on:
+                self.body.draft(shape, shape.depth)
+
+    def launch(self, batch: Batch, next_depth: int) -> DeviceRound:
+        """See Rounds. The drafts are for a next round as deep as this one, whatever next_depth says."""
+        began = perf_counter()
+        body, count = self.body, len(batch.slots)
+        self._place(batch)
+        shape = self.shapes.fit(count, batch.depth) or Shape(count, batch.depth)
+        self._slot_mail.send(batch.slots + [0] * (shape.num_sequences - count), body.buffers.slots)
+        masks = self.runner.start_masks(batch.slots, shape.depth)
+        if masks is None:
+            graph = self._run(shape, WHOLE)
+        else:
+            graph = self._run(shape, VERIFY)
+            words = torch.from_numpy(masks.result())
+            body.buffers.allowed[: len(words)].copy_(words)
+            graph &= self._run(shape, FINISH)
+        letter = self._report_mail.fetch(body.buffers.report)
+        # the next round overwrites the logits
+        rows = body.buffers.logits[: shape.num_rows].unflatten(0, (-1, shape.width))
+        logits = {b: rows[b].clone() for b, wanted in enumerate(batch.logprobs) if wanted is not None}
+        return DeviceRound(self.runner, body, batch, shape, letter, logits, graph, perf_counter() - began)
+
+    def _run(self, shape: Shape, part: str) -> bool:
+        """Whether there was a graph for it."""
+        if (shape, part) in self.graphs:
+            self.graphs.replay((shape, part))
+            return True
+        self.num_missed += 1
+        self._work(shape, part)
+        return False
+
+    def _place(self, batch: Batch) -> None:
+        """Page tables of sequences that have come since their slot was last used."""
+        tables = self.body.buffers.tables
+        for slot, pages in zip(batch.slots, batch.tables, strict=True):
+            if self._tables.get(slot) is not pages:
+                self._table_mail.send(pages + [0] * (tables.shape[1] - len(pages)), tables[slot])
+                self._tables[slot] = pages
+
+
+@dataclass(frozen=True)
+class DeviceRound:
+    """See Round. `logits` has the rows of sequences that asked for log-probabilities, by place in the batch."""
+
+    runner: Runner
+    body: RoundBody
+    batch: Batch
+    shape: Shape
+    letter: Letter
+    logits: dict[int, torch.Tensor]
+    graph: bool
+    launch_seconds: float
+
+    def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
+        """See Round. Seconds of the host: of launching, and of waiting for the device."""
+        began = perf_counter()
+        counts, chosen, nans = split_report(self.letter.read(), self.body.buffers.sizes)
+        waited = perf_counter() - began
+        tokens = chosen[: self.shape.num_rows].view(-1, self.shape.width).tolist()
+        is_nan = nans[: self.shape.num_rows].view(-1, self.shape.width).tolist()
+        reports = [
+            self._report(b, slot, values, tokens[b], is_nan[b])
+            for b, (slot, values) in enumerate(zip(self.batch.slots, counts.T.tolist(), strict=False))
+        ]
+        self.runner.advance_grammars(reports)
+        return reports, {"launch": self.launch_seconds, "wait": waited}
+
+    def _report(self, b: int, slot: int, values: list[int], tokens: list[int], is_nan: list[int]) -> SequenceReport:
+        accepted, committed, offered, stopped, done = values
+        kept, wanted = tokens[:committed], self.batch.logprobs[b]
+        logprobs = None if wanted is None else token_logprobs(self.logits[b][:committed], kept, wanted)
+        has_nan = any(is_nan[:committed])
+        return SequenceReport(
+            slot, kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs
+        )

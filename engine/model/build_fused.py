@@ -1,0 +1,45 @@
+"""The same modules with weights in the order of the GPU kernels: no other copy of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pilotfish.engine.checkpoint.load import Weight
+from pilotfish.engine.model.build import Builder, Model
+from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp
+from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts, FusedLinear, FusedMlp
+from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from pilotfish.kernels.linear import AnyLinear
+
+
+class FusedBuilder(Builder):
+    """Packs each product once; the parts are let go as they are packed."""
+
+    def model(self) -> Model:
+        self.scratch = BulkScratch(self.device)
+        return super().model()
+
+    def product(self, parts: Sequence[Weight]) -> AnyLinear:
+        return FusedLinear(PackedLinear(self.packable(parts)), self.scratch)
+
+    def dense(self, name: str) -> DenseMlp:
+        gate, up, down = self.packable([self.take(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")])
+        gate_up = FusedLinear(PackedLinear([gate, up], swiglu=True), self.scratch)
+        return DenseMlp(FusedMlp(gate_up, FusedLinear(PackedLinear([down]), self.scratch)))
+
+    def moe(self, name: str) -> FusedMoeMlp:
+        router, top_k = self.router(name), self.config.num_experts_per_tok
+        experts = [self.expert(f"{name}.experts.{i}") for i in range(len(router[0]))]
+        packed = GroupedExperts(experts, self.expert(f"{name}.shared_expert"), top_k)
+        return FusedMoeMlp(self.product(router), FusedExperts(packed, self.scratch), top_k)
+
+    def expert(self, name: str) -> ExpertWeights:
+        names = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        return ExpertWeights(*self.packable([self.take(full) for full in names]))
+
+    def packable(self, parts: Sequence[Weight]) -> list[Weight]:
+        """Plain parts in the dtype that kernels multiply."""
+        return [part.to(self.device, self.dtype) if isinstance(part, torch.Tensor) else part for part in parts]
