@@ -38,6 +38,10 @@ fuzz: $(VENV)/.installed  ## hostile requests to the server, on the scripted eng
 	$(BIN)/python -m tests.fuzz.campaign --requests 10000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.campaign --requests 1000 --seed $(SEED) --model $(MODEL)
 
+soak: $(VENV)/.installed  ## 64 streaming clients: 10 minutes on the model, then one at 200 tokens/s of the scripted engine
+	$(BIN)/python -m tests.soak.soak --seconds 600 --model $(MODEL)
+	$(BIN)/python -m tests.soak.soak --seconds 60 --rate 200
+
 gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
 
