@@ -26,6 +26,7 @@ from tqdm import tqdm
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
@@ -301,6 +302,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pilotfish audit", description=__doc__.split("\n\n")[0])
     parser.add_argument("model", help="checkpoint folder or hub id")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--draft-head", metavar="PATH", help="a folder or file with an MTP head, as for serve")
     parser.add_argument("--max-depth", type=int, default=MAX_DEPTH, help="largest k to check (default: %(default)s)")
     parser.add_argument("--max-batch", type=int, default=4, help="largest batch (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=3, help="prompts, each in every mode (default: %(default)s)")
@@ -319,6 +321,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def make_auditor(args: argparse.Namespace) -> Auditor:
     """Loads the checkpoint with caches for the largest depth and batch."""
     checkpoint = open_checkpoint(args.model)
+    if args.draft_head is not None:
+        checkpoint = attach_head(checkpoint, args.draft_head)
     config = checkpoint.config
     if not checkpoint.has_mtp:
         print(f"no head to audit ({checkpoint.mtp_problem or 'none in the checkpoint'}): forced drafts only")

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import pilotfish
-from pilotfish.deploy.gate import after, facts, requests
+from pilotfish.deploy.gate import after, audit, facts, requests
 from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
@@ -50,7 +50,8 @@ GATES = (
     Gate("metrics", after.metrics),
     Gate("stays up", after.stays_up),
 )
-NAMES = tuple(gate.name for gate in GATES)
+FULL_AUDIT = "full audit"
+NAMES = (*(gate.name for gate in GATES), FULL_AUDIT)
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,16 @@ class Report:
 
     url: str
     results: list[Result] = field(default_factory=list)
-    skipped: tuple[str, ...] = ()
+    wanted: Sequence[str] = NAMES
+    """The names of the gates to run."""
 
     @property
     def passed(self) -> bool:
         return bool(self.results) and all(result.passed for result in self.results)
+
+    def skipped(self) -> list[str]:
+        """Left out on purpose; the audit needs a model, and is not missed where there is none."""
+        return [name for name in NAMES if name not in (*self.wanted, FULL_AUDIT)]
 
     def run(self, name: str, look: Callable[[], Found]) -> Result:
         if sys.stderr.isatty():
@@ -94,7 +100,7 @@ class Report:
             "url": self.url,
             "passed": self.passed,
             "gates": [dataclasses.asdict(result) for result in self.results],
-            "skipped": list(self.skipped),
+            "skipped": self.skipped(),
             "gate_version": pilotfish.__version__,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
@@ -114,17 +120,13 @@ def show(result: Result) -> None:
     sys.stdout.flush()
 
 
-def run_gates(report: Report, server: Server, expected: Expected, skipped: Sequence[str]) -> Subject:
+def run_gates(report: Report, server: Server, expected: Expected) -> Subject:
+    """A server that does not answer fails them all, by name."""
     subject = Subject(server, expected, time.monotonic())
     for gate in GATES:
-        if gate.name in skipped:
-            continue
-        result = report.run(gate.name, partial(gate.look, subject))
-        if gate is ANSWERS and not result.passed:
-            for other in GATES[1:]:
-                if other.name not in skipped:
-                    report.run(other.name, _not_run)
-            break
+        if gate is ANSWERS or gate.name in report.wanted:
+            there = gate is ANSWERS or report.results[0].passed
+            report.run(gate.name, partial(gate.look, subject) if there else _not_run)
     return subject
 
 
@@ -134,38 +136,42 @@ def _not_run() -> Found:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    report = Report(args.target if args.is_url else "", skipped=tuple(args.skip))
+    report = Report(args.target if args.is_url else "", wanted=[n for n in args.only or NAMES if n not in args.skip])
     try:
         if args.is_url:
-            run_gates(report, Server(args.target, args.api_key, args.served_model), expected_of(args), args.skip)
+            run_gates(report, Server(args.target, args.api_key, args.served_model), expected_of(args))
         else:
             run_on_model(report, args)
     finally:
         if args.json:
             args.json.write_text(report.as_json(), encoding="utf-8")
     failed = [result.name for result in report.results if not result.passed]
-    if report.skipped:
-        print(f"not run: {', '.join(report.skipped)} (--skip)")
+    if report.skipped():
+        print(f"not looked at, as asked: {', '.join(report.skipped())}")
     print(f"{len(failed)} of {len(report.results)} gates FAILED: {', '.join(failed)}" if failed else "all gates passed")
     return 0 if report.passed else 1
 
 
 def run_on_model(report: Report, args: argparse.Namespace) -> None:
     """A server of our own, ended before the audit needs its memory."""
-    flags = list(args.server_flags)
-    if "--head-check" not in flags:
-        # the head's own gates tell more than a server that does not start
-        flags += ["--head-check", "warn"]
+    # the head's own gates tell more than a server that does not start
+    flags = ["--head-check", "warn", *args.server_flags]
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "server.log"
         try:
             with started(args.target, flags, log, args.port) as url:
                 report.url = url
                 server = Server(url, args.api_key, args.served_model)
-                run_gates(report, server, expected_of(args), args.skip)
+                subject = run_gates(report, server, expected_of(args))
+                k, most = subject.k, subject.capacity["max_num_seqs"]
         except StartError as error:
             message = str(error)
-            report.run("answers", lambda: Found(False, "a server that starts", message))
+            report.run(ANSWERS.name, lambda: Found(False, "a server that starts", message))
+            return
+        except (Refused, Unreachable, CannotRun, KeyError):
+            k, most = 1, 1
+    if FULL_AUDIT in report.wanted:
+        report.run(FULL_AUDIT, lambda: audit.full(args.target, args.server_flags, k, most))
 
 
 def expected_of(args: argparse.Namespace) -> Expected:
@@ -192,6 +198,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--kv-dtype", metavar="NAME", help="of the key-value cache (default: the model's dtype)")
     add("--memory-margin", type=float, default=0.1, metavar="SHARE", help="allowed over the ledger: %(default)s")
     add("--watch", type=float, default=10.0, metavar="SECONDS", help="it must stay up so long: %(default)s")
+    add("--only", type=_names, metavar="LIST", help="these gates, and whether it answers")
     add("--skip", type=_names, default=[], metavar="LIST", help=f"some of: {', '.join(NAMES)}")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     add("--port", type=int, metavar="N", help="of the server that is started (default: any free one)")

@@ -40,8 +40,8 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7},
 }
-PROMPT_CHARS = 240
-EXACT_TOKENS = 48
+PROMPT_CHARS = 120
+EXACT_TOKENS = 32
 
 
 def k_served(subject: Subject) -> Found:

@@ -1,0 +1,144 @@
+"""`pilotfish gate` against real servers: a sound one passes, one that is broken in one way fails the gate named for it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from processes import backend
+from safetensors.torch import load_file, save_file
+from serving import serving_in_thread
+
+from pilotfish.deploy.gate.command import main
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
+CORE = "pilotfish.engine.loop:make_core"
+ENGINE = {"num_speculative_tokens": 3, "max_model_len": 2048, "num_threads": 1, "head_check": "warn"}
+
+
+def gate(tmp_path, target, *flags):
+    """Exit status, and what came of each gate by name."""
+    file = tmp_path / "gates.json"
+    status = main([str(target), "--watch", "1", "--json", str(file), *flags])
+    report = json.loads(file.read_text())
+    assert report["passed"] == (status == 0)
+    return status, {gate["name"]: gate for gate in report["gates"]}
+
+
+def failed(gates):
+    return [name for name, gate in gates.items() if not gate["passed"]]
+
+
+def changed_demo(folder, change):
+    """The demo model with the tensors that `change` returns."""
+    shutil.copytree(DEMO, folder)
+    for shard in folder.glob("*.safetensors"):
+        save_file(change(load_file(shard)), shard, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    known = set().union(*(load_file(shard) for shard in folder.glob("*.safetensors")))
+    listed = json.loads(index.read_text())
+    listed["weight_map"] = {name: file for name, file in listed["weight_map"].items() if name in known}
+    index.write_text(json.dumps(listed))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sound():
+    with serving_in_thread(DEMO, core=CORE, engine=ENGINE) as server:
+        yield server
+
+
+def test_a_sound_server_passes_every_gate(sound, tmp_path, capsys):
+    status, gates = gate(tmp_path, sound.url, "--k", "3")
+    assert failed(gates) == [] and status == 0
+    assert len(gates) == 17 and "all gates passed" in capsys.readouterr().out
+    assert re.search(r"\b8 layers", gates["kernel routes"]["came"])
+
+
+def test_what_was_not_asked_for_is_named(sound, tmp_path):
+    names = "version,k served,KV dtype"
+    flags = ["--k", "5", "--expect-version", "9.9", "--kv-dtype", "float8_e4m3fn", "--only", names]
+    status, gates = gate(tmp_path, sound.url, *flags)
+    assert status == 1 and failed(gates) == names.split(",") and list(gates) == ["answers", *names.split(",")]
+    assert gates["k served"]["came"].startswith("k = 3") and gates["k served"]["wanted"] == "k = 5"
+
+
+def test_shifted_norms_of_the_head(tmp_path):
+    def shift(tensors):
+        return {n: t + 1 if n.startswith("mtp.") and "norm" in n else t for n, t in tensors.items()}
+
+    model = changed_demo(tmp_path / "model", shift)
+    with serving_in_thread(model, core=CORE, engine=ENGINE) as server:
+        _, gates = gate(tmp_path, server.url, "--only", "k served,head weights,head rank")
+    assert failed(gates) == ["head rank"], "text stays right, and only the head's gate sees it"
+    assert gates["head rank"]["came"].startswith("weak") and "shifted twice" in gates["head rank"]["came"]
+
+
+def test_a_missing_tensor_of_the_head(tmp_path):
+    def drop(tensors):
+        return {name: tensor for name, tensor in tensors.items() if name != "mtp.pre_fc_norm_hidden.weight"}
+
+    model = changed_demo(tmp_path / "model", drop)
+    with serving_in_thread(model, core=CORE, engine=ENGINE) as server:
+        _, gates = gate(tmp_path, server.url, "--only", "k served,head weights,chat template")
+    assert failed(gates) == ["k served", "head weights"]
+    assert "first mtp.pre_fc_norm_hidden" in gates["head weights"]["came"]
+
+
+def test_a_bad_template(folder, tmp_path):
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("{{ message.content }}", "{{ message.content[:8] }}"))
+    with serving_in_thread(folder) as server:
+        _, gates = gate(tmp_path, server.url, "--only", "tokenizer,chat template")
+    assert failed(gates) == ["chat template"] and "0 times" in gates["chat template"]["came"]
+
+
+def test_a_port_that_is_taken(folder, tmp_path):
+    """Whoever listens there, a server in order perhaps, is not taken for the one that could not start."""
+    with serving_in_thread(folder) as server:
+        port = server.url.rsplit(":", 1)[1]
+        status, gates = gate(tmp_path, folder, "--port", port)
+    assert status == 1 and failed(gates) == ["answers"]
+    assert f"port {port} is taken" in gates["answers"]["came"]
+
+
+def test_a_server_that_does_not_start(folder, tmp_path):
+    """A folder without weights."""
+    status, gates = gate(tmp_path, folder)
+    assert status == 1 and failed(gates) == ["answers"] and gates["answers"]["wanted"] == "a server that starts"
+
+
+@pytest.mark.parametrize("victim", ["server", "engine"])
+def test_a_crash_in_the_first_seconds(folder, tmp_path, victim):
+    """A server that is gone, and one whose engine was started again, are both seen by the gate that waits for it."""
+    with backend(folder, "scripted") as server:
+        timer = threading.Timer(1.5, crash, [server.process.pid, victim])
+        timer.start()
+        status, gates = gate(tmp_path, server.url, "--only", "stays up", "--watch", "5")
+        timer.join()
+    assert status == 1 and failed(gates) == ["stays up"]
+
+
+def crash(pid, victim):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    os.kill(pid if victim == "server" else int(children[0]), signal.SIGKILL)
+
+
+def test_a_model_is_served_gated_and_audited(tmp_path, capfd):
+    """A random model knows no text, so its head cannot be judged: a gate without a verdict has not passed."""
+    from byte_model import write_model
+    from tiny_models import build_tiny
+
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    model = build_tiny(write_model(folder), "dense")
+    only = "k served,head rank,kernel routes,metrics,full audit"
+    flags = ["--num-speculative-tokens", "1", "--max-num-seqs", "1", "--max-model-len", "1024", "--num-threads", "1"]
+    status, gates = gate(tmp_path, model, "--k", "1", "--only", only, "--", *flags)
+    assert status == 1 and failed(gates) == ["head rank"] and list(gates) == ["answers", *only.split(",")]
+    assert gates["head rank"]["came"].startswith("untested")
+    assert gates["full audit"]["came"].startswith("2 runs") and "0 differ" in gates["full audit"]["came"]
