@@ -122,6 +122,7 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
     return [
         web.post(root + "/v1/completions", handlers.completions),
         web.post(root + "/v1/chat/completions", handlers.chat_completions),
+        web.post(root + "/v1/responses", handlers.responses),
         web.post(root + MESSAGES, handlers.messages),
         web.post(root + MESSAGES + "/count_tokens", handlers.count_tokens),
         web.post(root + "/tokenize", handlers.tokenize),

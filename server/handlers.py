@@ -19,9 +19,9 @@ from pilotfish.server.auth import NO_KEY
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status, renamed
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.limits import Limiter
+from pilotfish.server.messages_api import request as messages_request
 from pilotfish.server.messages_api.answer import MessagesFormat, TokenCount
-from pilotfish.server.messages_api.request import RENAMED as MESSAGES_NAMES
-from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest, chat_request
+from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.plan import Context, Plan, check_ids, count_prompt, plan_chat, plan_completion, tokens_of
 from pilotfish.server.protocol import (
@@ -39,6 +39,9 @@ from pilotfish.server.protocol import (
 )
 from pilotfish.server.request_log import note_choices, note_error
 from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, join
+from pilotfish.server.responses_api import request as responses_request
+from pilotfish.server.responses_api.answer import ResponsesFormat
+from pilotfish.server.responses_api.request import ResponsesRequest
 
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
@@ -139,13 +142,26 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint(ready)))
 
 
+async def responses(request: web.Request) -> web.StreamResponse:
+    arrived, service = time.monotonic(), request.app[SERVICE]
+    body = await read_body(request)
+    ready = service.engine()
+    wanted = service.decode(body, ResponsesRequest)
+    context = service.context(wanted.model, ready, arrived)
+    with renamed(responses_request.RENAMED):
+        chat = responses_request.chat_request(wanted, context, service.metrics.on_unused_field)
+        plan = await plan_chat(chat, context, "resp_")
+    return await _answer(request, service, plan, ResponsesFormat(wanted, plan))
+
+
 async def messages(request: web.Request) -> web.StreamResponse:
     arrived, service = time.monotonic(), request.app[SERVICE]
     body = await read_body(request)
     ready = service.engine()
     wanted, context = _messages_request(request, body, MessagesRequest, ready, arrived)
-    with renamed(MESSAGES_NAMES):
-        plan = await plan_chat(chat_request(wanted, context, service.metrics.on_unused_field), context, "msg_")
+    with renamed(messages_request.RENAMED):
+        chat = messages_request.chat_request(wanted, context, service.metrics.on_unused_field)
+        plan = await plan_chat(chat, context, "msg_")
     return await _answer(request, service, plan, MessagesFormat(plan))
 
 
@@ -153,8 +169,9 @@ async def count_tokens(request: web.Request) -> web.Response:
     arrived, service = time.monotonic(), request.app[SERVICE]
     body = await read_body(request)
     wanted, context = _messages_request(request, body, CountTokensRequest, service.engine(), arrived)
-    with renamed(MESSAGES_NAMES):
-        count = await count_prompt(chat_request(wanted, context, service.metrics.on_unused_field), context)
+    with renamed(messages_request.RENAMED):
+        chat = messages_request.chat_request(wanted, context, service.metrics.on_unused_field)
+        count = await count_prompt(chat, context)
     return _json(TokenCount(count))
 
 

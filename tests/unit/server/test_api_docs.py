@@ -8,6 +8,7 @@ import pytest
 from pilotfish.server import unused
 from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest
 from pilotfish.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pilotfish.server.responses_api.request import ResponsesRequest
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text()
 
@@ -20,7 +21,7 @@ def table(heading):
     for names, *marks in rows[1:]:
         for name in re.findall(r"`(\w+)`", names):
             assert name not in fields, f"{name} twice"
-            fields[name] = marks[:2]
+            fields[name] = marks[:-1]
     return fields
 
 
@@ -34,6 +35,7 @@ def expected(field, kind, others):
     ("heading", "kinds", "with_others"),
     [
         ("## POST /v1/completions", (CompletionRequest, ChatRequest), True),
+        ("## POST /v1/responses", (ResponsesRequest,), True),
         ("## POST /v1/messages", (MessagesRequest, CountTokensRequest), True),
         ("## POST /tokenize", (TokenizeRequest, DetokenizeRequest), False),
     ],
