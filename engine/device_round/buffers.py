@@ -16,7 +16,7 @@ from pilotfish.engine.model.build import Model
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda.attention import AttentionScratch, RowPlan
 from pilotfish.kernels.cuda.commit import Verdicts
-from pilotfish.kernels.cuda.delta_net import pending_width
+from pilotfish.kernels.cuda.delta_net import DeltaScratch, pending_width
 from pilotfish.kernels.cuda.moe import Scratch as ExpertScratch
 from pilotfish.kernels.cuda.sample import Scratch as ChoiceScratch
 
@@ -63,7 +63,10 @@ class RoundBuffers:
         heads = config.num_attention_heads
         self._projected = buffer(rows * _widest_projection(config))
         self._mixed = buffer(rows * max(config.value_dim, heads * config.head_dim))
-        self._read = buffer(rows * config.value_dim, kind=torch.float32)
+        self.delta_scratch = DeltaScratch.empty(
+            rows, sizes.max_sequences, sizes.max_width, config.conv_dim, config.linear_num_value_heads,
+            config.linear_value_head_dim, device,
+        )  # fmt: skip
         self.attention = AttentionScratch.empty(
             rows, sizes.max_sequences, sizes.max_width, sizes.max_model_len, _num_pages(model), heads,
             config.num_key_value_heads, config.head_dim, dtype, device,
@@ -97,10 +100,6 @@ class RoundBuffers:
     def mixed(self, rows: int, width: int) -> torch.Tensor:
         """What a mixer's output product reads, [rows, width]."""
         return _matrix(self._mixed, rows, width)
-
-    def read(self, rows: int, width: int) -> torch.Tensor:
-        """fp32 [rows, width]: what GatedDeltaNet reads from its state, before the norm."""
-        return _matrix(self._read, rows, width)
 
     def inner(self, rows: int, width: int) -> torch.Tensor:
         """Between the products of a dense MLP, [rows, width]."""
@@ -149,6 +148,6 @@ def _tensors(root: object) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             if value._base is None:
                 found.append(value)
-        elif isinstance(value, RowPlan | AttentionScratch | ExpertScratch | tuple):
+        elif isinstance(value, RowPlan | AttentionScratch | DeltaScratch | ExpertScratch | tuple):
             found += _tensors(value)
     return found

@@ -387,9 +387,10 @@ def gdn_window_reference(
     gate_norm: torch.Tensor,
     eps: float,
     width: int,
+    scratch: DeltaScratch | None,
     out: torch.Tensor,
 ) -> None:
-    """`gdn_window` in plain torch, without a wait for the device."""
+    """`gdn_window` in plain torch, without a wait for the device; `scratch` is left alone."""
     slots = slots.long()
     batch, num_rows = len(slots), len(slots) * width
     heads, dk, dv = state.shape[1:]

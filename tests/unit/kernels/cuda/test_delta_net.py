@@ -85,7 +85,7 @@ class Layer:
         slots, counts = torch.tensor(slots, dtype=torch.int32), torch.tensor(counts)
         operands = (projected, slots, counts, *self.memory, *self.weights, EPS, width)
         if function is None:
-            gdn_window_reference(*operands, out)
+            gdn_window_reference(*operands, None, out)
             return out
         shape = (len(projected), len(slots), self.most, self.channels, heads, dv)
         scratch = DeltaScratch.empty(*shape, torch.device("cpu"))
