@@ -92,5 +92,7 @@ class Supervisor:
         return True
 
     def _give_up(self) -> None:
-        logger.error("the engine has failed and is not started again")
+        failure = self._client.failure
+        shown = f"{failure.part}: {failure.message}" if failure else "no reason known"
+        logger.error("the engine has failed and is not started again (%s)", shown)
         self._gave_up.set()

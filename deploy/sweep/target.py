@@ -62,15 +62,15 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise StartError(_last_words(log))
+            raise StartError(last_words(log.read_text(errors="replace")))
         with contextlib.suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url + "/ready", timeout=5):
             return
         time.sleep(0.1)
     raise StartError(f"not ready after {START_SECONDS:g} s")
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: str) -> str:
     """The line that says what was wrong: the last error, else the last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or line.startswith("pilotfish")]
     return (errors or lines or ["the server said nothing"])[-1][-300:]

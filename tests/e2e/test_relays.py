@@ -39,7 +39,7 @@ def filled_in(name, changes):
 
 def haproxy(folder, port, ports):
     file = folder / "haproxy.cfg"
-    changes = {"bind :8080": f"bind 127.0.0.1:{port}"}
+    changes = {"bind :8080": f"bind 127.0.0.1:{port}", "/run/haproxy/admin.sock": f"{folder}/admin.sock"}
     changes |= {f"127.0.0.1:{8001 + index}": f"127.0.0.1:{one}" for index, one in enumerate(ports)}
     file.write_text(filled_in("haproxy.cfg", changes))
     command = [binary("haproxy"), "-db", "-f", str(file)]

@@ -37,6 +37,7 @@ class Client:
     def __init__(self, *lives):
         self.lives = list(lives)
         self.state = "loading"
+        self.failure = None
 
     async def wait_ready(self):
         if self.lives[0] == "load":

@@ -1,0 +1,325 @@
+"""The procedure: start the new version, judge it, switch to it, and go back when anything is not as it should be.
+
+Beside: the old version serves until the new one has passed every gate, and stands by while the new one is watched.
+Instead: where memory holds one of them, the old one is stopped first, and started again if the new one fails.
+The new one gets a slot of its own in both, so that whatever interrupts a release, a reboot starts the old version.
+"""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pilotfish.deploy.ports import is_taken
+from pilotfish.deploy.release import probe
+from pilotfish.deploy.release.managers import Manager
+from pilotfish.deploy.release.relay import Relay, RelayError
+from pilotfish.deploy.release.slots import Layout, Slot
+from pilotfish.deploy.sweep.target import last_words
+
+KEY = "PILOTFISH_API_KEY"
+LOOK_SECONDS = 0.25
+QUIET_LOOKS = 3
+"""A server is idle when so many looks in a row find it so: a request may be on its way."""
+UNREACHABLE = (OSError, http.client.HTTPException)
+
+
+class Gate(msgspec.Struct, frozen=True):
+    """One condition: the release's own, or one that the gate command reports."""
+
+    name: str
+    passed: bool
+    wanted: str
+    came: str
+    seconds: float = 0.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the gate command writes."""
+
+    passed: bool
+    gates: list[Gate]
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """A line of releases.jsonl. `outcome` is released, rolled back, or down: nothing serves, somebody must come."""
+
+    when: str
+    version: str
+    slot: str
+    old_version: str | None
+    old_slot: str | None
+    instead: bool
+    outcome: str = "down"
+    failed: list[str] = []
+    seconds: float = 0.0
+    gates: list[Gate] = []
+    notes: list[str] = []
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """`gate` is run as `GATE URL --json FILE`. Seconds."""
+
+    gate: Sequence[str]
+    start: float
+    gates: float
+    steady: float
+    drain: float
+
+
+class GateFailed(Exception):
+    """The message is what came in place of what was wanted."""
+
+
+class Release:
+    """One release. `tell` shows a person how far it is."""
+
+    def __init__(
+        self, layout: Layout, manager: Manager, relay: Relay, settings: Settings, tell: Callable[[str], None]
+    ) -> None:
+        self._layout = layout
+        self._manager = manager
+        self._relay = relay
+        self._settings = settings
+        self._tell = tell
+
+    def run(self, version: str, new: Slot, old: Slot | None, *, instead: bool) -> Record:
+        """Returns whatever goes wrong, an interruption included."""
+        self._record = Record(
+            when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            version=version,
+            slot=new.name,
+            old_version=self._layout.version_of(old) if old else None,
+            old_slot=old.name if old else None,
+            instead=instead,
+        )
+        began = time.monotonic()
+        try:
+            self._bring_up(version, new, old if instead else None)
+            self._switch(new, None if instead else old)
+        except GateFailed:
+            self._roll_back(new, old)
+        except (Exception, KeyboardInterrupt) as error:
+            # whatever it is, a manager, the relay, a signal or a fault of this program: going back is the answer
+            self._add(Gate("release", False, "no error", f"{type(error).__name__}: {error}"))
+            self._roll_back(new, old)
+        else:
+            self._record.outcome = "released"
+            if old is not None:
+                self._attempt(lambda: self._retire(old))
+        self._record.failed = [gate.name for gate in self._record.gates if not gate.passed]
+        self._record.seconds = round(time.monotonic() - began, 3)
+        return self._record
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _bring_up(self, version: str, new: Slot, old: Slot | None) -> None:
+        """`old` is what must go first."""
+        self._relay.withhold(new)
+        self._layout.link(new, version)
+        if old is not None:
+            self._relay.withhold(old)
+            self._retire(old)
+        self._check("port", f"port {new.port} free", lambda: self._port(new))
+        self._tell(f"starting {version} in slot {new.name}, port {new.port}")
+        self._manager.start(new)
+        self._check("start", f"ready within {self._settings.start:g} s", lambda: self._wait_ready(new))
+        ready = time.monotonic()
+        self._run_gates(new)
+        steady = self._settings.steady
+        self._check("steady", f"up for {steady:g} s after it was ready", lambda: self._watch(new, ready + steady))
+
+    def _switch(self, new: Slot, old: Slot | None) -> None:
+        """`old` is what stands by."""
+        self._relay.admit(new)
+        if old is not None:
+            self._relay.withhold(old)
+        self._tell(f"slot {new.name} gets the requests")
+        steady = self._settings.steady
+        until = time.monotonic() + steady
+        self._check("in service", f"up for {steady:g} s with requests", lambda: self._watch(new, until))
+        self._manager.at_boot(new, True)
+        if self._record.old_slot is not None:
+            self._manager.at_boot(self._slot(self._record.old_slot), False)
+
+    def _slot(self, name: str) -> Slot:
+        return next(slot for slot in self._layout.slots() if slot.name == name)
+
+    def _retire(self, slot: Slot) -> None:
+        """Its requests may end first."""
+        self._tell(f"slot {slot.name} drains")
+        deadline = time.monotonic() + self._settings.drain
+        looks = 0
+        while looks < QUIET_LOOKS and self._manager.is_up(slot):
+            busy = self._num_requests(slot)
+            if busy and time.monotonic() > deadline:
+                self._note(f"slot {slot.name} was stopped with {busy:g} requests after {self._settings.drain:g} s")
+                break
+            looks = 0 if busy else looks + 1
+            time.sleep(LOOK_SECONDS)
+        self._manager.stop(slot)
+        self._tell(f"slot {slot.name} is stopped")
+
+    def _num_requests(self, slot: Slot) -> float:
+        try:
+            gauges = probe.gauges(slot.url)
+        except UNREACHABLE:
+            # it cannot be asked: stopping it is what ends that
+            return 0
+        return sum(gauges.get(name, 0) for name in probe.BUSY)
+
+    # -- conditions ----------------------------------------------------------------------------------------------
+
+    def _check(self, name: str, wanted: str, condition: Callable[[], str]) -> None:
+        began = time.monotonic()
+        try:
+            came, passed = condition(), True
+        except GateFailed as error:
+            came, passed = str(error), False
+        self._add(Gate(name, passed, wanted, came, round(time.monotonic() - began, 3)))
+        if not passed:
+            raise GateFailed(came)
+
+    def _port(self, slot: Slot) -> str:
+        if is_taken(slot.port):
+            raise GateFailed("another process listens there")
+        return "free"
+
+    def _wait_ready(self, slot: Slot) -> str:
+        began = time.monotonic()
+        while (reason := probe.readiness(slot.url)) is not None:
+            self._must_be_up(slot)
+            if time.monotonic() - began > self._settings.start:
+                raise GateFailed(reason)
+            time.sleep(LOOK_SECONDS)
+        self._must_be_up(slot)
+        return f"ready after {time.monotonic() - began:.1f} s"
+
+    def _watch(self, slot: Slot, until: float) -> str:
+        while True:
+            self._must_be_up(slot)
+            if (reason := probe.readiness(slot.url)) is not None:
+                self._must_be_up(slot)
+                raise GateFailed(reason)
+            if restarts := self._num_restarts(slot):
+                raise GateFailed(f"its engine failed and was started again, {restarts:g} times")
+            if time.monotonic() >= until:
+                return "up, ready, its engine never restarted"
+            time.sleep(LOOK_SECONDS)
+
+    def _num_restarts(self, slot: Slot) -> float:
+        try:
+            return probe.gauges(slot.url).get(probe.RESTARTS, 0)
+        except UNREACHABLE as error:
+            self._must_be_up(slot)
+            raise GateFailed(f"/metrics: {error}") from error
+
+    def _must_be_up(self, slot: Slot) -> None:
+        if not self._manager.is_up(slot):
+            raise GateFailed(f"it ended: {self._manager.last_words(slot)}")
+
+    def _run_gates(self, slot: Slot) -> None:
+        """Those of the command, each by its own name. A server that ended meanwhile is the reason for the others."""
+        self._tell("gates")
+        report = self._ask_gates(slot)
+        if not self._manager.is_up(slot):
+            self._add(Gate("up", False, "runs while the gates look", f"it ended: {self._manager.last_words(slot)}"))
+        for gate in report.gates:
+            self._add(gate)
+        if not report.passed and all(gate.passed for gate in report.gates):
+            self._add(Gate("gates", False, "passed", "the gate command says no, without a gate that failed"))
+        if failed := [gate.name for gate in self._record.gates if not gate.passed]:
+            raise GateFailed(", ".join(failed))
+
+    def _ask_gates(self, slot: Slot) -> Report:
+        key = self._key(slot)
+        environment = os.environ | ({KEY: key} if key else {})
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "gates.json")
+            command = [*self._settings.gate, slot.url, "--json", str(file)]
+            try:
+                done = _run(command, environment, self._settings.gates)
+                report = msgspec.json.decode(file.read_bytes(), type=Report)
+            except subprocess.TimeoutExpired:
+                came = f"none after {self._settings.gates:g} s"
+            except OSError as error:
+                came = f"none: {error if error.filename != str(file) else last_words(done.stdout)}"
+            except msgspec.DecodeError as error:
+                came = f"another file: {error}"
+            else:
+                if done.returncode == 0 or not report.passed:
+                    return report
+                came = f"one that passed, and exit status {done.returncode}"
+        return Report(False, [Gate("gates", False, "a report of the gate command", came)])
+
+    # -- back ----------------------------------------------------------------------------------------------------
+
+    def _roll_back(self, new: Slot, old: Slot | None) -> None:
+        """Every step is tried whatever became of the one before: what counts is whether the old version answers."""
+        self._tell("rolling back")
+        stands_by = old is not None and self._manager.is_up(old)
+        if old is not None and stands_by:
+            self._attempt(lambda: self._relay.admit(old))
+        self._attempt(lambda: self._relay.withhold(new))
+        # one that is not ready will end no request: it is not waited for
+        serves = self._manager.is_up(new) and probe.readiness(new.url) is None
+        self._attempt(lambda: self._retire(new) if serves else self._manager.stop(new))
+        self._attempt(lambda: self._manager.at_boot(new, False))
+        if old is None:
+            return
+        if not stands_by:
+            self._attempt(lambda: self._manager.start(old))
+        self._attempt(lambda: self._manager.at_boot(old, True))
+        if self._attempt(
+            lambda: self._check("old version", "answers again", lambda: self._answers(old, admit=not stands_by))
+        ):
+            self._record.outcome = "rolled back"
+
+    def _answers(self, old: Slot, *, admit: bool) -> str:
+        self._wait_ready(old)
+        try:
+            if admit:
+                self._relay.admit(old)
+            return probe.answer(old.url, self._key(old))
+        except (RelayError, *UNREACHABLE) as error:
+            raise GateFailed(str(error)) from error
+
+    def _key(self, slot: Slot) -> str | None:
+        return self._layout.environment(slot).get(KEY) or os.environ.get(KEY)
+
+    def _attempt(self, step: Callable[[], None]) -> bool:
+        try:
+            step()
+        except GateFailed:
+            # it has been told
+            return False
+        except (Exception, KeyboardInterrupt) as error:
+            self._note(f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _note(self, text: str) -> None:
+        self._record.notes.append(text)
+        self._tell(text)
+
+    def _add(self, gate: Gate) -> None:
+        self._record.gates.append(gate)
+        self._tell(f"{'pass' if gate.passed else 'FAIL'}  {gate.name}: " + _outcome(gate))
+
+
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Its output together, and not shown: its table is told gate by gate."""
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, **pipes, env=environment, timeout=timeout, check=False)
+
+
+def _outcome(gate: Gate) -> str:
+    return gate.came if gate.passed else f"want {gate.wanted}, got {gate.came}"
