@@ -25,10 +25,12 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from pilotfish.kernels.cuda import packing
+from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.mma import FORMATS, load_factor, over_warps, products, scaled, silu
-from pilotfish.kernels.cuda.packing import Format, Packed
+from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 MAX_ROWS = 256
+BULK_NUMBERS, BULK_TILES = 1 << 26, 64  # expanded at a time for prefill: 128 MiB, if that is 1024 rows
 SM_COUNT = 132  # of an H200: what shapes are chosen for
 
 
@@ -156,6 +158,8 @@ class PackedLinear:
             self.ranges = [packing.join(list(run)) for _, run in groupby(packed, key=lambda part: part.kind)]
         if self.in_features % 8:
             raise ValueError(f"want a width that is a multiple of 8 (16 bytes of x), got {self.in_features}")
+        # where parts end inside a tile: the columns of its product that count
+        self._columns = {id(part): _kept_columns(part.place[:: 2 if swiglu else 1]) for part in self.ranges}
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
     def rows(self, x: torch.Tensor, out: torch.Tensor, pdl: bool = False) -> None:
@@ -172,19 +176,39 @@ class PackedLinear:
 
     def bulk(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """bf16 [T, N] for prefill: any T. scratch: bf16, at least `scratch_size` numbers; overwritten."""
-        raise NotImplementedError
+        products = [self._expanded_product(x, part, scratch) for part in self.ranges]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def _expanded_product(self, x: torch.Tensor, part: Packed, scratch: torch.Tensor) -> torch.Tensor:
+        """As many tiles at a time as scratch holds."""
+        step = scratch.numel() // (TILE * self.in_features) // 2 * 2
+        assert step > 0, f"want scratch of at least {self.scratch_size} numbers, got {scratch.numel()}"
+        products = []
+        for begin in range(0, part.num_tiles, step):
+            tiles = slice(begin, min(begin + step, part.num_tiles))
+            count = tiles.stop - begin
+            out = scratch[: count * TILE * self.in_features].view(count * TILE, self.in_features)
+            product = F.linear(x, expand(part, tiles, out, count if self.swiglu else 0))
+            if self.swiglu:
+                gate, up = product.chunk(2, -1)
+                product = F.silu(gate) * up
+            products.append(product)
+        whole = products[0] if len(products) == 1 else torch.cat(products, -1)
+        columns = self._columns.get(id(part))
+        return whole if columns is None else whole.index_select(-1, columns)
 
     @property
     def scratch_size(self) -> int:
-        """Numbers of bf16 that `bulk` needs: the matrix expanded."""
-        return self.in_features * self.out_features * (2 if self.swiglu else 1)
+        """Numbers of bf16 that `bulk` wants: the matrix expanded, or as much of it as still fills a GPU."""
+        tiles = max(part.num_tiles for part in self.ranges)
+        return self.in_features * TILE * min(tiles, max(BULK_TILES, BULK_NUMBERS // (TILE * self.in_features)) // 2 * 2)
 
     def dequantize(self) -> torch.Tensor:
         """fp32 [N, K] ([2 N, K], gate then up, with `swiglu`): exactly what the parts' own `dequantize` give."""
         height = self.out_features * (2 if self.swiglu else 1)
         out = torch.empty((height, self.in_features), dtype=torch.float32, device=self.ranges[0].data.device)
         for part in self.ranges:
-            values = packing.unpack(part, self.in_features).view(part.num_tiles, packing.TILE, -1)
+            values = packing.unpack(part, self.in_features).view(part.num_tiles, TILE, -1)
             for tile, (first, count) in enumerate(part.place.tolist()):
                 if self.swiglu:
                     first += (tile % 2) * self.out_features
@@ -198,6 +222,12 @@ class PackedLinear:
             gate, up = product.chunk(2, -1)
             product = F.silu(gate) * up
         out.copy_(product)
+
+
+def _kept_columns(place: torch.Tensor) -> torch.Tensor | None:
+    """int64, of the rows of tiles; None for all."""
+    kept = (torch.arange(TILE, device=place.device) < place[:, 1:]).reshape(-1)
+    return None if bool(kept.all()) else kept.nonzero()[:, 0]
 
 
 def _launch(part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swiglu: bool, pdl: bool) -> None:

@@ -20,8 +20,7 @@ FP8 = gl.constexpr(1)
 BF16 = gl.constexpr(2)
 FORMATS = {Format.NVFP4: NVFP4, Format.FP8: FP8, Format.BF16: BF16}
 
-UNIT_WORDS = tuple(UNIT_BYTES[format] // 4 for format in FORMATS)
-NVFP4_WORDS, FP8_WORDS, BF16_WORDS = (gl.constexpr(words) for words in UNIT_WORDS)
+_WORDS = tuple(UNIT_BYTES[format] // 4 for format in FORMATS)
 
 # e2m1 * 2^-126 times scale * 2^118: what the sum must be multiplied by
 NVFP4_RESCALE = gl.constexpr(256.0)
@@ -91,8 +90,20 @@ MMA_ASM = gl.constexpr(_mma_asm())
 MMA_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
 
 
+@gluon.constexpr_function
+def unit_words(FORMAT):
+    """32-bit words of a unit."""
+    return _WORDS[FORMAT]
+
+
 @gluon.jit
-def _load_unit(data, offsets, lane, FORMAT: gl.constexpr):
+def _in_order():
+    """Loads stay on their side of this: the assembler would else put off those made early until they are needed."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_unit(data, offsets, lane, FORMAT: gl.constexpr):
     """A unit's registers: loads of 4 words a lane, rows g before rows g + 8; NVFP4 with a word of scales last."""
     loads: gl.constexpr = 2 if FORMAT == NVFP4 else (4 if FORMAT == FP8 else 8)
     unit = ()
@@ -105,7 +116,7 @@ def _load_unit(data, offsets, lane, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(unit, ROW_HALF: gl.constexpr, FORMAT: gl.constexpr):
+def unpack_half(unit, ROW_HALF: gl.constexpr, FORMAT: gl.constexpr):
     """Four tensors, one for each load of x: the pairs of bf16 weights that meet it."""
     if FORMAT == NVFP4:
         asm: gl.constexpr = NVFP4_LOW if ROW_HALF == 0 else NVFP4_HIGH
@@ -152,8 +163,8 @@ def _multiply(
     """Adds one step's products to the MT * NT sums."""
     out = ()
     for m in gl.static_range(MT):
-        low = _unpack(units[m], 0, FORMAT)
-        high = _unpack(units[m], 1, FORMAT)
+        low = unpack_half(units[m], 0, FORMAT)
+        high = unpack_half(units[m], 1, FORMAT)
         for n in gl.static_range(NT):
             total = totals[m * NT + n]
             part = gl.zeros_like(total) if BLOCKS else total
@@ -197,7 +208,7 @@ def products(
     their way while one is multiplied. With WAIT weights are asked for before the wait for what writes x.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    words: gl.constexpr = NVFP4_WORDS if FORMAT == NVFP4 else (FP8_WORDS if FORMAT == FP8 else BF16_WORDS)
+    words: gl.constexpr = unit_words(FORMAT)
     steps: gl.constexpr = UNITS // WARPS
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     warp = thread // 32
@@ -225,6 +236,7 @@ def products(
     totals = ()
     for _ in gl.static_range(MT * NT):
         totals = totals + (gl.zeros([WARPS * 32, 4], gl.float32, layout),)
+    _in_order()
     if WAIT:
         gdc_wait()
     xs = _load_x(x, x_words, x_there, columns, 0, NT, WARPS, K)
@@ -236,6 +248,7 @@ def products(
             for s in gl.static_range(STAGES):
                 step = group * STAGES + s
                 following = _load_x(x, x_words, x_there, columns, step + 1, NT, WARPS, K)
+                _in_order()
                 totals = _multiply(stages[0][0], xs, totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
                 loaded = _load_step(
                     bases,
@@ -250,18 +263,21 @@ def products(
                     BLOCKS,
                     WARPS,
                 )
+                _in_order()
                 stages = stages[1:] + (loaded,)
                 xs = following
     for step in gl.static_range(looped, steps):
         following = xs
         if step + 1 < steps:
             following = _load_x(x, x_words, x_there, columns, step + 1, NT, WARPS, K)
+            _in_order()
         totals = _multiply(stages[0][0], xs, totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
         xs = following
         if step + STAGES < steps:
             loaded = _load_step(
                 bases, block_scales, load_offsets, scale_offsets, warp, step + STAGES, words, MT, FORMAT, BLOCKS, WARPS
             )
+            _in_order()
             stages = stages[1:] + (loaded,)
         else:
             stages = stages[1:]
@@ -286,7 +302,7 @@ def _load_step(
     units = ()
     scales = ()
     for m in gl.static_range(MT):
-        units = units + (_load_unit(bases[m] + step * (WARPS * WORDS), load_offsets, scale_offsets, FORMAT),)
+        units = units + (load_unit(bases[m] + step * (WARPS * WORDS), load_offsets, scale_offsets, FORMAT),)
         if BLOCKS:
             scales = scales + (gl.load(block_scales[m] + (warp + step * WARPS))[:, None],)
     return (units, scales)

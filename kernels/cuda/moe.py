@@ -1,14 +1,17 @@
 """Routed experts and the shared one, over the distinct experts of all rows; combined in rank order.
 
-Three launches: gate_up with SwiGLU, down, combine. A program takes (pair, tiles): pair p = row * k + rank, and leaves
-at once unless p is the first pair of its expert; the rows that chose the expert are the columns of the product
-(linear.py, the same instruction, order and split), the others are 0. The shared expert is one more, chosen by all rows. Results go
-to their own (row, rank), so nothing is added across experts before `combine`. Past FAST_ROWS rows a plan kernel first
-lists the rows of each expert.
+Three launches: gate_up with SwiGLU, down, combine. A program of the first two takes some tiles of one expert; the rows
+that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others are
+masked. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the first pair
+of its expert, so that nothing has to be counted before; beyond, a kernel first lists the rows of each expert. The
+shared expert is one more, chosen by all rows. Results go to their own (row, rank): nothing is added across experts
+before `combine`, which adds in rank order.
 
 R = rows, E = experts, k = experts a token, H = hidden, I = expert width.
-Reads each distinct expert's weights once: at uniform routing 1 - (1 - k/E)^R of them.
+Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform routing. No atomics.
 """
+
+# ruff: noqa: RUF005 - Triton compiles no unpacking of tuples
 
 from __future__ import annotations
 
@@ -18,8 +21,230 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pilotfish.kernels.cuda import packing
+from pilotfish.kernels.cuda.expand import expand
+from pilotfish.kernels.cuda.linear import MAX_ROWS, Shape
+from pilotfish.kernels.cuda.mma import FORMATS, load_factor, over_warps, products, scaled, silu
+from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 FAST_ROWS = 16
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program e lists the pairs of expert e in their order, as row * (k + 1) + rank, after their number."""
+    expert = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chosen = (tl.load(ids + pair, pair < num_pairs, other=-1) == expert).to(tl.int32)
+    place = tl.cumsum(chosen, 0)
+    target = lists + expert * (num_pairs // TOP_K + 1)
+    tl.store(target, tl.sum(chosen, 0))
+    tl.store(target + place, pair + pair // TOP_K, chosen == 1)
+
+
+@gluon.jit
+def _columns(
+    ids,
+    lists,
+    expert,
+    index,
+    first,
+    count,
+    num_rows,
+    is_shared,
+    ROUTED: gl.constexpr,
+    LISTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+):
+    """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there.
+
+    index: a column's number within those of the program. Read past L1, where lines of an earlier layer may lie.
+    """
+    column = first + index
+    if LISTS:
+        there = column < count
+        pair = gl.load(lists + column, mask=there & (is_shared == 0), other=0, cache_modifier=".cg")
+        pair = gl.where(is_shared, column * (TOP_K + 1) + TOP_K, pair)
+        return pair, there
+    else:
+        there = column < num_rows
+        rank = gl.where(is_shared, TOP_K, -1) + column * 0
+        if ROUTED:
+            for j in gl.static_range(TOP_K):
+                chosen = gl.load(ids + column * TOP_K + j, mask=there, other=-1, cache_modifier=".cg")
+                rank = gl.where((chosen == expert) & (is_shared == 0), j, rank)
+        return column * (TOP_K + 1) + rank, there & (rank >= 0)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _experts_kernel(
+    data,
+    block_scale,
+    place,
+    number,
+    x,
+    ids,
+    lists,
+    out,
+    num_rows,
+    x_stride,
+    out_stride,
+    NUM_EXPERTS: gl.constexpr,
+    TILES: gl.constexpr,
+    K: gl.constexpr,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROW_NUMBERS: gl.constexpr,
+    SPAN: gl.constexpr,
+    DOWN: gl.constexpr,
+    ROUTED: gl.constexpr,
+    SHARED: gl.constexpr,
+    LISTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    PAIRS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (i, p, j): tiles i MT ... of the expert of pair p (or of expert p, with LISTS), columns j NT 8 ...
+
+    x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...].
+    """
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    if PDL:
+        # down may read ids before its own wait: gate_up waited for them before it let down start
+        if not DOWN:
+            gdc_wait()
+        gdc_launch_dependents()
+    p = gl.program_id(1)
+    first = gl.program_id(2) * (NT * 8)
+    expert = 0
+    count = num_rows
+    # the last program is the shared expert's, if this launch has it
+    is_shared = p == (gl.num_programs(1) - 1 if SHARED else gl.num_programs(1))
+    own_list = lists
+    if ROUTED:
+        if LISTS:
+            expert = p
+            own_list += p * (num_rows + 1)
+            if not is_shared:
+                count = gl.load(own_list, cache_modifier=".cg")
+            own_list += 1
+        else:
+            expert = gl.load(ids + gl.minimum(p, num_rows * TOP_K - 1), cache_modifier=".cg")
+            pair = gl.arange(0, PAIRS, flat)
+            others = gl.load(ids + pair, mask=pair < p, other=-1, cache_modifier=".cg")
+            repeated = gl.max((others == expert).to(gl.int32), 0) > 0
+            if repeated & (p < num_rows * TOP_K):
+                count = 0
+            if is_shared:
+                expert = NUM_EXPERTS
+    if first >= count:
+        return
+    g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
+    index = gl.arange(0, 128, flat)
+    feature = (index % 32) // 4 + (index // 32) % 2 * 8
+    offsets = ()
+    masks = ()
+    targets = ()
+    stored = ()
+    for n in gl.static_range(NT):
+        pair, there = _columns(
+            ids, own_list, expert, n * 8 + g, first, count, num_rows, is_shared, ROUTED, LISTS, TOP_K
+        )
+        source = pair if DOWN else pair // (TOP_K + 1)
+        offsets = offsets + (source * x_stride,)
+        masks = masks + (there,)
+        pair, there = _columns(
+            ids,
+            own_list,
+            expert,
+            n * 8 + (index % 4) * 2 + index // 64,
+            first,
+            count,
+            num_rows,
+            is_shared,
+            ROUTED,
+            LISTS,
+            TOP_K,
+        )
+        targets = targets + (pair.to(gl.int64) * out_stride,)
+        stored = stored + (there,)
+    first_tile = gl.program_id(0) * MT
+    tiles = ()
+    factors = ()
+    columns = ()
+    counts = ()
+    for m in gl.static_range(MT):
+        tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
+        tiles = tiles + (tile,)
+        factors = factors + (load_factor(number, tile, feature, ROW_NUMBERS),)
+        if m % SPAN == 0:
+            columns = columns + (gl.load(place + tile * 2),)
+            counts = counts + (gl.load(place + tile * 2 + 1),)
+    totals = products(
+        data, block_scale, x, offsets, masks, tiles, K, UNITS, MT, NT, FORMAT, BLOCKS, warps, STAGES, PDL and DOWN
+    )
+    for m in gl.static_range(0, MT, SPAN):
+        counted = (feature < counts[m // SPAN]) & (first_tile + m < TILES)
+        for n in gl.static_range(NT):
+            value = scaled(over_warps(totals[m * NT + n], warps), factors[m], FORMAT, DIVIDES)
+            if SPAN == 2:
+                up = scaled(over_warps(totals[(m + 1) * NT + n], warps), factors[m + 1], FORMAT, DIVIDES)
+                value = silu(value) * up
+            target = out + targets[n] + (columns[m // SPAN] + feature)
+            gl.store(target, value.to(out.dtype.element_ty), mask=counted & stored[n])
+
+
+@triton.jit
+def _combine_kernel(
+    parts,
+    weights,
+    shared_gate,
+    x,
+    norm_scale,
+    out,
+    eps,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    if NORM:
+        scale = tl.load(norm_scale + cols, mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = parts + row * ((TOP_K + 1) * H) + cols
+    total = tl.load(source, mask, other=0.0).to(tl.float32) * tl.load(weights + row * TOP_K)
+    for rank in tl.static_range(1, TOP_K):
+        part = tl.load(source + rank * H, mask, other=0.0).to(tl.float32)
+        total = tl.fma(part, tl.load(weights + row * TOP_K + rank), total)
+    part = tl.load(source + TOP_K * H, mask, other=0.0).to(tl.float32)
+    total = tl.fma(part, tl.load(shared_gate + row), total)
+    total += tl.load(x + row * H + cols, mask, other=0.0)
+    tl.store(x + row * H + cols, total, mask)
+    if NORM:
+        normed = total * tl.rsqrt(tl.sum(total * total, 0) / H + eps) * scale
+        tl.store(out + row * H + cols, normed.to(out.dtype.element_ty), mask)
 
 
 @dataclass(frozen=True)
@@ -35,8 +260,8 @@ class ExpertWeights:
 class Scratch:
     """What a layer writes between its launches, for up to `rows` rows; layers of one model may share it.
 
-    inner bf16 [rows, k + 1, I]; out bf16 [rows, k + 1, H], rank k the shared expert's; lists int32 [E + 1, rows + 1]:
-    the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank, for more than FAST_ROWS rows.
+    inner bf16 [rows, k + 1, I]; out bf16 [rows, k + 1, H], rank k the shared expert's; lists int32, for more than
+    FAST_ROWS rows: for each of E experts the number of its rows, then its (row, rank).
     """
 
     inner: torch.Tensor
@@ -45,33 +270,81 @@ class Scratch:
 
     @staticmethod
     def make(rows: int, top_k: int, num_experts: int, width: int, hidden: int, device: torch.device) -> Scratch:
-        """width: the larger of the routed experts' and the shared one's."""
+        """num_experts, width: the largest of any layer, of the routed experts and the shared one."""
         inner = torch.zeros((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
         out = torch.zeros((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
-        lists = torch.zeros((num_experts + 1, rows + 1), dtype=torch.int32, device=device)
-        return Scratch(inner, out, lists)
+        listed = num_experts * (rows + 1) if rows > FAST_ROWS else 1
+        return Scratch(inner, out, torch.zeros(listed, dtype=torch.int32, device=device))
 
     @property
     def num_bytes(self) -> int:
         return self.inner.nbytes + self.out.nbytes + self.lists.nbytes
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Experts of one shape and format: gate and up in turn, and down, each [experts * tiles, ...]."""
+
+    gate_up: Packed
+    down: Packed
+    num_experts: int
+    width: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+
 class GroupedExperts:
     """E routed experts and a shared one, packed. E may differ from layer to layer.
 
-    The routed experts are of one shape and format; the shared one may be of others. The weights are not referred to
-    afterwards. Raises ValueError naming the expert that does not fit.
+    The routed experts are of one shape and format; the shared one may be of others, at the price of two launches. The
+    weights are not referred to afterwards. Raises ValueError naming the expert that does not fit.
     """
 
     def __init__(self, experts: Sequence[ExpertWeights], shared: ExpertWeights, top_k: int):
-        raise NotImplementedError
+        if not 1 <= top_k <= len(experts):
+            raise ValueError(f"want at least {top_k} experts, got {len(experts)}")
+        self.top_k, self.num_experts, self.hidden = top_k, len(experts), int(experts[0].gate.shape[1])
+        routed = [_pack_expert(f"expert {number}", expert, self.hidden) for number, expert in enumerate(experts)]
+        for number, group in enumerate(routed):
+            if _kind(group) != _kind(routed[0]):
+                raise ValueError(f"expert {number}: want the shape and format of expert 0, as for all routed ones")
+        last = _pack_expert("shared expert", shared, self.hidden)
+        groups = [[*routed, last]] if _kind(last) == _kind(routed[0]) else [routed, [last]]
+        self.groups = [_join(group) for group in groups]
+        self.num_bytes = sum(group.num_bytes for group in self.groups)
+
+    @property
+    def width(self) -> int:
+        """Of an expert, the shared one or the others: what `Scratch` needs."""
+        return max(group.width for group in self.groups)
 
     def rows(self, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch, pdl: bool = False) -> torch.Tensor:
         """bf16 [R, k + 1, H], a view of scratch.out: each row's experts in rank order, then the shared one.
 
         x: bf16 [>= R, H], contiguous; ids: int32 [R, k], all different within a row, R of 1 .. linear.MAX_ROWS.
         """
-        raise NotImplementedError
+        num_rows = len(ids)
+        assert 1 <= num_rows <= min(MAX_ROWS, len(scratch.out)) and ids.shape[1] == self.top_k, ids.shape
+        assert ids.dtype == torch.int32 and ids.is_contiguous(), (ids.dtype, ids.stride())
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
+        assert scratch.out.shape[1:] == (self.top_k + 1, self.hidden) and scratch.inner.shape[2] >= self.width
+        if num_rows > FAST_ROWS:
+            assert scratch.lists.numel() >= self.num_experts * (num_rows + 1), scratch.lists.shape
+            list_experts(ids, self.num_experts, scratch.lists, pdl)
+        for down in (False, True):
+            for group in self.groups:
+                self._launch(group, down, x, ids, scratch, pdl)
+        return scratch.out[:num_rows]
+
+    @property
+    def scratch_size(self) -> int:
+        """Numbers of bf16 that `bulk` needs: the larger of gate_up and down of all experts, expanded."""
+        return max(
+            TILE * max(group.gate_up.num_tiles * self.hidden, group.down.num_tiles * group.width)
+            for group in self.groups
+        )
 
     def bulk(
         self,
@@ -81,8 +354,175 @@ class GroupedExperts:
         shared_gate: torch.Tensor,
         scratch: torch.Tensor,
     ) -> torch.Tensor:
-        """fp32 [T, H] for prefill, all weighted and summed. scratch: bf16, `scratch_size` numbers."""
-        raise NotImplementedError
+        """fp32 [T, H] for prefill: all experts expanded, each over its own rows, summed in rank order.
+
+        x bf16 [T, H]; weights fp32, ids [T, k]; shared_gate fp32 [T]; scratch: bf16, at least `scratch_size` numbers.
+        """
+        tokens, top_k = ids.shape
+        # rows sorted by expert, each expert's in their order; where each ends
+        flat, order = ids.reshape(-1).long().sort(stable=True)
+        ends = torch.searchsorted(flat, torch.arange(self.num_experts, device=x.device), right=True).int()
+        routed, last = self.groups[0], self.groups[-1]
+        matrices = _expanded(routed.gate_up, routed.num_experts, self.hidden, scratch, 2)
+        inner = _swiglu(F.grouped_mm(x[order // top_k], matrices[: self.num_experts].mT, offs=ends), routed.width)
+        if last is not routed:
+            matrices = _expanded(last.gate_up, 1, self.hidden, scratch, 2)
+        shared = _swiglu(F.linear(x, matrices[-1]), last.width)
+        matrices = _expanded(routed.down, routed.num_experts, routed.width, scratch, 1)
+        product = F.grouped_mm(inner, matrices[: self.num_experts].mT, offs=ends)[:, : self.hidden]
+        if last is not routed:
+            matrices = _expanded(last.down, 1, last.width, scratch, 1)
+        shared = F.linear(shared, matrices[-1])
+        parts = torch.empty_like(product)
+        parts[order] = product
+        parts = parts.view(tokens, top_k, self.hidden)
+        total = parts[:, 0].float() * weights[:, :1]
+        for rank in range(1, top_k):
+            total = torch.addcmul(total, parts[:, rank].float(), weights[:, rank : rank + 1])
+        return torch.addcmul(total, shared[:, : self.hidden].float(), shared_gate[:, None])
+
+    def _launch(
+        self, group: _Group, down: bool, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch, pdl: bool
+    ) -> None:
+        num_rows = len(ids)
+        part = group.down if down else group.gate_up
+        tiles = part.num_tiles // group.num_experts
+        shape = choose_shape(part.format, tiles, part.num_units, num_rows, down)
+        routed, lists = group is self.groups[0], num_rows > FAST_ROWS
+        listed = self.num_experts if lists else num_rows * self.top_k
+        shared = group is self.groups[-1]
+        grid = (
+            -(-tiles // shape.tiles),
+            (listed if routed else 0) + shared,
+            -(-num_rows // (8 * shape.row_tiles)),
+        )
+        source, target = (scratch.inner, scratch.out) if down else (x, scratch.inner)
+        _experts_kernel[grid](
+            part.data.view(torch.int32),
+            part.number if part.block_scale is None else part.block_scale,
+            part.place,
+            part.number,
+            source.view(torch.int32),
+            ids,
+            scratch.lists,
+            target,
+            num_rows,
+            source.shape[-1] // 2,
+            target.shape[-1],
+            NUM_EXPERTS=self.num_experts,
+            TILES=tiles,
+            K=group.width if down else self.hidden,
+            UNITS=part.num_units,
+            MT=shape.tiles,
+            NT=shape.row_tiles,
+            FORMAT=FORMATS[part.format],
+            BLOCKS=part.block_scale is not None,
+            DIVIDES=part.divides,
+            ROW_NUMBERS=part.number.shape[1] > 1,
+            SPAN=1 if down else 2,
+            DOWN=down,
+            ROUTED=routed,
+            SHARED=shared,
+            LISTS=lists,
+            TOP_K=self.top_k,
+            PAIRS=triton.next_power_of_2(FAST_ROWS * self.top_k),
+            STAGES=shape.stages,
+            PDL=pdl,
+            num_warps=shape.warps,
+            launch_pdl=pdl,
+        )
+
+    def rows_reference(self, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """The same in plain torch, in fp32; rounded where the kernels round."""
+        num_rows = len(ids)
+        for row in range(num_rows):
+            for rank, expert in enumerate([*ids[row].tolist(), self.num_experts]):
+                gate_up, down = self.dequantize(expert)
+                gate, up = (x[row].float() @ gate_up.T).chunk(2)
+                inner = (F.silu(gate) * up).to(x.dtype)
+                scratch.inner[row, rank, : len(inner)] = inner
+                scratch.out[row, rank] = inner.float() @ down.T
+        return scratch.out[:num_rows]
+
+    def dequantize(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 [2 I, H], gate then up, and [H, I] of an expert; the shared one is number E."""
+        group = self.groups[0] if expert < self.groups[0].num_experts else self.groups[-1]
+        index = expert if group is self.groups[0] else 0
+        gate_up, down = (_take(part, index, group.num_experts) for part in (group.gate_up, group.down))
+        values = packing.unpack(gate_up, self.hidden).view(-1, 2, TILE, self.hidden).transpose(0, 1)
+        gate_up_values = values.reshape(2, -1, self.hidden)[:, : group.width].reshape(-1, self.hidden)
+        return gate_up_values, packing.unpack(down, group.width)[: self.hidden]
+
+
+def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: bool = False) -> None:
+    """lists int32 [E, R + 1], flat: the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank."""
+    _list_kernel[(num_experts,)](
+        ids,
+        lists,
+        ids.numel(),
+        TOP_K=ids.shape[1],
+        BLOCK=triton.next_power_of_2(ids.numel()),
+        PDL=pdl,
+        launch_pdl=pdl,
+    )
+
+
+def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int, down: bool) -> Shape:
+    """As linear.choose_shape, for the tiles of one expert: there are many of them, each of few units."""
+    warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= 2 * warps))
+    row_tiles = 1 if num_rows <= 8 else 2
+    in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[format]
+    return Shape(warps, 2, row_tiles, max(1, min(num_units // warps, in_flight // 2)))
+
+
+def _pack_expert(name: str, expert: ExpertWeights, hidden: int) -> _Group:
+    width = int(expert.gate.shape[0])
+    wanted = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    packed = {}
+    for part, shape in wanted.items():
+        weight = getattr(expert, part)
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{name}: {part}: want {list(shape)}, got {list(weight.shape)}")
+        try:
+            packed[part] = packing.pack(weight)
+        except ValueError as error:
+            raise ValueError(f"{name}: {part}: {error}") from error
+    if packed["gate"].kind != packed["up"].kind:
+        got = [packed[part].format.value for part in ("gate", "up")]
+        raise ValueError(f"{name}: want gate and up of one format, got {got}")
+    if width % 8 or hidden % 8:
+        raise ValueError(f"{name}: want widths that are multiples of 8 (16 bytes of x), got {width} and {hidden}")
+    return _Group(packing.interleave(packed["gate"], packed["up"]), packed["down"], 1, width)
+
+
+def _kind(group: _Group) -> tuple[object, ...]:
+    return (group.width, group.gate_up.kind, group.down.kind)
+
+
+def _join(groups: Sequence[_Group]) -> _Group:
+    gate_up = packing.join([group.gate_up for group in groups])
+    return _Group(gate_up, packing.join([group.down for group in groups]), len(groups), groups[0].width)
+
+
+def _expanded(part: Packed, count: int, width: int, scratch: torch.Tensor, span: int) -> torch.Tensor:
+    """bf16 [count, rows, width]: the matrices of `count` experts in scratch; gate's rows, then up's, with span 2."""
+    rows = part.num_tiles * TILE
+    out = scratch[: rows * width].view(rows, width)
+    expand(part, slice(None), out, part.num_tiles // count if span == 2 else 0)
+    return out.view(count, -1, width)
+
+
+def _swiglu(product: torch.Tensor, width: int) -> torch.Tensor:
+    gate, up = product.chunk(2, -1)
+    return (F.silu(gate) * up)[:, :width].contiguous()
+
+
+def _take(part: Packed, index: int, count: int) -> Packed:
+    """The tiles of one of `count` experts."""
+    height = part.num_tiles // count
+    rows = slice(index * height, (index + 1) * height)
+    scale = None if part.block_scale is None else part.block_scale[rows]
+    return Packed(part.format, part.data[rows], part.place[rows], part.number[rows], part.divides, scale)
 
 
 def combine(
@@ -100,7 +540,27 @@ def combine(
     parts: bf16 [R, k + 1, H]; weights fp32 [R, k]; shared_gate fp32 [R]; x fp32 [>= R, H], updated in place. With
     norm_scale fp32 [H] also out = rms_norm(x) * norm_scale, bf16 [>= R, H].
     """
-    raise NotImplementedError
+    num_rows, top_k = weights.shape
+    hidden = x.shape[1]
+    assert parts.shape == (num_rows, top_k + 1, hidden) and parts.is_contiguous() and weights.is_contiguous()
+    assert x.dtype == torch.float32 and x.is_contiguous() and (norm_scale is None) == (out is None)
+    block = triton.next_power_of_2(hidden)
+    _combine_kernel[(num_rows,)](
+        parts,
+        weights,
+        shared_gate,
+        x,
+        x if norm_scale is None else norm_scale,
+        x if out is None else out,
+        eps,
+        H=hidden,
+        TOP_K=top_k,
+        NORM=norm_scale is not None,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=min(16, max(4, block // 256)),
+        launch_pdl=pdl,
+    )
 
 
 def combine_reference(

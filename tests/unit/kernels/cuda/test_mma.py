@@ -1,8 +1,8 @@
 """The kernels' arithmetic, walked lane by lane on the CPU: the PTX that unpacks, mma's fragments, and where each is.
 
 No CPU runs the kernels themselves. What is checked instead: the loads as mma.py makes them, the very PTX it holds, run
-by a small interpreter over all lanes, mma.m16n8k16 as the PTX manual lays out its fragments, and the order in which a sum
-over warps is stored; against a product with the checkpoint format's own values.
+by a small interpreter over all lanes, mma.m16n8k16 as the PTX manual lays out its fragments, and the order in which a
+sum over warps is stored; against a product with the checkpoint format's own values.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run_ptx(asm: str, outs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def unpack_half(format: Format, loads: list[np.ndarray], scales: np.ndarray | None, row_half: int) -> list[np.ndarray]:
-    """Four tensors [4, 32] of bf16 pairs, as mma._unpack gives them."""
+    """Four tensors [4, 32] of bf16 pairs, as mma.unpack_half gives them."""
     if format is Format.NVFP4:
         asm = (mma.NVFP4_LOW, mma.NVFP4_HIGH)[row_half].value
         flat = run_ptx(asm, 16, [*loads[row_half], *[scales] * 4])

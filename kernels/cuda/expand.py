@@ -1,0 +1,118 @@
+"""Packed weights as plain bf16 rows, for prefill: a library multiplies better than 16 rows' kernels can.
+
+w = bf16(value * number), as `dequantize(torch.bfloat16)` rounds it. Reads the packed bytes, writes 2 a weight, and is
+bound by that: 2.6 bytes for each NVFP4 weight, about 0.15 ms for a 34816x5120 at 3 TB/s. Never resident: into scratch.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from pilotfish.kernels.cuda import packing
+from pilotfish.kernels.cuda.mma import FORMATS, NVFP4, NVFP4_RESCALE, load_unit, unit_words, unpack_half
+from pilotfish.kernels.cuda.packing import TILE, Packed
+
+WARPS = 4
+
+
+@gluon.jit
+def _as_float(bits):
+    return gl.cast(bits, gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _expand_kernel(
+    data,
+    block_scale,
+    number,
+    out,
+    K: gl.constexpr,
+    UNITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROW_NUMBERS: gl.constexpr,
+    SPAN: gl.constexpr,
+):
+    """Program (tile, j): a unit a warp. With SPAN 2, of each GROUP tiles gate's rows come before up's."""
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+    words: gl.constexpr = unit_words(FORMAT)
+    tile = gl.program_id(0)
+    thread = gl.arange(0, warps * 32, gl.SliceLayout(1, layout))
+    lane = thread % 32
+    unit = gl.program_id(1) * warps + thread // 32
+    # past the last unit: that one once more, not stored
+    source = gl.minimum(unit, UNITS - 1) * words
+    word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    base = data + tile.to(gl.int64) * (UNITS * words)
+    registers = load_unit(base, (source + lane * 4)[:, None] + word, source + lane, FORMAT)
+    if SPAN == 2:
+        local = tile % GROUP
+        target_tile = tile - local + local // 2 + local % 2 * (GROUP // 2)
+    else:
+        target_tile = tile
+    for half in gl.static_range(2):
+        row = lane // 4 + half * 8
+        if ROW_NUMBERS:
+            factor = gl.load(number + tile * 16 + row)[:, None]
+        else:
+            factor = gl.load(number + (tile + row * 0))[:, None]
+        if BLOCKS:
+            factor = gl.load(block_scale + (tile * UNITS + gl.minimum(unit, UNITS - 1)))[:, None]
+        target = out + (target_tile * 16 + row).to(gl.int64)[:, None] * (K // 2)
+        pairs = unpack_half(registers, half, FORMAT)
+        for t in gl.static_range(4):
+            low = _as_float(pairs[t] << 16)
+            high = _as_float(pairs[t] & -65536)
+            if FORMAT == NVFP4:
+                low = low * NVFP4_RESCALE
+                high = high * NVFP4_RESCALE
+            if DIVIDES:
+                number_of_row = low * 0 + factor
+                low = gl.div_rn(low, number_of_row)
+                high = gl.div_rn(high, number_of_row)
+            else:
+                low = low * factor
+                high = high * factor
+            value = gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
+            )
+            column = (unit * 64 + (t // 2) * 32 + (lane % 4) * 8 + (t % 2) * 4)[:, None] + word
+            gl.store(target + column, value, mask=column < K // 2)
+
+
+def expand(part: Packed, tiles: slice, out: torch.Tensor, group: int = 0) -> torch.Tensor:
+    """bf16 [tiles * 16, K] in `out`, which has at least so many numbers; K is `out`'s last axis. Padding rows are 0.
+
+    With group > 0 tiles are gate and up in turn: of each `group` of them gate's rows come first, then up's.
+    """
+    data, number = part.data[tiles], part.number[tiles]
+    scale = None if part.block_scale is None else part.block_scale[tiles]
+    chosen = Packed(part.format, data, part.place[tiles], number, part.divides, scale)
+    width = out.shape[1]
+    if not data.is_cuda:
+        values = packing.unpack(chosen, width).to(out.dtype)
+        if group:
+            values = values.view(-1, group // 2, 2, TILE, width).transpose(1, 2).reshape(-1, width)
+        return out.copy_(values)
+    assert out.is_contiguous() and out.dtype == torch.bfloat16 and len(out) == chosen.num_tiles * TILE, out.shape
+    _expand_kernel[(chosen.num_tiles, -(-part.num_units // WARPS))](
+        data.view(torch.int32),
+        number if scale is None else scale,
+        number,
+        out.view(torch.int32),
+        K=width,
+        UNITS=part.num_units,
+        GROUP=max(1, group),
+        FORMAT=FORMATS[part.format],
+        BLOCKS=scale is not None,
+        DIVIDES=part.divides,
+        ROW_NUMBERS=number.shape[1] > 1,
+        SPAN=2 if group else 1,
+        num_warps=WARPS,
+    )
+    return out

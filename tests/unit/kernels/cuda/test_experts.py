@@ -1,0 +1,152 @@
+"""Packed experts: their values and sums, against plain products; the small kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch, combine_reference
+from pilotfish.kernels.norm import rms_norm
+from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
+
+H, WIDTH, E, TOP_K = 256, 48, 6, 2
+
+
+def small(weight):
+    """Of a size at which bf16 products neither overflow nor vanish."""
+    if isinstance(weight, torch.Tensor):
+        return weight * 0.1
+    if hasattr(weight, "packed"):
+        return type(weight)(weight.packed, weight.scale, 2e4 if not weight.multiplies else 5e-5, weight.multiplies)
+    return type(weight)(weight.weight, weight.scale * 0.002, weight.block)
+
+
+def expert(kind: str, seed: int, width: int = WIDTH) -> ExpertWeights:
+    def part(rows, columns, number):
+        if kind in ("nvfp4", "modelopt"):
+            return small(nvfp4(rows, columns, kind == "modelopt", seed * 3 + number))
+        return small(weights(rows, columns)[kind])
+
+    return ExpertWeights(part(width, H, 0), part(width, H, 1), part(H, width, 2))
+
+
+def experts(kind: str = "nvfp4", shared_kind: str | None = None, shared_width: int = WIDTH):
+    shared = expert(shared_kind or kind, 99, shared_width)
+    routed = [expert(kind, number) for number in range(E)]
+    return GroupedExperts(routed, shared, TOP_K), [*routed, shared]
+
+
+def by_hand(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+    gate, up = (x.double() @ values(part).double().T for part in (weights.gate, weights.up))
+    return (torch.nn.functional.silu(gate) * up).bfloat16().double() @ values(weights.down).double().T
+
+
+def inputs(rows: int):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, H, generator=generator).bfloat16()
+    logits = torch.randn(rows, E, generator=generator)
+    chosen, ids = logits.topk(TOP_K, -1)
+    return x, chosen.softmax(-1), ids.int(), torch.rand(rows, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "modelopt", "fp8 tensor", "fp8 channel", "fp8 block", "bf16"])
+def test_each_expert_gives_back_the_formats_own_values(kind):
+    packed, plain = experts(kind)
+    assert len(packed.groups) == 1
+    for number, want in enumerate(plain):
+        gate_up, down = packed.dequantize(number)
+        assert torch.equal(gate_up, torch.cat([values(want.gate), values(want.up)]))
+        assert torch.equal(down, values(want.down))
+
+
+@pytest.mark.parametrize(
+    ("shared_kind", "width"), [("nvfp4", WIDTH), ("bf16", WIDTH), ("nvfp4", 80), ("fp8 block", 32)]
+)
+def test_rows_meet_their_experts_in_rank_order(shared_kind, width):
+    packed, plain = experts("nvfp4", shared_kind, width)
+    x, _, ids, _ = inputs(5)
+    scratch = Scratch.make(5, TOP_K, E, packed.width, H, torch.device("cpu"))
+    parts = packed.rows_reference(x, ids, scratch)
+    for row in range(5):
+        for rank, number in enumerate([*ids[row].tolist(), E]):
+            want = by_hand(x[row : row + 1], plain[number])[0]
+            torch.testing.assert_close(parts[row, rank].double(), want, rtol=0.01, atol=0.01 * want.abs().max())
+
+
+@pytest.mark.parametrize(("kind", "shared_kind", "width"), [("nvfp4", "nvfp4", WIDTH), ("fp8 block", "bf16", 80)])
+def test_bulk_agrees_with_the_rows(kind, shared_kind, width):
+    packed, plain = experts(kind, shared_kind, width)
+    x, chosen, ids, gate = inputs(40)
+    memory = torch.full((packed.scratch_size,), float("nan")).bfloat16()
+    got = packed.bulk(x, chosen, ids, gate, memory)
+    want = torch.zeros(40, H, dtype=torch.float64)
+    for row in range(40):
+        for rank in range(TOP_K):
+            want[row] += chosen[row, rank] * by_hand(x[row : row + 1], plain[int(ids[row, rank])])[0]
+        want[row] += gate[row] * by_hand(x[row : row + 1], plain[E])[0]
+    # products, SwiGLU and weights are rounded to bf16
+    torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_bulk_of_a_product_takes_as_much_as_scratch_holds(swiglu):
+    parts = [small(nvfp4(72, H, seed=1)), small(nvfp4(72, H, seed=2))]
+    product = PackedLinear(parts, swiglu)
+    x = torch.randn(20, H, generator=torch.Generator().manual_seed(4)).bfloat16()
+    first, second = (x.double() @ values(part).double().T for part in parts)
+    want = torch.nn.functional.silu(first) * second if swiglu else torch.cat((first, second), -1)
+    for size in (product.scratch_size, 4 * 16 * H):
+        got = product.bulk(x, torch.full((size,), float("nan")).bfloat16())
+        torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
+
+
+def test_combine_reference_adds_in_rank_order_and_norms():
+    parts, x = torch.randn(3, TOP_K + 1, H).bfloat16(), torch.randn(4, H)
+    _, chosen, _, gate = inputs(3)
+    scale, out, before = torch.rand(H), torch.empty(3, H).bfloat16(), x.clone()
+    combine_reference(parts, chosen, gate, x, scale, 1e-6, out)
+    want = before[:3] + (parts.float() * torch.cat((chosen, gate[:, None]), 1)[:, :, None]).sum(1)
+    torch.testing.assert_close(x[:3], want)
+    assert torch.equal(x[3], before[3])
+    assert torch.equal(out, rms_norm(x[:3], scale, 1e-6, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda routed, shared: (routed[:1], shared), "want at least 2 experts, got 1"),
+        (lambda routed, shared: ([*routed, expert("bf16", 0)], shared), "expert 6: want the shape and format"),
+        (lambda routed, shared: ([*routed, expert("nvfp4", 0, 32)], shared), "expert 6: want the shape and format"),
+        (
+            lambda routed, shared: (routed, ExpertWeights(shared.gate, shared.up, shared.gate)),
+            r"shared expert: down: want \[256, 48\], got \[48, 256\]",
+        ),
+        (
+            lambda routed, shared: (routed, ExpertWeights(shared.gate, values(shared.up).bfloat16(), shared.down)),
+            "shared expert: want gate and up of one format",
+        ),
+    ],
+)
+def test_names_the_expert_that_does_not_fit(change, error):
+    routed, shared = change([expert("nvfp4", number) for number in range(E)], expert("nvfp4", 99))
+    with pytest.raises(ValueError, match=error):
+        GroupedExperts(routed, shared, TOP_K)
+
+
+def test_small_kernels_in_the_interpreter():
+    """In a process of its own: Triton chooses its interpreter when it is imported."""
+    file = Path(__file__).with_name("interpret_experts.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout and "skipped" not in done.stdout
