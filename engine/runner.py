@@ -111,8 +111,8 @@ class Runner:
             return None
         slots = torch.tensor([slot], device=device)
         self.state.length[slot] = end
-        logits = trunk.logits(_tile(hidden[-1:]))[:1]
-        self._observe("prefill.logits", logits, [slot], [end - 1])
+        logits = self._logits(hidden[-1:])
+        self.observe("prefill.logits", logits, [slot], [end - 1])
         features = self.state.features[slot]
         position = torch.tensor([[end]], device=device)
         empty = position.new_zeros((1, 0))
@@ -218,6 +218,10 @@ class Runner:
         allowed = np.unpackbits(masks.result().view(np.uint8), axis=1, count=self.state.vocab_size, bitorder="little")
         return torch.from_numpy(allowed == 0).to(self.state.device)
 
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [n, V] of a few rows."""
+        return self.model.trunk.logits(_tile(hidden))[: len(hidden)]
+
     # -- shared -----------------------------------------------------------------------------------------------------
 
     def _propose(
@@ -249,7 +253,7 @@ class Runner:
         frontier = Frontier(hidden, slots, lengths, state.history)
         proposed = self.model.head.propose(frontier, depth, choose_draft, step_window)
         state.set_drafts(slots, proposed.tokens, proposed.counts)
-        self._observe("draft", proposed.tokens[:, :1], slots.tolist(), lengths)
+        self.observe("draft", proposed.tokens[:, :1], slots.tolist(), lengths)
 
     def _reports(
         self,
@@ -288,9 +292,10 @@ class Runner:
     def _see(self, name: str, rows: torch.Tensor, window: Window) -> None:
         if self.observers:
             slots = window.slots.repeat_interleave(window.width).tolist()
-            self._observe(name, rows[: window.num_rows], slots, window.positions.tolist())
+            self.observe(name, rows[: window.num_rows], slots, window.positions.tolist())
 
-    def _observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+    def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+        """Shows rows to all observers."""
         for observer in self.observers:
             observer(name, rows, slots, positions)
 

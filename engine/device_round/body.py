@@ -66,7 +66,7 @@ class RoundBody:
         b, ops = self.buffers, self.ops
         slots, rows = b.slots[: shape.num_sequences], shape.num_rows
         ops.choose(
-            b.logits[:rows], slots, self.state, shape.width, 0, b.chosen[:rows], b.choice, b.has_nan[:rows],
+            b.logits[:rows], slots, self.state, shape.width, b.chosen[:rows], b.choice, b.has_nan[:rows],
             b.allowed[:rows],
         )  # fmt: skip
         self._see("tokens", b.chosen[:rows])
@@ -78,6 +78,7 @@ class RoundBody:
         assert isinstance(head, MtpHead)
         count, rows = shape.num_sequences, shape.num_rows
         self._head_rows(head, b.chosen[:rows], b.hidden[:rows], count, shape.width)
+        self._see("head", b.x[:rows])
         hidden = b.head_hidden[:count]
         ops.add_norm(b.x[:rows], None, head.norm.scale, head.norm.eps, hidden, b.verdicts(count).head_row)
         self.propose(count, next_depth)
@@ -86,14 +87,14 @@ class RoundBody:
         """Drafts of `count` sequences, from their rows in head_hidden on; the head's cache follows."""
         head, b, ops = self.model.head, self.buffers, self.ops
         assert isinstance(head, MtpHead)
-        slots, hidden, logits = b.slots[:count], b.head_hidden[:count], b.logits[:count]
+        slots, hidden, logits = b.slots[:count], b.head_hidden[:count], b.draft_logits[:count]
         for step in range(next_depth):
             if step:
                 self._plan(slots, 1, step - 1)
                 self._head_rows(head, b.draft[:count], hidden, count, 1)
                 ops.add_norm(b.x[:count], None, head.norm.scale, head.norm.eps, hidden)
             ops.linear(self.model.trunk.lm_head, hidden, logits)
-            ops.choose(logits, slots, self.state, 1, step, b.draft[:count], b.choice, draft=True)
+            ops.choose(logits, slots, self.state, 1, b.draft[:count], b.choice, first=step, draft=True)
 
     # -- operators of a layer ---------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class RoundBody:
         ops.gdn_window(
             projected, b.slots[: shape.num_sequences], self.state.pending_count, state.s[number], state.conv[number],
             b.pending[number], mixer.conv_weight, mixer.decay_rate, mixer.dt_bias, mixer.gate_norm, mixer.eps,
-            shape.width, b.read(rows, mixer.output.in_features), mixed,
+            shape.width, b.delta_scratch, mixed,
         )  # fmt: skip
         ops.linear(mixer.output, mixed, b.delta[:rows])
 
@@ -147,7 +148,7 @@ class RoundBody:
         if isinstance(layer.mlp, DenseMlp):
             mlp = layer.mlp.mlp
             inner = b.inner(rows, mlp.down.in_features)
-            ops.linear(mlp.gate_up, h, inner)
+            ops.gate_up(mlp, h, inner)
             ops.linear(mlp.down, inner, b.delta[:rows])
             if scale is None or out is None:
                 x += b.delta[:rows]
@@ -159,7 +160,7 @@ class RoundBody:
         logits = b.router_logits(rows, moe.router.out_features)
         ops.linear(moe.router, h, logits)
         ops.route(logits, moe.router.out_features - 1, weights, ids, gate)
-        parts = ops.experts(moe.experts, h, ids, b.experts)
+        parts = ops.experts(moe, h, ids, b.experts)
         ops.combine(parts, weights, gate, x, scale, eps, out)
 
     def _see(self, name: str, rows: torch.Tensor) -> None:

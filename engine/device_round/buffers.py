@@ -56,6 +56,8 @@ class RoundBuffers:
         self.h, self.delta, self.hidden, self.head_hidden = (buffer(rows, hidden) for _ in range(4))
         self.pair = buffer(rows, 2 * hidden)
         self.logits = buffer(rows, config.vocab_size, kind=torch.float32)
+        # of their own: whoever asked for log-probabilities reads the window's after the drafts have been drawn
+        self.draft_logits = buffer(sizes.max_sequences, config.vocab_size, kind=torch.float32)
         self.pending = buffer(
             len(config.linear_layers), sizes.num_slots, sizes.max_width,
             pending_width(config.conv_dim, config.linear_num_value_heads),
@@ -91,7 +93,8 @@ class RoundBuffers:
 
     def verdicts(self, count: int) -> Verdicts:
         """Of the first `count` sequences."""
-        return Verdicts(*self._counts[:, :count], self._head_row[:count])
+        accepted, committed, offered, stopped, done = self._counts[:, :count]
+        return Verdicts(accepted, committed, offered, stopped, done, self._head_row[:count])
 
     def projected(self, rows: int, width: int) -> torch.Tensor:
         """What a mixer's input product gives, [rows, width]."""

@@ -16,6 +16,7 @@ from pilotfish.engine.device_round.body import RoundBody
 from pilotfish.engine.device_round.buffers import report_size, split_report
 from pilotfish.engine.device_round.graphs import Graphs
 from pilotfish.engine.device_round.mailbox import Letter, Mailbox
+from pilotfish.engine.device_round.runner import DeviceRunner
 from pilotfish.engine.device_round.shapes import Shape, Shapes
 from pilotfish.engine.runner import Batch, Runner, SequenceReport, token_logprobs
 
@@ -26,17 +27,18 @@ WHOLE, VERIFY, FINISH = "round", "verify", "finish"
 class DeviceRounds:
     """See Rounds. `num_missed` counts rounds whose shape had not been captured: launched operator by operator."""
 
-    asynchronous = True
+    @property
+    def asynchronous(self) -> bool:
+        """See Rounds. What observers see must belong to what has been read."""
+        return not self.runner.observers
 
-    def __init__(self, runner: Runner, body: RoundBody, shapes: Shapes):
-        self.runner, self.body, self.shapes = runner, body, shapes
-        device, sizes = runner.model.device, body.buffers.sizes
+    def __init__(self, runner: DeviceRunner, shapes: Shapes):
+        self.runner, self.body, self.shapes = runner, runner.body, shapes
+        body = runner.body
+        device = runner.model.device
         self.graphs = Graphs(device)
         self.num_missed = 0
-        self._slot_mail = Mailbox((sizes.max_sequences,), torch.int32, device)
-        self._table_mail = Mailbox((sizes.max_pages,), torch.int32, device)
-        self._report_mail = Mailbox((report_size(sizes),), torch.uint8, device)
-        self._tables: dict[int, list[int]] = {}
+        self._report_mail = Mailbox((report_size(body.buffers.sizes),), torch.uint8, device)
 
     def capture(self, progress: bool = True) -> None:
         """Captures every shape; the null slot alone is in the batches that this runs."""
@@ -57,9 +59,8 @@ class DeviceRounds:
         """See Rounds. The drafts are for a next round as deep as this one, whatever next_depth says."""
         began = perf_counter()
         body, count = self.body, len(batch.slots)
-        self._place(batch)
         shape = self.shapes.fit(count, batch.depth) or Shape(count, batch.depth)
-        self._slot_mail.send(batch.slots + [0] * (shape.num_sequences - count), body.buffers.slots)
+        self.runner.placement.place(batch.slots, batch.tables, shape.num_sequences)
         masks = self.runner.start_masks(batch.slots, shape.depth)
         if masks is None:
             graph = self._run(shape, WHOLE)
@@ -75,7 +76,10 @@ class DeviceRounds:
         return DeviceRound(self.runner, body, batch, shape, letter, logits, graph, perf_counter() - began)
 
     def _run(self, shape: Shape, part: str) -> bool:
-        """Whether there was a graph for it."""
+        """Whether there was a graph for it. What observers want to see is launched operator by operator."""
+        if self.runner.observers:
+            self._work_in_view(shape, part)
+            return False
         if (shape, part) in self.graphs:
             self.graphs.replay((shape, part))
             return True
@@ -83,13 +87,23 @@ class DeviceRounds:
         self._work(shape, part)
         return False
 
-    def _place(self, batch: Batch) -> None:
-        """Page tables of sequences that have come since their slot was last used."""
-        tables = self.body.buffers.tables
-        for slot, pages in zip(batch.slots, batch.tables, strict=True):
-            if self._tables.get(slot) is not pages:
-                self._table_mail.send(pages + [0] * (tables.shape[1] - len(pages)), tables[slot])
-                self._tables[slot] = pages
+    def _work_in_view(self, shape: Shape, part: str) -> None:
+        slots = self.body.buffers.slots[: shape.num_sequences].repeat_interleave(shape.width).tolist()
+        starts = self.runner.state.length.tolist()
+        positions = [starts[slot] + row % shape.width for row, slot in enumerate(slots)]
+        shown = [row for row, slot in enumerate(slots) if slot]
+
+        def trace(name: str, rows: torch.Tensor) -> None:
+            self.runner.observe(name, rows[shown], [slots[row] for row in shown], [positions[row] for row in shown])
+
+        self.body.trace = trace
+        try:
+            self._work(shape, part)
+        finally:
+            self.body.trace = None
+        if part != VERIFY and shape.depth:
+            state, own = self.runner.state, sorted({slot for slot in slots if slot})
+            self.runner.observe("draft", state.drafts[own, :1], own, state.length[own].tolist())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.model.mlp import DenseMlp, MoeMlp
+from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp
 from pilotfish.engine.model.window import Span, Window
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.norm import rms_norm
@@ -42,7 +42,7 @@ class Layer:
     input_norm: Norm
     mixer: GatedAttention | GatedDeltaNet
     post_norm: Norm
-    mlp: DenseMlp | MoeMlp
+    mlp: DenseMlp | MoeMlp | FusedMoeMlp
 
     def attention_rows(self, x: torch.Tensor, window: Window, cache: KvCache) -> torch.Tensor:
         """A full-attention layer over a window; the MTP head's layer is one too."""
