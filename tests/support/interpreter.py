@@ -1,0 +1,25 @@
+"""Kernels in Triton's interpreter. It is chosen when a kernel is defined: their tests have a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_interpreted(beside: str, name: str) -> None:
+    """Runs the tests of file `name`, in the folder of `beside`, under TRITON_INTERPRET; fails with their output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(beside).parent / name)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+class Given:
+    """In a product's place: gives what it holds, or what it is given."""
+
+    def __init__(self):
+        self.value = None
+
+    def rows(self, x):
+        return x if self.value is None else self.value
