@@ -26,6 +26,7 @@ OWN_PARSERS = {
     "quantize": "pilotfish.engine.checkpoint.quantize",
     "release": "pilotfish.deploy.release.command",
     "sweep": "pilotfish.deploy.sweep.command",
+    "train-head": "pilotfish.draft_heads.training.command",
 }
 """Sub-commands that read their own flags."""
 
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
     commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
     commands.add_parser("gate", help="look at what a server really does before it gets traffic", add_help=False)
+    commands.add_parser("train-head", help="fit an MTP head to a checkpoint's trunk", add_help=False)
     commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
     commands.add_parser("release", help="replace the running version, and go back if a gate fails", add_help=False)
     return parser

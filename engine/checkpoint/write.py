@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from pilotfish.engine.checkpoint.headers import DTYPE_BITS, TensorInfo
 
 COPY_BYTES = 1 << 24
 HEADER_ALIGNMENT = 8
+HEADER_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,14 @@ def tensor_file(path: Path, entries: Iterable[Entry]) -> Iterator[TensorFile]:
         opened.check_complete()
         sync(file)
     partial.replace(path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A file of these tensors, wherever they are; it is called `path` only when it is whole."""
+    entries = [Entry(name, HEADER_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with tensor_file(path, entries) as opened:
+        for name, tensor in tensors.items():
+            opened.put(name, tensor.detach().cpu())
 
 
 def write_text(path: Path, text: str) -> None:

@@ -142,6 +142,17 @@ def write_checkpoint(
     return path
 
 
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes, whose 256 ids every kind has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def mtp_shapes(config: Any, moe: bool) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the head of a transformers text config, experts fused."""
     hidden, dim = config.hidden_size, config.head_dim

@@ -21,7 +21,7 @@ from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
 from pilotfish.engine.errors import CheckpointError, LayoutError, OptionError
 from pilotfish.server import cli
 from tests.support.packing import RECIPES, pack_checkpoint
-from tests.support.tiny_models import KINDS, build_tiny, split_experts
+from tests.support.tiny_models import KINDS, build_tiny, split_experts, write_tokenizer
 
 FP8 = {recipe.name: recipe for recipe in RECIPES if "FP8" in recipe.name and "NVFP4" not in recipe.name}
 DEFAULT = Recipe()
@@ -396,15 +396,6 @@ def test_command_reports(built, tmp_path, capsys):
     assert "experts        mean 0." in printed
     assert cli.main(["quantize", str(built("moe")), str(tmp_path / "out")]) == 2
     assert "is there already" in capsys.readouterr().err
-
-
-def write_tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def test_fidelity_is_of_transformers_logits(draft, tmp_path):

@@ -1,0 +1,1 @@
+"""Fitting an MTP head to a frozen trunk."""

@@ -1,0 +1,331 @@
+"""`pilotfish train-head MODEL --text ... --out OUT`: an MTP head for a frozen trunk, as a file for --draft-head.
+
+OUT holds the head (`mtp.safetensors`), `training.json` with what was measured, and while the run lasts a state to go on
+from, in `.train-head`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from pilotfish.draft_heads.training.fit import Figures, Fit, FitOptions
+from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates
+from pilotfish.draft_heads.training.module import TrainableHead
+from pilotfish.draft_heads.training.texts import Render, Rows, cut_rows, make_rows, read_documents, stream_of
+from pilotfish.engine.acceptance import PROMPT_TOKENS, Acceptance, cut_prompts, measure_acceptance
+from pilotfish.engine.checkpoint.hub import resolve_model
+from pilotfish.engine.checkpoint.load import Weight, load_weights
+from pilotfish.engine.checkpoint.names import is_mtp
+from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
+from pilotfish.engine.checkpoint.sidecar import attach_head
+from pilotfish.engine.checkpoint.write import write_tensors, write_text
+from pilotfish.engine.errors import OptionError, PilotfishError
+from pilotfish.engine.model.build import CacheSizes, Model, build_model, with_head
+from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.start import Plan, make_plan
+from pilotfish.kernels.attention import PAGE
+
+HEAD_FILE, REPORT_FILE, STATE = "mtp.safetensors", "training.json", ".train-head"
+NUM_PROMPTS, NUM_TOKENS, BATCH = 16, 64, 4
+"""Of the measurement by decoding: prompts from the held-out text, tokens after each, sequences at once."""
+LEARNING_RATES = {"muon": 0.02, "adamw": 0.002}
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """The frozen model, its own head's weights ({} without one), and its vocabulary matrices in the products' dtype."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    model: Model
+    own_head: dict[str, torch.Tensor]
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+
+    def acceptance(self, head: dict[str, torch.Tensor], prompts: list[list[int]]) -> Acceptance:
+        """Of a head with these weights, `mtp.*`, as it would be served."""
+        weights: dict[str, Weight] = dict(head)
+        return measure_acceptance(
+            with_head(self.model, weights, self.plan.num_pages + 1), self.plan, prompts, NUM_TOKENS
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    try:
+        _check(args)
+        train_head(args)
+    except PilotfishError as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\npilotfish: stopped; --resume goes on from {args.out / STATE}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train_head(args: argparse.Namespace) -> None:
+    """Raises PilotfishError naming the option or file at fault."""
+    source = resolve_model(args.model, args.revision)
+    rows = _read_rows(source, args)
+    trunk = _load_trunk(source, args)
+    options = _options(args, trunk.plan.dtype)
+    head = _initial_head(trunk, args)
+    train, heldout = (_hidden_states(trunk, rows, args, part) for part in ("train", "heldout"))
+    prompts = cut_prompts(rows.heldout.flatten().tolist(), NUM_PROMPTS)
+    state = args.out / STATE
+    _claim(args, _stamp(trunk.checkpoint, rows, options, args))
+    fit = Fit(head.to(trunk.plan.device), trunk.embedding, trunk.lm_head, train, heldout, options)
+    fit.load(state)
+    report = _Report(state / REPORT_FILE)
+    print(f"{rows.train.size} tokens to train on, {rows.heldout.size} held out, rows of {args.row_tokens}", flush=True)
+    if trunk.own_head:
+        report.once("before, with the head that was there", lambda: trunk.acceptance(trunk.own_head, prompts))
+    _run(fit, args, state)
+    write_tensors(args.out / HEAD_FILE, _weights(head))
+    report.once("after", lambda: trunk.acceptance(_weights(head), prompts))
+    write_text(args.out / REPORT_FILE, json.dumps(report.values, indent=1) + "\n")
+    shutil.rmtree(state)
+    print(f"served by: pilotfish serve {args.model} --draft-head {args.out}")
+
+
+def _run(fit: Fit, args: argparse.Namespace, state: Path) -> None:
+    every = args.eval_every or max(1, args.steps // 10)
+    figures = fit.evaluate(args.eval_rows)
+    with tqdm(total=args.steps, initial=fit.step_number, desc="training", unit="step", disable=None) as bar:
+        tqdm.write(_line(fit.step_number, figures), file=sys.stdout)
+        while fit.step_number < args.steps:
+            step = fit.step()
+            bar.update()
+            bar.set_postfix_str(f"loss {sum(step.losses) / len(step.losses):.3f}, held out {figures.line()}")
+            if fit.step_number % every == 0 or fit.step_number == args.steps:
+                figures = fit.evaluate(args.eval_rows)
+                tqdm.write(_line(fit.step_number, figures), file=sys.stdout)
+                sys.stdout.flush()
+            if fit.step_number % args.save_every == 0 or fit.step_number == args.steps:
+                fit.save(state)
+
+
+def _line(step: int, figures: Figures) -> str:
+    loss = sum(figures.losses) / len(figures.losses)
+    return f"step {step}: on held-out text, loss {loss:.3f}, first choice of the trunk drafted: {figures.line()}"
+
+
+class _Report:
+    """What was measured, kept over an interruption."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.values: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+
+    def once(self, name: str, measure: Callable[[], Acceptance]) -> None:
+        """Measures unless a run before this one did, and prints."""
+        if name not in self.values:
+            self.values[name] = dataclasses.asdict(measure())
+            write_text(self.file, json.dumps(self.values))
+        found = Acceptance(**self.values[name])
+        print(f"acceptance, {name}: {found.line()}", flush=True)
+
+
+# What is trained, on what
+
+
+def _read_rows(source: Path, args: argparse.Namespace) -> Rows:
+    file = source / "tokenizer.json"
+    if not file.is_file():
+        raise OptionError(f"{source}: has no tokenizer.json, so a text cannot be read")
+    tokenizer = Tokenizer.from_file(str(file))
+    render = _renderer(source)
+    # config.json is read again with the weights; here only the id that ends a document
+    eos = open_checkpoint(source).config.eos_token_ids
+    separator = eos[0] if eos else None
+
+    def tokens(paths: list[Path]) -> list[list[int]]:
+        documents = read_documents(paths, render)
+        return [encoding.ids for encoding in tokenizer.encode_batch(documents, add_special_tokens=False)]
+
+    if args.heldout_text is None:
+        return make_rows(tokens(args.text), separator, args.row_tokens, args.seed)
+    heldout = cut_rows(stream_of(tokens(args.heldout_text), separator), args.row_tokens)
+    train = cut_rows(stream_of(tokens(args.text), separator), args.row_tokens)
+    for rows, flag in ((train, "--text"), (heldout, "--heldout-text")):
+        if not len(rows):
+            raise OptionError(f"{flag}: want at least {args.row_tokens} tokens")
+    return Rows(train, heldout)
+
+
+def _renderer(source: Path) -> Render:
+    """Chats by the checkpoint's own template, read when the first one comes."""
+    from pilotfish.server.errors import BadRequest
+    from pilotfish.server.model_files import ModelFilesError, load_model_files
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        try:
+            template = load_model_files(source).chat_template
+            if template is None:
+                raise OptionError(f"{source}: has no chat template for messages")
+            return template.render(messages, add_generation_prompt=False)
+        except (ModelFilesError, BadRequest) as error:
+            raise OptionError(f"messages: {error}") from None
+
+    return render
+
+
+def _load_trunk(source: Path, args: argparse.Namespace) -> Trunk:
+    checkpoint = open_checkpoint(source)
+    if args.draft_head is not None:
+        checkpoint = attach_head(checkpoint, args.draft_head)
+    length = max(args.row_tokens, PROMPT_TOKENS + NUM_TOKENS) + 1
+    options = EngineOptions(
+        model=str(source),
+        num_speculative_tokens=0,
+        max_num_seqs=BATCH,
+        max_model_len=min(length, checkpoint.config.max_position_embeddings),
+        kv_cache_tokens=BATCH * -(-(length + args.depths + 1) // PAGE) * PAGE,
+        dtype=args.dtype,
+        device=args.device,
+    )
+    # the depth is set here: there may be no head yet
+    plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.depths, disabled_reason=None)
+    weights = load_weights(checkpoint, plan.device)
+    own = {name: _plain(weights.pop(name)) for name in [name for name in weights if is_mtp(name)]}
+    embedding = _plain(weights["model.embed_tokens.weight"]).to(plan.device, plan.dtype)
+    lm_head = _plain(weights["lm_head.weight"]).to(plan.dtype) if "lm_head.weight" in weights else embedding
+    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
+    model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device)
+    return Trunk(checkpoint, plan, model, own, embedding, lm_head)
+
+
+def _plain(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+
+
+def _initial_head(trunk: Trunk, args: argparse.Namespace) -> TrainableHead:
+    config = trunk.checkpoint.config
+    if args.init == "head" and not trunk.own_head:
+        raise OptionError(f"--init: {trunk.checkpoint.mtp_problem or 'the checkpoint has no MTP head'}; want scratch")
+    torch.manual_seed(args.seed)
+    if args.init == "scratch":
+        return TrainableHead(config)
+    named = {name.removeprefix("mtp."): tensor.float().cpu() for name, tensor in trunk.own_head.items()}
+    # a head may have fewer experts than the trunk's config says
+    head = TrainableHead(dataclasses.replace(config, num_experts=len(named.get("layers.0.mlp.gate.weight", ()))))
+    head.load_state_dict(named)
+    return head
+
+
+def _weights(head: TrainableHead) -> dict[str, torch.Tensor]:
+    """As they are written and served: BF16, under a checkpoint's names."""
+    return {f"mtp.{name}": tensor.detach().to(torch.bfloat16) for name, tensor in head.state_dict().items()}
+
+
+def _hidden_states(trunk: Trunk, rows: Rows, args: argparse.Namespace, part: str) -> HiddenStates:
+    numbers = getattr(rows, part)
+    if args.cache is None:
+        return HiddenStates(trunk.model, numbers)
+    width, dtype = trunk.checkpoint.config.hidden_size, trunk.plan.dtype
+    cache = HiddenCache(args.cache / part, numbers, width, dtype, _files(trunk.checkpoint))
+    return HiddenStates(trunk.model, numbers, cache)
+
+
+def _options(args: argparse.Namespace, dtype: torch.dtype) -> FitOptions:
+    rate = args.learning_rate or LEARNING_RATES[args.optimizer]
+    return FitOptions(args.steps, args.batch_size, rate, args.depths, args.seed, args.target, args.optimizer, dtype)
+
+
+# The folder
+
+
+def _files(checkpoint: Checkpoint) -> str:
+    """What tells whether the trunk is still the same."""
+    files = {part.file for module in checkpoint.modules.values() for part in module.parts.values()}
+    return json.dumps([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)])
+
+
+def _stamp(checkpoint: Checkpoint, rows: Rows, options: FitOptions, args: argparse.Namespace) -> str:
+    """What must not change between a run and its continuation."""
+    text = hashlib.blake2b(rows.train.tobytes() + rows.heldout.tobytes(), digest_size=16).hexdigest()
+    fit = {name: str(value) for name, value in dataclasses.asdict(options).items()}
+    return json.dumps({"files": _files(checkpoint), "text": text, "init": args.init, "fit": fit})
+
+
+def _claim(args: argparse.Namespace, stamp: str) -> None:
+    """Raises OptionError unless OUT is new, or was left by an interrupted run of the same kind."""
+    state, known = args.out / STATE, args.out / STATE / "stamp.json"
+    if not args.resume:
+        if args.out.exists() and any(args.out.iterdir()):
+            hint = "; --resume goes on with the run that was interrupted there" if known.exists() else ""
+            raise OptionError(f"{args.out}: is there already; want a folder to be made{hint}")
+        state.mkdir(parents=True, exist_ok=True)
+        write_text(known, stamp)
+    elif not known.exists():
+        raise OptionError(f"--resume: {args.out} has no interrupted run")
+    elif known.read_text() != stamp:
+        raise OptionError(f"--resume: {args.out} was begun with another trunk, text or other options")
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("steps", "batch_size", "eval_rows", "save_every"):
+        if getattr(args, name) < 1:
+            raise OptionError(f"--{name.replace('_', '-')}: want at least 1, got {getattr(args, name)}")
+    if not 1 <= args.depths <= MAX_DEPTH:
+        raise OptionError(f"--depths: want 1..{MAX_DEPTH}, got {args.depths}")
+    if args.row_tokens < args.depths + 2:
+        raise OptionError(
+            f"--row-tokens: want at least {args.depths + 2} at depth {args.depths}, got {args.row_tokens}"
+        )
+    if args.learning_rate is not None and not args.learning_rate > 0:
+        raise OptionError(f"--learning-rate: want above 0, got {args.learning_rate}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pilotfish train-head", description="Fits an MTP head to a frozen trunk.")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="checkpoint folder or hub id")
+    add("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    add("--draft-head", metavar="PATH", help="a head to start from in place of the checkpoint's own")
+    add("--text", type=Path, nargs="+", required=True, metavar="PATH", help="files or folders; .jsonl is read by lines")
+    add("--heldout-text", type=Path, nargs="+", metavar="PATH", help="to measure on (default: a twentieth of --text)")
+    add("--out", type=Path, required=True, metavar="OUT", help="folder for the head")
+    add("--init", choices=("head", "scratch"), default="head", help="go on from the head, or from random weights")
+    add(
+        "--target",
+        choices=("trunk", "text"),
+        default="trunk",
+        help="the trunk's own distribution, or the text's tokens",
+    )
+    add("--steps", type=int, default=2000, metavar="N", help="(default: %(default)s)")
+    add("--batch-size", type=int, default=8, metavar="N", help="rows a step (default: %(default)s)")
+    add("--row-tokens", type=int, default=512, metavar="N", help="tokens of a row (default: %(default)s)")
+    add("--depths", type=int, default=3, metavar="K", help="drafts to train for (default: %(default)s)")
+    add("--optimizer", choices=tuple(LEARNING_RATES), default="muon", help="for the matrices (default: %(default)s)")
+    add("--learning-rate", type=float, metavar="RATE", help="at its height (default: 0.02 for muon, 0.002 for adamw)")
+    add("--cache", type=Path, metavar="DIR", help="keep the trunk's hidden states here for later epochs and runs")
+    add("--resume", action="store_true", help="go on with an interrupted run")
+    add("--seed", type=int, default=0)
+    add("--eval-rows", type=int, default=32, metavar="N", help="held-out rows looked at on the way")
+    add("--eval-every", type=int, metavar="STEPS", help="(default: ten times a run)")
+    add("--save-every", type=int, default=100, metavar="STEPS", help="(default: %(default)s)")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of products; weights are float32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--num-threads", type=int, metavar="N")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

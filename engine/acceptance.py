@@ -1,0 +1,64 @@
+"""How many drafts a head gets accepted: greedy decoding from places of a text, by the engine's own rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.messages import SamplingParams, Submit
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.start import Plan, assemble
+
+PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Over `num_rounds` rounds that drafted in full: the shares of them in which draft 1, 2, .. was accepted."""
+
+    num_rounds: int
+    shares: tuple[float, ...]
+
+    @property
+    def length(self) -> float:
+        """Committed tokens a round, the trunk's own included."""
+        return 1 + sum(self.shares)
+
+    def line(self) -> str:
+        drafts = ", ".join(f"{share:.1%}" for share in self.shares)
+        return f"{self.length:.3f} tokens a round (drafts accepted: {drafts}; {self.num_rounds} rounds)"
+
+
+@torch.inference_mode()
+def measure_acceptance(model: Model, plan: Plan, prompts: Sequence[list[int]], max_tokens: int) -> Acceptance:
+    """Of every prompt's greedy continuation of `max_tokens`, at the plan's depth. The model has a head and caches."""
+    engine = assemble(model, dataclasses.replace(plan, lookup=None), len(prompts), 0, 0.0)
+    loop = EngineLoop(engine)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    for number, prompt in enumerate(prompts):
+        loop.submit(Submit(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+    accepted: Counter[int] = Counter()
+    while loop.has_work():
+        report = loop.step()
+        for output in report.outputs if report else ():
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+            # near its limit a request is offered fewer drafts
+            if output.round and output.num_drafted == plan.depth:
+                accepted[output.num_accepted] += 1
+    rounds = accepted.total()
+    shares = [sum(accepted[n] for n in range(d, plan.depth + 1)) / max(1, rounds) for d in range(1, plan.depth + 1)]
+    return Acceptance(rounds, tuple(shares))
+
+
+def cut_prompts(ids: Sequence[int], count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
+    """At most `count` pieces of a text of at most `length` tokens, evenly spread."""
+    length = min(length, len(ids))
+    count = min(count, len(ids) // length)
+    step = len(ids) // count
+    return [list(ids[i * step : i * step + length]) for i in range(count)]

@@ -1,0 +1,112 @@
+"""Text to rows, and the trunk's hidden states of rows on disk."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates, hidden_states
+from pilotfish.draft_heads.training.texts import MIN_DOCUMENTS, cut_rows, make_rows, read_documents, stream_of
+from pilotfish.engine.errors import OptionError
+from pilotfish.engine.model.window import Span
+from pilotfish.kernels.attention import PAGE
+from tests.support.rounds import make_engine
+
+
+def render(messages):
+    return "|".join(message["content"] for message in messages)
+
+
+def write_lines(path, *lines):
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def test_every_form_of_a_line_is_a_text(tmp_path):
+    file = write_lines(
+        tmp_path / "log.jsonl",
+        {"text": "one"},
+        "",
+        {"prompt": "two ", "completion": "three"},
+        {"messages": [{"role": "user", "content": "four"}, {"role": "assistant", "content": "five"}]},
+        {"time": "t", "endpoint": "/v1/completions", "prompts": ["six", "seven"]},
+        {"time": "t", "endpoint": "/v1/completions", "status": 400},
+    )
+    assert read_documents([file], render) == ["one", "two three", "four|five", "six", "seven"]
+
+
+@pytest.mark.parametrize("line", ["{", '{"texts": "a"}', '{"messages": ["a"]}', '{"text": 1}', "[1]"])
+def test_a_line_of_another_form_is_named(tmp_path, line):
+    file = write_lines(tmp_path / "log.jsonl", {"text": "one"}, line)
+    with pytest.raises(OptionError, match=r"log\.jsonl, line 2: "):
+        read_documents([file], render)
+
+
+def test_a_folder_gives_its_texts_in_order(tmp_path):
+    for name in ("b.txt", "a/deep.py", "picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read_documents([tmp_path], render) == ["a/deep.py", "b.txt"]
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "bytes.txt", tmp_path / "missing.txt"):
+        with pytest.raises(OptionError, match=path.name):
+            read_documents([path], render)
+
+
+def test_rows_hold_the_documents_and_share_none():
+    documents = [[i] * 10 for i in range(1, MIN_DOCUMENTS * 3 + 1)]
+    rows = make_rows(documents, 0, 11, seed=3)
+    both = np.concatenate([rows.train, rows.heldout])
+    assert sorted(map(tuple, both.tolist())) == [(*ids, 0) for ids in documents]
+    assert len(rows.heldout) == MIN_DOCUMENTS * 3 // 20
+    assert not np.array_equal(rows.train, make_rows(documents, 0, 11, seed=4).train)
+
+
+def test_of_one_document_the_end_is_held_out():
+    rows = make_rows([list(range(1000))], None, 10, seed=0)
+    assert rows.train.max() < rows.heldout.min()
+    assert len(rows.train) == 95 and len(rows.heldout) == 5
+
+
+def test_too_little_text_is_refused():
+    with pytest.raises(OptionError, match="19 tokens, want two rows of 10"):
+        make_rows([list(range(19))], None, 10, seed=0)
+
+
+@pytest.fixture(scope="module")
+def trunk():
+    return make_engine("moe", "bfloat16", depth=0).runner.model
+
+
+class TestHiddenStates:
+    ROWS = cut_rows(stream_of([list(range(2 * (PAGE + 30)))], None) % 320, PAGE + 30)
+
+    @torch.inference_mode()
+    def test_are_those_that_prefill_gives(self, trunk):
+        tokens = torch.from_numpy(self.ROWS[0]).long()
+        trunk.trunk.state.reset(2)
+        parts = [
+            trunk.trunk.bulk(tokens[a:b], Span.build(2, a, b - a, [3, 4], trunk.inv_freq))
+            for a, b in ((0, PAGE), (PAGE, len(tokens)))
+        ]
+        assert torch.equal(hidden_states(trunk, tokens), torch.cat(parts))
+
+    def test_come_back_from_disk_without_the_trunk(self, trunk, tmp_path):
+        direct = HiddenStates(trunk, self.ROWS).take([1, 0])
+        for _ in range(2):
+            cache = HiddenCache(tmp_path / "cache", self.ROWS, direct.shape[2], torch.bfloat16, "trunk")
+            assert torch.equal(HiddenStates(trunk, self.ROWS, cache).take([1, 0]), direct)
+        cache.read(0)[:] = 0  # a copy
+        assert torch.equal(cache.read(0), direct[1]) and cache.has(1)
+
+    def test_of_another_text_or_trunk_are_refused(self, trunk, tmp_path):
+        HiddenCache(tmp_path, self.ROWS, 64, torch.bfloat16, "trunk")
+        for rows, source in ((self.ROWS[:1], "trunk"), (self.ROWS, "other")):
+            with pytest.raises(OptionError, match="of another text, trunk or row length"):
+                HiddenCache(tmp_path, rows, 64, torch.bfloat16, source)
