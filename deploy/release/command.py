@@ -2,6 +2,7 @@
 
     pilotfish release 2026-12-01                  # the new one beside the old one, then the switch
     pilotfish release 2026-12-01 --instead        # where the GPU holds one of them
+    pilotfish release 2026-12-01 -- --k 5         # flags of `pilotfish gate`
     pilotfish release                             # what runs, and the last releases
 
 A version is a folder /opt/pilotfish/versions/NAME; docs/operations.md, "Releases", says how to make one. Exit status:
@@ -59,7 +60,8 @@ def _release(args: argparse.Namespace, layout: Layout, manager: Manager, relay: 
     old, new = choose(slots, [slot.name for slot in slots if manager.is_up(slot)], args.replace, args.into)
     relay.check([slot for slot in (old, new) if slot])
     settings = Settings(
-        gate=shlex.split(args.gate),
+        gate=shlex.split(args.gate) if args.gate else [str(layout.executable(args.version)), "gate"],
+        gate_flags=args.gate_flags,
         start=args.start_timeout,
         gates=args.gate_timeout,
         steady=args.steady,
@@ -169,10 +171,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--haproxy-socket", type=Path, default=Path("/run/haproxy/admin.sock"), metavar="PATH")
     parser.add_argument("--haproxy-backend", default="servers", metavar="NAME")
     parser.add_argument(
-        "--gate",
-        default=f"{shlex.quote(sys.executable)} -m pilotfish.server.cli gate",
-        metavar="COMMAND",
-        help="run as COMMAND URL --json FILE (default: pilotfish gate of this installation, not of the new version)",
+        "--gate", metavar="COMMAND", help="run as COMMAND URL --json FILE (default: the new version's `pilotfish gate`)"
     )
     times = (
         ("--start-timeout", 1800, "for the new version to become ready"),
@@ -184,4 +183,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(
             name, type=_seconds, default=float(default), metavar="SECONDS", help=f"{text} (default: %(default)g)"
         )
-    return parser.parse_args(argv)
+    given = list(argv)
+    at = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:at])
+    args.gate_flags = given[at + 1 :]
+    return args

@@ -66,9 +66,10 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """`gate` is run as `GATE URL --json FILE`. Seconds."""
+    """`gate` is run as `GATE URL --json FILE GATE_FLAGS`. The others are seconds."""
 
     gate: Sequence[str]
+    gate_flags: Sequence[str] = ()
     start: float
     gates: float
     steady: float
@@ -244,7 +245,7 @@ class Release:
         environment = os.environ | ({KEY: key} if key else {})
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "gates.json")
-            command = [*self._settings.gate, slot.url, "--json", str(file)]
+            command = [*self._settings.gate, slot.url, "--json", str(file), *self._settings.gate_flags]
             try:
                 done = _run(command, environment, self._settings.gates)
                 report = msgspec.json.decode(file.read_bytes(), type=Report)

@@ -61,12 +61,15 @@ class Layout:
         """Raises LayoutError unless the version can be started as far as its files tell."""
         if not NAME.fullmatch(version):
             raise LayoutError(f"want the name of a folder in {self.root / 'versions'}, got {version!r}")
-        folder = self.root / "versions" / version
-        command = folder / "bin" / "pilotfish"
+        command = self.executable(version)
         if not os.access(command, os.X_OK):
             raise LayoutError(f"version {version}: {command} is no command")
-        if not read_environment(folder / "environment").get(MODEL):
-            raise LayoutError(f"{folder / 'environment'}: want {MODEL}=PATH")
+        file = self.root / "versions" / version / "environment"
+        if not read_environment(file).get(MODEL):
+            raise LayoutError(f"{file}: want {MODEL}=PATH")
+
+    def executable(self, version: str) -> Path:
+        return self.root / "versions" / version / "bin" / "pilotfish"
 
     def version_of(self, slot: Slot) -> str | None:
         """What runs, or last ran, in the slot."""

@@ -1,21 +1,19 @@
-"""`pilotfish gate` against real servers: a sound one passes, one that is broken in one way fails the gate named for it."""
+"""`pilotfish gate` against real servers: a sound one passes, one broken in one way fails the gate named for it."""
 
 import json
 import os
 import re
-import shutil
 import signal
 import threading
 from pathlib import Path
 
 import pytest
+from demo_models import DEMO, changed_demo, drop_tensor, shift_norms
 from processes import backend
-from safetensors.torch import load_file, save_file
 from serving import serving_in_thread
 
 from pilotfish.deploy.gate.command import main
 
-DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 CORE = "pilotfish.engine.loop:make_core"
 ENGINE = {"num_speculative_tokens": 3, "max_model_len": 2048, "num_threads": 1, "head_check": "warn"}
 
@@ -31,19 +29,6 @@ def gate(tmp_path, target, *flags):
 
 def failed(gates):
     return [name for name, gate in gates.items() if not gate["passed"]]
-
-
-def changed_demo(folder, change):
-    """The demo model with the tensors that `change` returns."""
-    shutil.copytree(DEMO, folder)
-    for shard in folder.glob("*.safetensors"):
-        save_file(change(load_file(shard)), shard, {"format": "pt"})
-    index = folder / "model.safetensors.index.json"
-    known = set().union(*(load_file(shard) for shard in folder.glob("*.safetensors")))
-    listed = json.loads(index.read_text())
-    listed["weight_map"] = {name: file for name, file in listed["weight_map"].items() if name in known}
-    index.write_text(json.dumps(listed))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +53,7 @@ def test_what_was_not_asked_for_is_named(sound, tmp_path):
 
 
 def test_shifted_norms_of_the_head(tmp_path):
-    def shift(tensors):
-        return {n: t + 1 if n.startswith("mtp.") and "norm" in n else t for n, t in tensors.items()}
-
-    model = changed_demo(tmp_path / "model", shift)
+    model = changed_demo(tmp_path / "model", shift_norms)
     with serving_in_thread(model, core=CORE, engine=ENGINE) as server:
         _, gates = gate(tmp_path, server.url, "--only", "k served,head weights,head rank")
     assert failed(gates) == ["head rank"], "text stays right, and only the head's gate sees it"
@@ -79,10 +61,7 @@ def test_shifted_norms_of_the_head(tmp_path):
 
 
 def test_a_missing_tensor_of_the_head(tmp_path):
-    def drop(tensors):
-        return {name: tensor for name, tensor in tensors.items() if name != "mtp.pre_fc_norm_hidden.weight"}
-
-    model = changed_demo(tmp_path / "model", drop)
+    model = changed_demo(tmp_path / "model", drop_tensor)
     with serving_in_thread(model, core=CORE, engine=ENGINE) as server:
         _, gates = gate(tmp_path, server.url, "--only", "k served,head weights,chat template")
     assert failed(gates) == ["k served", "head weights"]

@@ -74,15 +74,21 @@ class Machine:
         command.write_text(f'#!/bin/sh\nexec {shlex.join(CLI)} "$@"\n')
         command.chmod(0o755)
 
-    def release(self, *args: str, relay: bool = True) -> subprocess.Popen[str]:
-        """The running command, its output in one pipe."""
+    def release(self, *args: str, relay: bool = True, gates: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        """The running command, its output in one pipe. `gates`: flags of the version's own gates, else a stand-in."""
         command = [*CLI, "release", "--root", self.folder / "opt", "--config", self.folder / "etc"]
-        command += ["--manager", "processes", "--start-timeout", "60", *args]
+        command += ["--manager", "processes", "--start-timeout", "60"]
         command += ["--haproxy-socket", self.folder / "haproxy.sock"] if relay else ["--relay", "none"]
-        if "--gate" not in args:
+        if gates:
+            args = (*args, "--", *gates)
+        elif "--gate" not in args:
             command += ["--gate", shlex.join([sys.executable, str(self.folder / "gates.py")])]
         return subprocess.Popen(
-            list(map(str, command)), env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            list(map(str, [*command, *args])),
+            env=ENVIRONMENT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     def records(self) -> list[dict]:
@@ -103,13 +109,13 @@ def done(process: subprocess.Popen[str]) -> int:
 
 
 @contextlib.contextmanager
-def machine(folder: Path, haproxy: str | None, names: tuple[str, ...] = ("one", "two")) -> Iterator[Machine]:
+def machine(folder: Path, haproxy: str | None) -> Iterator[Machine]:
     """Two slots, no version; with a relay if its executable is given. What still runs at the end is killed."""
     (folder / "opt").mkdir()
     (folder / "etc").mkdir()
     (folder / "gates.py").write_text(GATES)
     made = Machine(folder, free_port())
-    ports = {name: free_port() for name in names}
+    ports = {name: free_port() for name in ("one", "two")}
     for name, port in ports.items():
         (folder / "etc" / f"{name}.env").write_text(f"PILOTFISH_PORT={port}\n")
     with contextlib.ExitStack() as stack:
