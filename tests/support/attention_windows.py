@@ -1,0 +1,191 @@
+"""Tests of `attention_window` and `plan_rows`; run in Triton's interpreter and on a GPU by those that import them and
+give `device`, `dtype` (of activations), `cache_dtype`, `sizes` (heads, kv, D, rotary), `lengths` (of slots 1, 2, 3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.cuda import attention
+from pilotfish.kernels.cuda.attention import (
+    AttentionScratch,
+    RowPlan,
+    attention_window,
+    attention_window_reference,
+    plan_rows,
+    plan_rows_reference,
+    product_dtype,
+    to_cache,
+)
+from pilotfish.kernels.rope import inverse_frequencies
+
+EPS = 1e-6
+WIDEST = 9
+SCALES = (0.5, 2.0)
+"""Of keys and values in an FP8 cache."""
+NAN = float("nan")
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def bits(values):
+    return values.cpu().contiguous().view(torch.uint8)
+
+
+class AttentionLayer:
+    """A full-attention layer's weights and pages: random where `lengths` say that something was written, else NaN.
+
+    Slot s > 0 holds lengths[s - 1] tokens; its pages are dealt out of order.
+    """
+
+    def __init__(self, sizes, lengths, dtype=torch.float32, cache_dtype=torch.float32, device="cpu"):
+        self.heads, self.kv, self.dim, rotary = sizes
+        self.dtype, self.cache_dtype, self.device = dtype, cache_dtype, torch.device(device)
+        self.inv_freq = inverse_frequencies(rotary, 1e7).to(device)
+        self.qk_norm = (1 + 0.1 * draw(self.heads + self.kv, self.dim, seed=1)).to(device)
+        self.lengths = torch.tensor([0, *lengths], device=device)
+        each = (max(lengths) + 2 * WIDEST) // PAGE + 1
+        order = torch.randperm(3 * each, generator=torch.Generator().manual_seed(2)) + 1
+        tables = torch.cat((torch.zeros(1, each, dtype=torch.int64), order.view(3, each)))
+        caches = [torch.full((3 * each + 1, self.kv, PAGE, self.dim), NAN) for _ in range(2)]
+        for slot, length in enumerate(lengths, 1):
+            for seed, cache in enumerate(caches):
+                written = draw(length, self.kv, self.dim, seed=10 * slot + seed)
+                for page, part in zip(tables[slot].tolist(), written.split(PAGE), strict=False):
+                    cache[page, :, : len(part)] = part.transpose(0, 1)
+        self.tables = tables.int().to(device)
+        self.scales = SCALES if cache_dtype == torch.float8_e4m3fn else (1.0, 1.0)
+        self.caches = [
+            to_cache(cache, scale, cache_dtype).to(device) for cache, scale in zip(caches, self.scales, strict=True)
+        ]
+
+    def rows(self, num_rows, seed):
+        return draw(num_rows, 2 * (self.heads + self.kv) * self.dim, seed=seed).to(self.dtype)
+
+    def plan(self, slots, width, step=0, function=plan_rows):
+        num_rows = len(slots) * width
+        plan = RowPlan.empty(num_rows, len(slots), 2 * len(self.inv_freq), self.device)
+        for buffer in (plan.cos, plan.sin):
+            buffer.fill_(NAN)
+        slots = torch.tensor(slots, dtype=torch.int32, device=self.device)
+        function(slots, self.lengths, self.inv_freq, width, step, self.heads, self.kv, plan)
+        return plan
+
+    def scratch(self, num_rows, num_sequences):
+        num_pages, longest = len(self.caches[0]), int(self.lengths.max())
+        sizes = (self.heads, self.kv, self.dim, self.cache_dtype, self.device)
+        scratch = AttentionScratch.empty(num_rows, num_sequences, WIDEST, longest, num_pages, *sizes)
+        for buffer in (scratch.q, scratch.partial, scratch.stats):
+            buffer.fill_(NAN)
+        return scratch
+
+    def step(self, projected, slots, width, step=0, function=attention_window, **options):
+        """The output of windows `step` positions past their slots' lengths; writes their keys and values."""
+        reference = function is attention_window_reference
+        if not reference and self.device.type == "cpu":
+            options.setdefault("num_programs", 2)
+        plan = self.plan(slots, width, step, plan_rows_reference if reference else plan_rows)
+        out = torch.full((len(projected), self.heads * self.dim), NAN, dtype=self.dtype, device=self.device)
+        function(
+            projected.to(self.device), torch.tensor(slots, dtype=torch.int32, device=self.device), plan, self.tables,
+            *self.caches, self.qk_norm, EPS, width, self.scratch(len(projected), len(slots)), out,
+            k_scale=self.scales[0], v_scale=self.scales[1], **options,
+        )  # fmt: skip
+        return out[: len(slots) * width].cpu()
+
+    def written(self, slot, first, count):
+        """Bits of keys and values at positions [first, first + count) of a slot."""
+        found = []
+        for position in range(first, first + count):
+            page = int(self.tables[slot, position // PAGE])
+            found += [bits(cache[page, :, position % PAGE]) for cache in self.caches]
+        return torch.cat([values.flatten() for values in found])
+
+
+@pytest.fixture
+def make(device, dtype, cache_dtype, sizes, lengths):
+    return lambda: AttentionLayer(sizes, lengths, dtype, cache_dtype, device)
+
+
+def test_plan_matches_the_reference(make):
+    layer = make()
+    for slots, width, step in (([1, 2, 3], 4, 0), ([0, 3], 1, 2), ([2], 9, 0)):
+        got, wanted = (layer.plan(slots, width, step, function) for function in (plan_rows, plan_rows_reference))
+        for name in ("positions", "items"):
+            assert torch.equal(getattr(got, name), getattr(wanted, name))
+        # the library's sine is right to an ulp or two, whatever the angle
+        for name in ("cos", "sin"):
+            torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize(("slots", "width"), (([1, 2, 3], 4), ([3, 1], 1)))
+def test_matches_the_reference(make, sizes, lengths, dtype, cache_dtype, slots, width):
+    layer, other = make(), AttentionLayer(sizes, lengths, dtype, cache_dtype)
+    rows = layer.rows(len(slots) * width, 3)
+    got = layer.step(rows, slots, width)
+    wanted = other.step(rows, slots, width, function=attention_window_reference)
+    exact = product_dtype(cache_dtype) == torch.float32
+    # products of 16 bits round queries and probabilities; an FP8 cache may round a key the other way
+    close = {"rtol": 1e-4, "atol": 1e-5} if exact else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(got.float(), wanted.float(), **close)
+    for slot in slots:
+        first, count = lengths[slot - 1] // PAGE * PAGE, lengths[slot - 1] % PAGE
+        assert torch.equal(layer.written(slot, first, count), other.written(slot, first, count))
+
+
+def test_windows_have_the_bits_of_single_rows(make, lengths):
+    wide = 6
+    for slot in (1, 2):
+        rows = make().rows(wide, 4)
+        alone, whole = make(), make()
+        wanted = torch.cat([alone.step(rows[j : j + 1], [slot], 1, step=j) for j in range(wide)])
+        got = whole.step(rows, [slot], wide)
+        assert torch.equal(got, wanted)
+        assert torch.equal(whole.written(slot, lengths[slot - 1], wide), alone.written(slot, lengths[slot - 1], wide))
+        for width in (2, 3):
+            assert torch.equal(make().step(rows[:width], [slot], width), wanted[:width]), width
+
+
+def test_bits_do_not_depend_on_how_the_work_is_dealt(make, monkeypatch):
+    rows = make().rows(4, 5)
+    wanted = make().step(rows, [2, 1], 2)
+    assert torch.equal(make().step(rows, [2, 1], 2, num_programs=5), wanted)
+    # units as items, or chunks
+    monkeypatch.setattr(attention, "FEW_ITEMS", 0 if attention.FEW_ITEMS else 1 << 20)
+    assert torch.equal(make().step(rows, [2, 1], 2, num_programs=1), wanted)
+
+
+def test_sequences_have_the_bits_they_have_alone(make):
+    width = 2
+    rows = make().rows(5 * width, 6)
+    # padding, twice, and neighbours that overflow
+    slots = [2, 0, 1, 3, 0]
+    rows[2:4], rows[8:] = NAN, 1e5
+    rows[6:8] *= 1e5
+    got = make().step(rows, slots, width)
+    for place, slot in ((0, 2), (2, 1), (3, 3)):
+        part = slice(place * width, (place + 1) * width)
+        assert torch.equal(bits(make().step(rows[part], [slot], width)), bits(got[part])), slot
+
+
+@pytest.mark.parametrize("junk", (NAN, float("inf")))
+def test_a_draft_that_overflowed_is_invisible_to_the_rows_before_it(make, junk):
+    rows = make().rows(4, 7)
+    wanted = make().step(rows, [1], 4)
+    rows[2:] = junk
+    assert torch.equal(make().step(rows, [1], 4)[:2], wanted[:2])
+
+
+def test_what_rejected_slots_hold_is_not_seen(make, lengths):
+    rows = make().rows(2, 8)
+    wanted = make().step(rows, [1], 2)
+    layer = make()
+    page, offset = divmod(lengths[0] + 2, PAGE)
+    for cache in layer.caches:
+        bits_of = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        # the largest number, in FP8 NaN
+        bits_of[layer.tables[1, page], :, offset:] = 0x7F if cache.element_size() == 1 else 3e38
+    assert torch.equal(layer.step(rows, [1], 2), wanted)
