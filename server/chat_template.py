@@ -8,6 +8,7 @@ a client; a client gives messages and keyword values.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,6 +67,16 @@ class ChatTemplate:
         # a sandboxed template can fail in any way Python can: all are about what the client sent
         except Exception as error:
             raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+
+    @functools.cached_property
+    def takes_late_system(self) -> bool:
+        """Whether a system message may follow others: many templates object."""
+        roles = ("user", "assistant", "system", "user")
+        try:
+            self.render([{"role": role, "content": "x"} for role in roles])
+        except BadRequest:
+            return False
+        return True
 
 
 def load_chat_template(folder: Path, tokenizer_config: dict[str, Any], override: Path | None) -> ChatTemplate | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -23,6 +25,16 @@ def check_messages(messages: list[dict[str, Any]], *, ignore_unknown: bool = Fal
     if len(messages) > MAX_MESSAGES:
         raise BadRequest(f"Want at most {MAX_MESSAGES} messages, got {len(messages)}.", param="messages")
     return [_check(message, f"messages[{index}]", ignore_unknown) for index, message in enumerate(messages)]
+
+
+def lead_with_system(messages: Iterable[dict[str, Any]], template: ChatTemplate | None) -> list[dict[str, Any]]:
+    """For APIs that have system messages anywhere: one that leads, unless the template takes them where they stand."""
+    given = list(messages)
+    texts = [message["content"] for message in given if ROLES[message["role"]] == "system"]
+    if not texts or (template is not None and template.takes_late_system):
+        return given
+    others = [message for message in given if ROLES[message["role"]] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
 def _check(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[str, Any]:

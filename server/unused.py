@@ -22,6 +22,8 @@ FIELDS = frozenset(
     }
 )
 """At the top of a body, on the endpoints that OpenAI and vLLM share."""
+RESPONSES_FIELDS = FIELDS - {"metadata"} | {"client_metadata"}
+"""The same of /v1/responses, where metadata comes back."""
 MESSAGES_FIELDS = frozenset({"cache_control", "inference_geo", "metadata", "service_tier", "speed"})
 """The same of Anthropic's endpoints."""
 
@@ -44,7 +46,7 @@ ANTHROPIC_BETA = "anthropic-beta"
 UNKNOWN = "unknown"
 """Whatever --ignore-unknown-fields lets through: its names are the client's, and no labels."""
 NAMES = (
-    *sorted(FIELDS | MESSAGES_FIELDS),
+    *sorted(FIELDS | RESPONSES_FIELDS | MESSAGES_FIELDS),
     *(ANTHROPIC_BETA, BUDGET, EFFORT, INCLUDE, IS_ERROR, STRICT, SUMMARY, UNKNOWN),
 )
 

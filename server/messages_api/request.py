@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from pilotfish.server import unused
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.messages import lead_with_system
 from pilotfish.server.plan import Context
 from pilotfish.server.protocol import (
     MAX_INT,
@@ -170,7 +171,7 @@ def chat_request(request: CountTokensRequest, context: Context, on_unused: Calla
         }
     choice = request.tool_choice
     return ChatRequest(
-        messages=list(_messages(request)),
+        messages=lead_with_system(_messages(request), context.files.chat_template),
         tools=[_tool(tool) for tool in request.tools] if request.tools else None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
@@ -210,7 +211,8 @@ def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content or ())
+    """Blocks are a line each; what the model wrote itself is put together as it was."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
 def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
@@ -236,7 +238,7 @@ def _user(message: Message, blocks: list[Block], where: str) -> Iterator[dict[st
             said.append(block.text)
         elif isinstance(block, ToolResultBlock) and message.role == "user":
             if said:
-                yield {"role": "user", "content": "".join(said)}
+                yield {"role": "user", "content": "\n".join(said)}
                 said = []
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
         else:
@@ -244,7 +246,7 @@ def _user(message: Message, blocks: list[Block], where: str) -> Iterator[dict[st
             role = "user" if isinstance(block, ToolResultBlock) else "assistant"
             raise _misplaced(kind, role, f"{where}.content[{index}]")
     if said or not blocks:
-        yield {"role": message.role, "content": "".join(said)}
+        yield {"role": message.role, "content": "\n".join(said)}
 
 
 def _misplaced(kind: str, role: str, where: str) -> BadRequest:

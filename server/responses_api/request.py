@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from pilotfish.server import unused
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.messages import lead_with_system
 from pilotfish.server.plan import Context
 from pilotfish.server.protocol import MAX_INT, Body, ChatRequest, PositiveCount, SpeculationField
 
@@ -140,7 +141,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
         "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
-    UNUSED: ClassVar = unused.FIELDS - {"metadata"}
+    UNUSED: ClassVar = unused.RESPONSES_FIELDS
     KINDS: ClassVar = {
         "input": "message, function_call, function_call_output or reasoning",
         "content": "input_text, output_text or refusal",
@@ -198,7 +199,7 @@ def chat_request(request: ResponsesRequest, context: Context, on_unused: Callabl
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
     return ChatRequest(
         model=request.model,
-        messages=list(_messages(request)),
+        messages=lead_with_system(_messages(request), context.files.chat_template),
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,

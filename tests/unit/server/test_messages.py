@@ -2,8 +2,9 @@
 
 import pytest
 
+from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
-from pilotfish.server.messages import check_messages
+from pilotfish.server.messages import check_messages, lead_with_system
 
 
 def refusal(message, **options):
@@ -117,3 +118,20 @@ def test_results_of_tools():
 def test_both_names_of_reasoning():
     (message,) = check_messages([{"role": "assistant", "content": "x", "reasoning": "r"}])
     assert message["reasoning_content"] == "r"
+
+
+def test_system_messages_lead_where_the_template_wants_it():
+    late = ChatTemplate("{% for message in messages %}{{ message.role }};{% endfor %}")
+    strict = ChatTemplate(
+        "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+        "{{ raise_exception('first') }}{% endif %}{{ message.role }};{% endfor %}"
+    )
+    assert (late.takes_late_system, strict.takes_late_system) == (True, False)
+    given = [
+        {"role": role, "content": role[0] + str(number)}
+        for number, role in enumerate(("system", "developer", "user", "system", "assistant"))
+    ]
+    assert lead_with_system(given, late) == given
+    assert lead_with_system(given, strict) == [{"role": "system", "content": "s0\n\nd1\n\ns3"}, given[2], given[4]]
+    assert lead_with_system(given[2:3], strict) == given[2:3]
+    assert strict.render(lead_with_system(given, strict)) == "system;user;assistant;"
