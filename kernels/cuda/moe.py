@@ -120,7 +120,7 @@ def _experts_kernel(
 ):
     """Program (i, p, j): tiles i MT ... of the expert of pair p (or of expert p, with LISTS), columns j NT 8 ...
 
-    x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...].
+    x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...]. x_stride is in 16 bytes.
     """
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
@@ -167,7 +167,7 @@ def _experts_kernel(
             ids, own_list, expert, n * 8 + g, first, count, num_rows, is_shared, ROUTED, LISTS, TOP_K
         )
         source = pair if DOWN else pair // (TOP_K + 1)
-        offsets = offsets + (source * x_stride,)
+        offsets = offsets + (source * x_stride * 4,)
         masks = masks + (there,)
         pair, there = _columns(
             ids,
@@ -407,7 +407,7 @@ class GroupedExperts:
             scratch.lists,
             target,
             num_rows,
-            source.shape[-1] // 2,
+            source.shape[-1] // 8,
             target.shape[-1],
             NUM_EXPERTS=self.num_experts,
             TILES=tiles,

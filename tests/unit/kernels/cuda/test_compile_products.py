@@ -1,0 +1,74 @@
+"""The products' machine code for sm_90, made without a GPU: what their speed rests on.
+
+Every load of weights is 16 bytes a lane and on its way before the first product; nothing spills; few instructions a
+weight. A change that loses one of these is slower by a factor, and no value shows it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch
+from tests.support.compiled import Code, compiling
+from tests.unit.kernels.cuda.test_packing import nvfp4, weights
+
+LANES = 32
+
+
+def code_of(parts, rows: int, swiglu: bool = False, pdl: bool = True) -> tuple[Code, int]:
+    """The kernel's code, and how many weights a lane multiplies."""
+    product = PackedLinear(parts, swiglu)
+    out = torch.empty(rows, product.out_features).bfloat16()
+    with compiling() as kernels:
+        product.rows(torch.zeros(rows, product.in_features).bfloat16(), out, pdl)
+    assert len(kernels) == len(product.ranges)
+    kernel = kernels[0]
+    assert kernel.metadata.launch_pdl == pdl
+    tiles = 2 if product.ranges[0].num_tiles > 264 else 1
+    return Code(kernel), tiles * 16 * product.in_features // kernel.metadata.num_warps // LANES
+
+
+@pytest.mark.parametrize(("rows", "swiglu", "most_registers"), [(8, False, 128), (16, False, 168), (8, True, 128)])
+def test_nvfp4_loads_wide_and_early(rows, swiglu, most_registers):
+    # enough tiles that four warps share K, and a program has two tiles
+    parts = [nvfp4(6400 // 2, 2048)] * 2
+    code, lane_weights = code_of(parts, rows, swiglu)
+    assert code.stack == 0 and code.count("LDL") == code.count("STL") == 0
+    assert code.registers <= most_registers
+    # 32 codes a load, and a word of scales for 64
+    assert code.loads["LDG.E.EF.128"] == lane_weights // 32 and code.loads["LDG.E.EF"] == lane_weights // 64
+    # x: 8 numbers a load for each 8 rows, shared by both tiles
+    row_tiles = 2 if rows > 8 else 1
+    assert code.loads["LDG.E.128"] == lane_weights // 32 * row_tiles
+    # all weights are on their way before the wait for x, which is before the first product
+    assert code.before("LDG.E.EF.128", "ACQBULK") == lane_weights // 32
+    assert code.before("ACQBULK", "HMMA") == 1 and code.before("LDG.E.128", "ACQBULK") == 0
+    assert code.count("HMMA") == lane_weights // 8 * row_tiles
+    # 2.1 of them a weight in the middle, the rest before and after
+    assert len(code.instructions) / lane_weights < 3.1
+
+
+@pytest.mark.parametrize("kind", ["fp8 channel", "fp8 block", "bf16"])
+def test_other_formats_load_as_wide(kind):
+    code, lane_weights = code_of([weights(256, 2048)[kind]], 8)
+    assert code.stack == 0 and code.registers <= 128
+    assert code.loads["LDG.E.EF.128"] == lane_weights // (8 if kind == "bf16" else 16)
+    assert code.loads["LDG.E.128"] == lane_weights // 16
+    assert code.count("HMMA") == lane_weights // 8
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+def test_experts_load_wide_and_early(rows):
+    expert = ExpertWeights(nvfp4(512, 2048), nvfp4(512, 2048), nvfp4(2048, 512))
+    packed = GroupedExperts([expert], expert, 1)
+    scratch = Scratch.make(rows, 1, 1, packed.width, 2048, torch.device("cpu"))
+    with compiling() as kernels:
+        packed.rows(torch.zeros(rows, 2048).bfloat16(), torch.zeros(rows, 1, dtype=torch.int32), scratch, True)
+    assert len(kernels) == (2 if rows <= 16 else 3)
+    for kernel in kernels[-2:]:
+        code = Code(kernel)
+        assert code.stack == 0 and code.registers <= 160
+        assert code.loads["LDG.E.EF.128"] == code.before("LDG.E.EF.128", "HMMA") > 0
+        assert code.loads["LDG.E.128"] > 0
