@@ -63,6 +63,22 @@ def _last_kept(
 
 
 @triton.jit
+def _ranked(partials, maxima, top_k, BITS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """The top_k-th largest chunk maximum, or that of three quarters of the chunks."""
+    lanes = tl.arange(0, 32)
+    chunks = tl.arange(0, BLOCK_CHUNKS)
+    # how many stand before each one; equal ones in order
+    before = tl.zeros((BLOCK_CHUNKS,), tl.int32)
+    for start in tl.static_range(0, BLOCK_CHUNKS, 32):
+        others = start + lanes
+        other = (tl.load(partials + others, others < CHUNKS, other=-1) >> BITS)[None, :]
+        is_before = (other > maxima[:, None]) | ((other == maxima[:, None]) & (others[None, :] < chunks[:, None]))
+        before += tl.sum(is_before.to(tl.int32), 1)
+    rank = tl.minimum(top_k, (3 * CHUNKS + 3) // 4) - 1
+    return tl.sum(tl.where(before == rank, maxima, 0), 0)
+
+
+@triton.jit
 def _share(part, mass):
     """What the scores before one must not reach, if that is to be kept; the first always is."""
     return tl.maximum(tl.ceil(part * mass.to(tl.float64)).to(tl.int64), 1)
@@ -108,8 +124,7 @@ def threshold_kernel(
         floor = tl.full((), 0, tl.int64)
         if flags & _MIN_P:
             floor = key_of(top + tl.log(tl.load(s.min_p + slot)))
-        rank = tl.minimum(top_k, (3 * CHUNKS + 3) // 4) - 1
-        bound = tl.sum(tl.where(chunks == rank, tl.sort(maxima, descending=True), 0), 0)
+        bound = _ranked(scratch.partials + row * CHUNKS, maxima, top_k, BITS, CHUNKS, BLOCK_CHUNKS)
         bound = tl.maximum(bound, floor)
 
         candidates = scratch.candidates + row * num_logits

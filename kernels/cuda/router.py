@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels import moe
-
 
 @triton.jit(do_not_specialize=["E"])
 def _route_kernel(
@@ -51,7 +49,7 @@ def _route_kernel(
         chosen = tl.where(ranks == rank, (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True), chosen)
         # expert is not a masked column: there are at least TOP_K experts
         key = tl.where(cols == expert, -0x80000000, key)
-    weights = tl.exp(chosen - tl.max(chosen, 0))
+    weights = tl.exp(chosen - tl.sum(tl.where(ranks == 0, chosen, 0.0), 0))
     weights = tl.div_rn(weights, tl.sum(weights, 0))
     kept = ranks < TOP_K
     tl.store(weights_out + row * TOP_K + ranks, weights, kept)
@@ -95,9 +93,9 @@ def route(
 def route_reference(
     logits: torch.Tensor, num_experts: int, weights_Rk: torch.Tensor, ids_Rk: torch.Tensor, gate_R: torch.Tensor
 ) -> None:
-    """Plain torch; see `route`."""
+    """Plain torch; see `route`. `kernels.moe.route` gives the same but where probabilities round to equal ones."""
     rows, top_k = ids_Rk.shape
-    weights, ids = moe.route(logits[:rows, :num_experts], top_k)
-    weights_Rk.copy_(weights)
-    ids_Rk.copy_(ids)
+    ordered, ids = logits[:rows, :num_experts].float().sort(dim=-1, descending=True, stable=True)
+    weights_Rk.copy_(ordered[:, :top_k].softmax(-1))
+    ids_Rk.copy_(ids[:, :top_k])
     gate_R.copy_(logits[:rows, num_experts].float().sigmoid())

@@ -34,7 +34,7 @@ from pilotfish.kernels.cuda.scores import (
 from pilotfish.kernels.cuda.slots import SlotState
 
 CHUNK = 2048
-"""Logits of one program; the order of nothing depends on it."""
+"""Logits of one program, more for over 128 chunks; no result depends on it."""
 _THINKING = tl.constexpr(slots.THINKING)
 
 
@@ -54,13 +54,17 @@ class Scratch(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, num_logits: int, device: torch.device | str) -> Scratch:
-        chunks = triton.cdiv(num_logits, CHUNK)
+        chunks = triton.cdiv(num_logits, _chunk(num_logits))
 
         def buffer(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         counters = torch.zeros((3, rows), dtype=torch.int32, device=device)
         return cls(buffer(rows, chunks), buffer(rows, chunks), counters, buffer(rows), buffer(rows, num_logits))
+
+
+def _chunk(num_logits: int) -> int:
+    return max(CHUNK, triton.next_power_of_2(triton.cdiv(num_logits, 128)))
 
 
 @triton.jit
@@ -235,7 +239,7 @@ def choose(
     rows = len(slots_B) * width
     vocab, max_depth = state.counts.shape[1], state.drafts.shape[1]
     num_logits = vocab if kept is None else len(kept)
-    chunks = triton.cdiv(num_logits, CHUNK)
+    chunks = triton.cdiv(num_logits, _chunk(num_logits))
     assert logits.stride(1) == 1 and len(logits) >= rows and logits.shape[1] >= num_logits
     assert first >= 0 and first + width <= max_depth + 1 and (not draft or (width == 1 and first < max_depth))
     assert out.dtype == torch.int64 and len(out) >= rows and len(scratch.threshold) >= rows
@@ -248,7 +252,7 @@ def choose(
         "BEFORE": state.recent.shape[1],
         "CHUNKS": chunks,
         "BLOCK_CHUNKS": max(32, triton.next_power_of_2(chunks)),
-        "CHUNK": CHUNK,
+        "CHUNK": _chunk(num_logits),
         "BITS": (num_logits - 1).bit_length(),
         "PDL": pdl,
         "num_warps": 4,

@@ -1,0 +1,414 @@
+"""Tests of the small operators against their references; run in Triton's interpreter and on a GPU by those that import
+them and say which `device`. R = rows, B = sequences, V = vocabulary."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.messages import SamplingParams, ThinkingBudget
+from pilotfish.kernels import moe
+from pilotfish.kernels.cuda import commit, norm, router, sample, slots
+from tests.support.device_reference import Reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""The interpreter is slow: fewer rows and cases."""
+WIDTH = 2 if INTERPRETED else 9
+SEEDS = range(1 if INTERPRETED else 3)
+VOCAB = 650
+CHUNK = 128
+MAX_DEPTH = 8
+EPS = 1e-6
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """6 chunks of the small vocabulary, the last one short."""
+    monkeypatch.setattr(sample, "CHUNK", CHUNK)
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def integers(high, *shape, seed=0):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def twice(function, reference, values, device):
+    """Runs both on copies of `values`; what each left there."""
+    outcomes = []
+    for run in (function, reference):
+        copies = [value.clone().to(device) if isinstance(value, torch.Tensor) else value for value in values]
+        run(*copies)
+        outcomes.append([value.cpu() if isinstance(value, torch.Tensor) else value for value in copies])
+    return outcomes
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def assert_close(got, wanted):
+    tolerance = {"rtol": 2e-6, "atol": 2e-6} if got.dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-3}
+    torch.testing.assert_close(got, wanted, **tolerance)
+
+
+@pytest.mark.parametrize(("batch", "width"), (([3, 1, 0], 4), ([2], 1), ([1, 4], 9)))
+@pytest.mark.parametrize("hidden", (96, 512))
+def test_embed_rows(device, dtype, batch, width, hidden):
+    rows = 24
+    inputs = [
+        draw(40, hidden, seed=1).to(dtype),
+        1 + 0.1 * draw(hidden, seed=2),
+        EPS,
+        torch.tensor(batch, dtype=torch.int32),
+        integers(40, 5, seed=3),
+        integers(40, 5, MAX_DEPTH, seed=4),
+        torch.tensor([0, 17, 5, 300, 2]),
+        width,
+        torch.full((rows,), -1),
+        torch.full((rows,), -1, dtype=torch.int32),
+        torch.full((rows, hidden), NAN),
+        torch.full((rows, hidden), NAN, dtype=dtype),
+    ]
+    got, wanted = twice(norm.embed_rows, norm.embed_rows_reference, inputs, device)
+    for mine, theirs in zip(got[8:11], wanted[8:11], strict=True):
+        assert torch.equal(mine, theirs)
+    assert_close(got[11], wanted[11])
+    assert not got[11][len(batch) * width :].any()
+
+
+@pytest.mark.parametrize("delta", (None, torch.float32, "activations"))
+@pytest.mark.parametrize("store", (True, False))
+@pytest.mark.parametrize("rows", (None, [4, 0, 4, 7]))
+def test_add_norm(device, dtype, delta, store, rows):
+    hidden = 384
+    inputs = [
+        draw(9, hidden, seed=1, scale=100.0),
+        None if delta is None else draw(9, hidden, seed=2).to(dtype if delta == "activations" else delta),
+        1 + 0.1 * draw(hidden, seed=3),
+        EPS,
+        torch.full((9 if rows is None else len(rows), hidden), NAN, dtype=dtype),
+        None if rows is None else torch.tensor(rows, dtype=torch.int32),
+        store,
+    ]
+    got, wanted = twice(norm.add_norm, norm.add_norm_reference, inputs, device)
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[0], inputs[0]) == (delta is None or not store or rows is not None)
+    assert_close(got[4], wanted[4])
+
+
+def test_pair_norm(device, dtype):
+    hidden = 160
+    inputs = [
+        integers(40, 5, seed=1),
+        draw(40, hidden, seed=2).to(dtype),
+        draw(7, hidden, seed=3).to(dtype),
+        1 + 0.1 * draw(hidden, seed=4),
+        1 + 0.1 * draw(hidden, seed=5),
+        EPS,
+        torch.full((7, 2 * hidden), 7.0, dtype=dtype),
+        5,
+    ]
+    got, wanted = twice(norm.pair_norm, norm.pair_norm_reference, inputs, device)
+    assert_close(got[6], wanted[6])
+    assert (got[6][5:] == 7).all()
+
+
+# -- router ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("experts", "top_k"), ((8, 2), (13, 13), (256, 8), (203, 8), (512, 10), (1, 1)))
+@pytest.mark.parametrize("step", (None, 0.5))
+def test_route(device, experts, top_k, step):
+    logits = draw(6, experts + 1, seed=experts, scale=2.0)
+    logits[1] *= 1e4
+    logits[2] = 0
+    if step is not None:
+        # many equal logits, zeros of both signs among them
+        logits = (logits / step).round() * step
+    outputs = [torch.full((5, top_k), NAN), torch.full((5, top_k), -1, dtype=torch.int32), torch.full((5,), NAN)]
+    got, wanted = twice(router.route, router.route_reference, [logits, experts, *outputs], device)
+    assert torch.equal(got[3], wanted[3])
+    torch.testing.assert_close(got[2], wanted[2], rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(got[4], wanted[4], rtol=2e-6, atol=1e-7)
+    # the CPU path's router, on rows whose softmax does not underflow
+    weights, ids = moe.route(logits[[0, 2, 3, 4], :experts], top_k)
+    assert torch.equal(got[3][[0, 2, 3, 4]].long(), ids)
+    torch.testing.assert_close(got[2][[0, 2, 3, 4]], weights, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", (NAN, INF, -INF))
+def test_route_names_different_experts_whatever_the_logits(device, bad):
+    logits = draw(3, 17)
+    logits[0, 5] = bad
+    logits[1] = bad
+    weights, ids, gate = torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3)
+    logits, weights, ids, gate = (value.to(device) for value in (logits, weights, ids, gate))
+    router.route(logits, 16, weights, ids, gate)
+    assert all(len(set(row)) == 4 and set(row) <= set(range(16)) for row in ids.tolist())
+    assert weights[2].isfinite().all()
+
+
+# -- choose ------------------------------------------------------------------------------------------------------------
+
+BAD_WORDS = ((5,), (7, 8), (11, 12, 13), (9, 8), (3, 600))
+PLAIN = SamplingParams(temperature=0)
+REQUESTS = {
+    "greedy": PLAIN,
+    "sampled": SamplingParams(temperature=0.9, seed=-7, choice=3),
+    "hot": SamplingParams(temperature=4.0, seed=1 << 40),
+    "penalised": SamplingParams(temperature=0, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2),
+    "biased": SamplingParams(temperature=1.0, seed=1, logit_bias={3: 2.0, 17: -5.0, 600: 4.0}),
+    "allowed": SamplingParams(temperature=1.0, seed=1, allowed_token_ids=(3, 9, 64, 640, 649)),
+    "min tokens": SamplingParams(temperature=0, min_tokens=4, stop_token_ids=(1, 2, 64, 649)),
+    "bad words": SamplingParams(temperature=0, bad_words_token_ids=BAD_WORDS),
+    "thinking": SamplingParams(
+        temperature=0, thinking=ThinkingBudget(num_tokens=2, start_token_id=20, end_token_id=21, closing=(30, 31, 21))
+    ),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.2, seed=4),
+    "top_k": SamplingParams(temperature=1.0, top_k=5, seed=5),
+    "top_k 1": SamplingParams(temperature=1.0, top_k=1, seed=5),
+    "larger top_k": SamplingParams(temperature=2.0, top_k=40, seed=6),
+    "top_p": SamplingParams(temperature=0.5, top_p=0.6, seed=7),
+    "flat top_p": SamplingParams(temperature=5.0, top_p=0.97, seed=8),
+    "top_p 0": SamplingParams(temperature=5.0, top_p=1e-9, seed=8),
+    "top_k, top_p": SamplingParams(temperature=1.3, top_k=20, top_p=0.8, seed=9),
+    "min_p, top_k, top_p": SamplingParams(temperature=2.0, top_k=100, top_p=0.9, min_p=0.05, seed=10),
+    "everything": SamplingParams(
+        temperature=1.1,
+        top_k=50,
+        top_p=0.95,
+        min_p=0.01,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        logit_bias={3: 2.0, 17: -5.0},
+        min_tokens=50,
+        stop_token_ids=(319,),
+        bad_words_token_ids=BAD_WORDS,
+        seed=-11,
+        choice=2,
+    ),
+}
+
+
+def make_state(requests: list[SamplingParams], device: Any = "cpu", seed: int = 0) -> BatchState:
+    """Slot 0 is the null slot, slot i + 1 holds requests[i] in the middle of its text, with drafts of few ids."""
+    state = BatchState(len(requests) + 1, MAX_DEPTH, VOCAB, torch.device(device), history_length=400, complete=True)
+    for index, params in enumerate(requests):
+        slot = index + 1
+        prompt = integers(VOCAB, 20, seed=seed + index).tolist()
+        state.admit(slot, prompt, params, limit=60, own_k=5)
+        state.length[slot] = 20 + index % 7
+        state.last_token[slot] = 8
+        state.counts[slot, :30] = integers(3, 30, seed=seed + index).int().to(device)
+        state.seen[slot] |= state.counts[slot] > 0
+        state.bad_sequences.recent[slot, -3:] = torch.tensor([11, 12, 7], device=device)
+    state.drafts[1:] = integers(30, len(requests), MAX_DEPTH, seed=seed + 100).to(device)
+    # what word bans and the thinking budget look for
+    state.drafts[1:, 1:5] = torch.tensor([20, 11, 12, 9], device=device)
+    return state
+
+
+def choose(state, logits, batch, width, device, **options):
+    """The kernel's tokens and NaN flags, and the reference's."""
+    reference = Reference(state)
+    rows = len(batch) * width
+    given = torch.tensor(batch, dtype=torch.int32, device=device)
+    kept = options.get("kept")
+    scratch = sample.Scratch.empty(rows + 1, VOCAB if kept is None else len(kept), device)
+    outcomes = []
+    for run in (sample.choose, reference.choose):
+        drafts = state.drafts.clone()
+        out = torch.full((rows,), -5, device=device)
+        has_nan = torch.full((rows,), -5, device=device)
+        run(logits.to(device), given, reference.slots, width, out, scratch, has_nan, **options)
+        outcomes.append((out.tolist(), has_nan.tolist(), state.drafts.tolist()))
+        state.drafts.copy_(drafts)
+    assert not scratch.counters.any()
+    return outcomes
+
+
+def some_logits(rows, seed=0):
+    return draw(rows, VOCAB, seed=seed, scale=3.0)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_choose(device, name):
+    state = make_state([REQUESTS[name], PLAIN], device)
+    for seed in SEEDS:
+        got, wanted = choose(state, some_logits(2 * WIDTH, seed), [2, 1], WIDTH, device)
+        assert got == wanted
+
+
+def test_requests_of_all_kinds_in_one_batch_are_chosen_as_alone(device):
+    requests = [REQUESTS[name] for name in (REQUESTS if not INTERPRETED else ("greedy", "hot", "thinking", "top_k"))]
+    state = make_state(requests, device)
+    logits = some_logits(WIDTH * (len(requests) + 1), 5)
+    together = choose(state, logits, [*range(1, len(requests) + 1), 0], WIDTH, device)[0][0]
+    alone = [
+        choose(state, rows, [slot], WIDTH, device)[0][0]
+        for slot, rows in enumerate(logits.split(WIDTH)[: len(requests)], start=1)
+    ]
+    assert together[:-WIDTH] == [token for tokens in alone for token in tokens]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ("greedy", "top_k, top_p")
+    if INTERPRETED
+    else ("greedy", "sampled", "min_p", "top_k", "larger top_k", "flat top_p", "top_k, top_p"),
+)
+@pytest.mark.parametrize("kind", ("ties", "equal", "few", "none", "nan", "infinite"))
+def test_choose_from_unusual_logits(device, name, kind):
+    state = make_state([REQUESTS[name]], device)
+    logits = some_logits(WIDTH, 1)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "equal":
+        logits[:] = 1.5
+    elif kind == "few":
+        logits[:, 3:640] = -INF
+    elif kind == "none":
+        logits[:] = -INF
+    elif kind == "nan":
+        logits[:, 70] = logits[1:, 7] = NAN
+    else:
+        logits[:, 100] = logits[:, 650 - 1] = INF
+    got, wanted = choose(state, logits, [1], WIDTH, device)
+    if kind == "none":
+        # nothing may be chosen: only that it is some token
+        assert all(0 <= token < VOCAB for token in got[0])
+    else:
+        assert got == wanted
+    assert (got[1] == [1] * WIDTH) == (kind == "nan")
+
+
+@pytest.mark.parametrize("name", ("penalised", "bad words", "thinking") if INTERPRETED else REQUESTS)
+def test_drafts_are_chosen_one_after_another(device, name):
+    state = make_state([REQUESTS[name], REQUESTS["sampled"]], device)
+    for step in range(4 if INTERPRETED else MAX_DEPTH):
+        logits = some_logits(2, step)
+        got, wanted = choose(state, logits, [1, 2], 1, device, first=step, draft=True)
+        assert got == wanted
+        state.drafts.copy_(torch.tensor(got[2]))
+
+
+@pytest.mark.parametrize("name", ("sampled", "biased", "thinking", "top_k") if INTERPRETED else REQUESTS)
+def test_a_trimmed_vocabulary_draws_the_same_numbers(device, name):
+    state = make_state([REQUESTS[name]], device)
+    kept = torch.arange(VOCAB)[integers(2, VOCAB, seed=9).bool()].int().to(device)
+    got, wanted = choose(state, some_logits(WIDTH)[:, : len(kept)].contiguous(), [1], WIDTH, device, kept=kept)
+    assert got == wanted
+    if name != "thinking":
+        assert set(got[0]) <= set(kept.tolist())
+
+
+def test_grammars_mask_their_own_rows(device):
+    masked = msgspec.structs.replace(REQUESTS["sampled"], grammar=object())
+    state = make_state([masked, REQUESTS["sampled"]], device)
+    words = integers(1 << 32, 2 * WIDTH, -(-VOCAB // 32), seed=2).sub(1 << 31).int().to(device)
+    logits = some_logits(2 * WIDTH)
+    got, wanted = choose(state, logits, [1, 2], WIDTH, device, allowed=words)
+    assert got == wanted
+    assert choose(state, logits, [1, 2], WIDTH, device)[0][0][:WIDTH] != got[0][:WIDTH]
+
+
+def test_logits_may_be_narrow_and_padded(device):
+    state = make_state([REQUESTS["sampled"], REQUESTS["top_k"]], device)
+    wide = some_logits(4).to(torch.float16 if INTERPRETED else torch.bfloat16)
+    padded = torch.full((16, VOCAB + 70), NAN, dtype=wide.dtype)
+    padded[:4, :VOCAB] = wide
+    assert choose(state, padded, [1, 2], 2, device)[0] == choose(state, wide.float(), [1, 2], 2, device)[0]
+
+
+# -- commit ------------------------------------------------------------------------------------------------------------
+
+
+RULES = {"counts": slots.PENALISED, "seen": slots.PENALISED, "recent": slots.BAD_SEQUENCES}
+
+
+def tables(state):
+    """Every tensor that a commit may write, without the rows of slots that never read them."""
+    parts = {**vars(state), **vars(state.bad_sequences), **vars(state.thinking)}
+    values = {name: value.cpu() for name, value in parts.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value[(values["flags"] & RULES[name]) != 0] if name in RULES else value for name, value in values.items()
+    }
+
+
+def commit_both(make, numbers, chosen, width, next_depth, device, **options):
+    outcomes = []
+    for is_reference in (False, True):
+        state = make()
+        reference = Reference(state)
+        run = reference.accept_commit if is_reference else commit.accept_commit
+        verdicts = commit.Verdicts.empty(len(numbers), device)
+        given = torch.tensor(numbers, dtype=torch.int32, device=device)
+        run(chosen.to(device), given, reference.slots, verdicts, width, next_depth, **options)
+        outcomes.append((tables(state), {name: getattr(verdicts, name).tolist() for name in verdicts._fields}))
+    (mine, verdict), (theirs, wanted) = outcomes
+    assert verdict == wanted
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
+    return verdict, mine
+
+
+@pytest.mark.parametrize("width", (1, 4, 9))
+@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 8))
+def test_accept_commit(device, width, seed):
+    names = ("penalised", "bad words", "thinking", "everything", "min tokens", "greedy")
+
+    def make():
+        state = make_state([REQUESTS[name] for name in names], device, seed)
+        numbers = torch.Generator().manual_seed(seed)
+        for slot in range(1, len(names) + 1):
+            state.num_offered[slot] = int(torch.randint(0, 9, (), generator=numbers))
+            state.stop_ids[slot, 0] = int(torch.randint(0, 30, (), generator=numbers))
+            # some are nearly at their limit
+            state.limit[slot] = state.length[slot] + 2 + int(torch.randint(0, 12, (), generator=numbers))
+            state.own_k[slot] = int(torch.randint(0, 9, (), generator=numbers))
+        state.done[3] = seed == 2
+        return state
+
+    batch = [4, 1, 3, 6, 2, 5, 0, 0]
+    chosen = torch.full((len(batch), width), 8)
+    chosen[:, : width - 1] = make().drafts[batch, : width - 1].cpu()
+    # agree for a number of tokens that differs from sequence to sequence
+    for row, length in enumerate(integers(width + 1, len(batch), seed=seed).tolist()):
+        chosen[row, length:] = 25 + integers(5, width - length, seed=row) if length < width else 8
+    verdict, _ = commit_both(make, batch, chosen.flatten(), width, min(width, MAX_DEPTH), device)
+    assert verdict["num_committed"][-2:] == [0, 0] and max(verdict["num_committed"]) >= 1
+
+
+def test_every_count_of_accepted_drafts_is_committed(device):
+    for accepted in range(MAX_DEPTH + 1):
+
+        def make():
+            state = make_state([PLAIN], device)
+            state.num_offered[1], state.own_k[1] = MAX_DEPTH, MAX_DEPTH
+            return state
+
+        chosen = torch.cat((make().drafts[1].cpu(), torch.tensor([8])))
+        if accepted < MAX_DEPTH:
+            chosen[accepted] = 99
+        verdict, after = commit_both(make, [1], chosen, MAX_DEPTH + 1, MAX_DEPTH, device)
+        assert verdict["num_committed"] == [accepted + 1] and verdict["head_row"] == [accepted]
+        assert after["length"][1] == 20 + accepted + 1 and after["num_offered"][1] == MAX_DEPTH
+
+
+def test_the_prompt_s_first_token_leaves_nothing_pending(device):
+    names = ("penalised", "thinking", "bad words")
+
+    def make():
+        return make_state([REQUESTS[name] for name in names], device)
+
+    _, after = commit_both(make, [1, 2, 3], torch.tensor([20, 20, 7]), 1, 3, device, pending=False)
+    assert after["length"].tolist()[1:] == [20, 21, 22] and not after["pending_count"].any()

@@ -1,0 +1,20 @@
+"""The small operators in Triton's interpreter, which is right for fp32 and integers (not for bf16)."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.small_operators import *  # noqa: F403
+
+# overflow and NaN are as silent on a GPU
+np.seterr(all="ignore")
+
+
+@pytest.fixture
+def device():
+    return "cpu"
+
+
+@pytest.fixture
+def dtype():
+    return torch.float32
