@@ -172,7 +172,7 @@ class PackedLinear:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part in self.ranges:
-            _launch(part, x, out, choose_shape(part, num_rows, self.swiglu), self.swiglu, pdl)
+            launch(part, x, out, choose_shape(part, num_rows, self.swiglu), self.swiglu, pdl)
 
     def bulk(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """bf16 [T, N] for prefill: any T. scratch: bf16, at least `scratch_size` numbers; overwritten."""
@@ -230,7 +230,7 @@ def _kept_columns(place: torch.Tensor) -> torch.Tensor | None:
     return None if bool(kept.all()) else kept.nonzero()[:, 0]
 
 
-def _launch(part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swiglu: bool, pdl: bool) -> None:
+def launch(part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swiglu: bool, pdl: bool) -> None:
     grid = (-(-part.num_tiles // shape.tiles), -(-len(out) // (8 * shape.row_tiles)))
     _rows_kernel[grid](
         part.data.view(torch.int32),

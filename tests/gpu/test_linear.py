@@ -1,0 +1,144 @@
+"""Packed products on a GPU: a row's bits depend on that row alone, and its values are those of the checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.kernels.cuda import linear
+from pilotfish.kernels.cuda.linear import PackedLinear, Shape, choose_shape
+from pilotfish.kernels.cuda.packing import Format
+from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+KINDS = ["nvfp4", "modelopt", "fp8 tensor", "fp8 channel", "fp8 block", "bf16"]
+ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 64, 200, 256]
+
+
+def on_gpu(weight):
+    return weight.cuda() if isinstance(weight, torch.Tensor) else weight.to("cuda")
+
+
+def packed(kind: str, rows: int, columns: int, swiglu: bool = False) -> PackedLinear:
+    return PackedLinear([on_gpu(weights(rows, columns)[kind]) for _ in range(2 if swiglu else 1)], swiglu)
+
+
+def draw(rows: int, columns: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) * scale).bfloat16().cuda()
+
+
+def run(
+    product: PackedLinear, x: torch.Tensor, rows: int | None = None, dtype=torch.float32, pdl=False
+) -> torch.Tensor:
+    out = torch.full((rows or len(x), product.out_features), float("nan"), dtype=dtype, device="cuda")
+    product.rows(x, out, pdl)
+    return out
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpacks_every_weight_exactly(kind):
+    """x with a single 1 takes a column of the matrix, which nothing is added to."""
+    product = packed(kind, 272, 256)
+    eye = torch.eye(256, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(run(product, eye), product.dequantize().T)
+
+
+@pytest.mark.parametrize("shape", [(300, 416), (2048, 2048), (6400, 1024), (257, 2048)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values(kind, shape):
+    product, x = packed(kind, *shape), draw(19, shape[1])
+    x[3] *= 1e5
+    want = x.double() @ product.dequantize().double().T
+    bound = x.double().abs() @ product.dequantize().double().abs().T
+    # fp32 sums of K products, in some order: a few ulp of the sum of magnitudes
+    assert ((run(product, x).double() - want).abs() <= 2e-6 * bound).all()
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_bits_depend_on_no_other_row(kind, swiglu):
+    product, x = packed(kind, 400, 1024, swiglu), draw(256, 1024)
+    if swiglu:
+        x *= 1e-3
+    alone = torch.cat([run(product, x[row : row + 1].contiguous()) for row in range(256)])
+    assert alone.isfinite().all()
+    for rows in ROWS:
+        assert same_bits(run(product, x, rows), alone[:rows]), rows
+        # a row among others, and those NaN or huge
+        for fill in (float("nan"), 1e5, 0.0):
+            others = torch.full_like(x[:rows], fill)
+            row = rows * 2 // 3
+            others[row] = x[row]
+            assert same_bits(run(product, others)[row], alone[row]), (rows, fill)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8 block", "bf16"])
+def test_bits_depend_on_no_launch_shape_but_the_warps(kind):
+    product, x = packed(kind, 1000, 2048), draw(16, 2048)
+    part = product.ranges[0]
+    chosen = choose_shape(part, 16)
+    want = run(product, x)
+    for tiles in (1, 2):
+        for row_tiles in (1, 2, 4):
+            for stages in (1, 2, 4):
+                if stages * tiles * (1 if part.format is Format.NVFP4 else 4) > 8:
+                    continue
+                out = torch.empty_like(want)
+                shape = Shape(chosen.warps, tiles, row_tiles, min(stages, part.num_units // chosen.warps))
+                linear.launch(part, x, out, shape, False, False)
+                assert same_bits(out, want), shape
+
+
+def test_parts_of_several_formats_and_heights_and_a_wider_output():
+    parts = [nvfp4(48, 512), weights(20, 512)["bf16"], weights(33, 512)["fp8 block"], nvfp4(7, 512, True)]
+    product, x = PackedLinear([on_gpu(part) for part in parts]), draw(9, 512)
+    wide = torch.full((9, 200), -1.0, dtype=torch.bfloat16, device="cuda")
+    product.rows(x, wide[:, 40:148])
+    want = x.double() @ torch.cat([values(part) for part in parts]).cuda().double().T
+    torch.testing.assert_close(wide[:, 40:148].double(), want, rtol=0.01, atol=1e-3 * float(want.abs().max()))
+    assert (wide[:, :40] == -1).all() and (wide[:, 148:] == -1).all()
+
+
+def test_swiglu_values():
+    product, x = packed("nvfp4", 400, 1024, True), draw(11, 1024, scale=1e-3)
+    gate, up = (x.double() @ product.dequantize().double().T).chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(run(product, x).double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+def test_a_chain_of_dependent_launches_gives_the_same_bits():
+    """Each product reads what the one before wrote; with programmatic launches its weights are read before."""
+    first, second = packed("nvfp4", 1024, 1024), packed("fp8 tensor", 1024, 1024)
+    x = draw(8, 1024)
+    buffers = [torch.empty_like(x) for _ in range(2)]
+
+    def chain(pdl: bool) -> torch.Tensor:
+        buffers[0].copy_(x)
+        for _ in range(50):
+            first.rows(buffers[0], buffers[1], pdl)
+            buffers[1].mul_(1e-6)
+            second.rows(buffers[1], buffers[0], pdl)
+            buffers[0].mul_(1e-3)
+        return buffers[0].clone()
+
+    assert torch.equal(chain(False).view(torch.int16), chain(True).view(torch.int16))
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bulk_is_the_libraries_product_of_the_same_weights(kind, swiglu):
+    product, x = packed(kind, 300, 416, swiglu), draw(70, 416, scale=1e-3)
+    expanded = product.dequantize().bfloat16()
+    want = x @ expanded.T
+    if swiglu:
+        gate, up = want.chunk(2, -1)
+        want = torch.nn.functional.silu(gate) * up
+    scratch = torch.full((product.scratch_size,), float("nan"), dtype=torch.bfloat16, device="cuda")
+    got = product.bulk(x, scratch)
+    torch.testing.assert_close(got.double(), want.double(), rtol=0.02, atol=0.01 * float(want.abs().max()))

@@ -1,0 +1,141 @@
+"""Packed experts on a GPU: a row's bits depend on that row alone, and its values are those of the checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch, combine, combine_reference
+from tests.unit.kernels.cuda.test_experts import expert
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+H, E, TOP_K, MOST = 256, 24, 4, 256
+
+
+def on_gpu(weights: ExpertWeights) -> ExpertWeights:
+    parts = (weights.gate, weights.up, weights.down)
+    return ExpertWeights(*(part.cuda() if isinstance(part, torch.Tensor) else part.to("cuda") for part in parts))
+
+
+def make(kind: str, shared_kind: str | None = None, shared_width: int = 96) -> GroupedExperts:
+    routed = [on_gpu(expert(kind, number, 96)) for number in range(E)]
+    return GroupedExperts(routed, on_gpu(expert(shared_kind or kind, 99, shared_width)), TOP_K)
+
+
+def inputs(rows: int):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, H, generator=generator).bfloat16()
+    ids = torch.rand(rows, E, generator=generator).topk(TOP_K, -1).indices.int()
+    ids[rows // 2 :, 0] = 7  # one expert with many rows; twice in a row of its own at most
+    for row in ids:
+        if len(set(row.tolist())) < TOP_K:
+            row.copy_(torch.randperm(E, generator=generator)[:TOP_K])
+    return x.cuda(), ids.cuda()
+
+
+def run(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+    scratch = Scratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
+    for buffer in (scratch.inner, scratch.out):
+        buffer.fill_(float("nan"))
+    scratch.lists.fill_(-1)
+    return packed.rows(x, ids, scratch, pdl)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared_kind", "width"),
+    [
+        ("nvfp4", "nvfp4", 96),
+        ("nvfp4", "bf16", 160),
+        ("modelopt", "fp8 block", 96),
+        ("fp8 channel", None, 96),
+        ("bf16", None, 96),
+    ],
+)
+@pytest.mark.parametrize("rows", [3, 16, 40])
+def test_values(kind, shared_kind, width, rows):
+    packed, (x, ids) = make(kind, shared_kind, width), inputs(rows)
+    scratch = Scratch.make(rows, TOP_K, E, packed.width, H, x.device)
+    want = packed.rows_reference(x, ids, scratch)
+    got = run(packed, x, ids)
+    # both round the inner activations to bf16, where sums in another order may differ by an ulp of it
+    torch.testing.assert_close(got.double(), want.double(), rtol=0.02, atol=0.01 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(("kind", "shared_kind"), [("nvfp4", None), ("fp8 block", "bf16")])
+def test_a_rows_bits_depend_on_no_other_row(kind, shared_kind):
+    packed, (x, ids) = make(kind, shared_kind), inputs(MOST)
+    alone = torch.cat(
+        [run(packed, x[row : row + 1].contiguous(), ids[row : row + 1].contiguous()) for row in range(MOST)]
+    )
+    assert alone.isfinite().all()
+    for rows in (2, 3, 4, 7, 8, 9, 15, 16, 17, 33, 100, MOST):
+        assert same_bits(run(packed, x[:rows].contiguous(), ids[:rows].contiguous()), alone[:rows]), rows
+        row = rows * 2 // 3
+        for fill in (float("nan"), 1e5):
+            others = torch.full_like(x[:rows], fill)
+            others[row] = x[row]
+            assert same_bits(run(packed, others, ids[:rows].contiguous())[row], alone[row]), (rows, fill)
+
+
+def test_rows_that_all_choose_the_same_experts():
+    packed, (x, ids) = make("nvfp4"), inputs(16)
+    ids[:] = ids[0]
+    alone = torch.cat([run(packed, x[row : row + 1].contiguous(), ids[:1].contiguous()) for row in range(16)])
+    assert same_bits(run(packed, x, ids), alone)
+    many, same = x.repeat(3, 1), ids.repeat(3, 1)
+    assert same_bits(run(packed, many, same), alone.repeat(3, 1, 1))
+
+
+@pytest.mark.parametrize("rows", [5, 16, 40])
+def test_a_chain_of_dependent_launches_gives_the_same_bits(rows):
+    packed, (x, ids) = make("nvfp4"), inputs(rows)
+    scratch = Scratch.make(rows, TOP_K, E, packed.width, H, x.device)
+    weights = torch.rand(rows, TOP_K, device="cuda").softmax(-1)
+    gate, scale = torch.rand(rows, device="cuda"), torch.rand(H, device="cuda")
+
+    def chain(pdl: bool) -> torch.Tensor:
+        stream, h = x.float(), x.clone()
+        for step in range(30):
+            # other experts each time: stale ids would be seen
+            chosen = (ids + step) % E
+            parts = packed.rows(h, chosen, scratch, pdl)
+            combine(parts, weights, gate, stream, scale, 1e-6, h, pdl)
+        return stream
+
+    assert torch.equal(chain(False), chain(True))
+
+
+@pytest.mark.parametrize("hidden", [384, 2048, 5120])
+def test_combine_values_and_bits(hidden):
+    generator = torch.Generator(device="cuda").manual_seed(hidden)
+    parts = torch.randn(9, TOP_K + 1, hidden, generator=generator, device="cuda").bfloat16()
+    weights = torch.rand(9, TOP_K, generator=generator, device="cuda")
+    gate, x = (torch.rand(*size, generator=generator, device="cuda") for size in ((9,), (9, hidden)))
+    scale = torch.rand(hidden, generator=generator, device="cuda")
+    want, got = x.clone(), x.clone()
+    outs = [torch.empty(9, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    combine_reference(parts, weights, gate, want, scale, 1e-6, outs[0])
+    combine(parts, weights, gate, got, scale, 1e-6, outs[1])
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(outs[1].float(), outs[0].float(), rtol=0.01, atol=0.01)
+    for row in range(9):
+        one, out = x[row : row + 1].clone(), torch.empty_like(outs[0][:1])
+        at = slice(row, row + 1)
+        combine(parts[at], weights[at].contiguous(), gate[at], one, scale, 1e-6, out)
+        assert torch.equal(one[0], got[row]) and torch.equal(out[0], outs[1][row])
+
+
+@pytest.mark.parametrize(("kind", "shared_kind"), [("nvfp4", None), ("fp8 channel", "bf16")])
+def test_bulk_agrees_with_the_rows(kind, shared_kind):
+    packed, (x, ids) = make(kind, shared_kind), inputs(200)
+    weights, gate = torch.rand(200, TOP_K, device="cuda"), torch.rand(200, device="cuda")
+    want = torch.zeros(200, H, device="cuda")
+    combine(run(packed, x, ids), weights, gate, want)
+    scratch = torch.full((packed.scratch_size,), float("nan"), dtype=torch.bfloat16, device="cuda")
+    got = packed.bulk(x, weights, ids, gate, scratch)
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.02 * float(want.abs().max()))
