@@ -19,14 +19,15 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.messages import Ready
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.round import Rounds
 
-PARTS = ("weights", "kv_cache", "recurrent_state", "pending", "buffers", "other", "free")
+PARTS = ("weights", "kv_cache", "recurrent_state", "pending", "buffers", "graphs", "other", "free")
 """The ledger's lines in the order in which they are shown; `total` is their sum."""
 GIB = 1 << 30
 MIB = 1 << 20
 
 
-def measure(model: Model, state: BatchState, device: torch.device) -> dict[str, int]:
+def measure(model: Model, state: BatchState, rounds: Rounds, device: torch.device) -> dict[str, int]:
     """Bytes by part, as `<part>_bytes`, and `total_bytes`."""
     trunk = model.trunk
     pending = trunk.state.pending
@@ -36,7 +37,8 @@ def measure(model: Model, state: BatchState, device: torch.device) -> dict[str, 
         "kv_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
         "recurrent_state": trunk.state.s.nbytes + trunk.state.conv.nbytes,
         "pending": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u)),
-        "buffers": tensor_bytes(state),
+        "buffers": tensor_bytes(state) + rounds.buffer_bytes,
+        "graphs": rounds.graph_bytes,
     }
     other, free = _rest(sum(held.values()), device)
     parts = held | {"other": other, "free": free}

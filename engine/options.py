@@ -21,6 +21,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     sequences (default: the fast path's rows over k + 1). `prefill_chunk` is part of the exactness contract: tokens of a
     prompt are cut at its multiples, whatever the load. `kv_cache_tokens` sizes the page pool, else
     `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of max_model_len, at most 2 GiB, on a CPU.
+    `kernels`: "fused" multiplies packed weights on the GPU and runs rounds from captured graphs, "torch" expands each
+    weight for each product. `enforce_eager` captures no graphs.
     """
 
     model: str
@@ -36,7 +38,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_waiting: int = 256
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None
     kv_cache_tokens: int | None = None
     num_threads: int | None = None
     audit_rate: float = 0.0
+    kernels: Literal["auto", "torch", "fused"] = "auto"
+    enforce_eager: bool = False

@@ -37,7 +37,26 @@ class Rounds(Protocol):
     """Launches rounds. `asynchronous`: launching does not wait for the round, so the next one may be launched first."""
 
     @property
+    def runner(self) -> Runner: ...
+
+    @property
     def asynchronous(self) -> bool: ...
+
+    @property
+    def num_graphs(self) -> int: ...
+
+    @property
+    def max_captured(self) -> int:
+        """Sequences of the largest captured round."""
+        ...
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What rounds hold beside the model's and the batch's own memory, graphs apart."""
+        ...
+
+    @property
+    def graph_bytes(self) -> int: ...
 
     def launch(self, batch: Batch, next_depth: int) -> Round: ...
 
@@ -48,6 +67,10 @@ class EagerRounds:
 
     runner: Runner
     asynchronous: bool = False
+    num_graphs: int = 0
+    max_captured: int = 0
+    buffer_bytes: int = 0
+    graph_bytes: int = 0
 
     def launch(self, batch: Batch, next_depth: int) -> Round:
         """See Rounds."""

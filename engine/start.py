@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_DEPTH = 3
 DEFAULT_NGRAM = 5
+DEFAULT_CHUNK = 256
+FUSED_CHUNK = 2048
+"""Prompt tokens of a chunk on a GPU, where expanding a layer's weights costs the same for few tokens as for many."""
+GPU_RESERVE_BYTES = 2 << 30
+"""Of GPU memory, beside weights and KV cache: state, buffers, graphs, prefill's scratch."""
 MAX_NGRAM = 64
 CPU_KV_BYTES = 2 << 30
 FAST_ROWS = 16
@@ -66,7 +71,7 @@ class HeadReport:
 @dataclass(frozen=True)
 class Plan:
     """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
-    with in place of the checkpoint's."""
+    with in place of the checkpoint's. `fused`: the kernels of kernels.cuda, `captured` in graphs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -78,6 +83,8 @@ class Plan:
     num_pages: int
     prefill_chunk: int
     lookup: LookupHead | None = None
+    fused: bool = False
+    captured: bool = False
 
 
 def start_engine(options: EngineOptions) -> Engine:
@@ -96,8 +103,9 @@ def start_engine(options: EngineOptions) -> Engine:
     if plan.depth == 0 or plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
     head_weights = sum(name.startswith("mtp.") for name in weights), checkpoint.num_head_weights
-    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
-    model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device)
+    # rounds of fused kernels keep pending rows of their own
+    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
+    model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device, plan.fused)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
     report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options), head_weights)
@@ -147,10 +155,12 @@ def assemble(
     # a last window may reach past the limit
     history_length = plan.max_model_len + MAX_DEPTH + 1 if reads_history else 0
     vocab_size = model.config.vocab_size
-    state = BatchState(plan.max_num_seqs + 1, max(1, plan.depth), vocab_size, plan.device, history_length)
+    slots_and_depth = (plan.max_num_seqs + 1, max(1, plan.depth))
+    state = BatchState(*slots_and_depth, vocab_size, plan.device, history_length, complete=plan.fused)
+    rounds = _make_rounds(model, state, plan)
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
     scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.prefill_chunk)
-    account = ledger.measure(model, state, plan.device) | {"checkpoint_bytes": weight_bytes}
+    account = ledger.measure(model, state, rounds, plan.device) | {"checkpoint_bytes": weight_bytes}
     ready = Ready(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
@@ -166,7 +176,7 @@ def assemble(
         dtype=str(plan.dtype).removeprefix("torch."),
         load_seconds=load_seconds,
         ledger=account,
-        limits=limits(plan, slots.capacity),
+        limits=limits(plan, slots.capacity, rounds),
         kv_bytes_per_token=ledger.bytes_per_token(model),
         bytes_per_sequence=ledger.bytes_per_sequence(account, slots.total),
         draft_head=head.origin if head else None,
@@ -176,10 +186,22 @@ def assemble(
             kv_dtype=_shared_dtype(cache.k for cache in ledger.caches_of(model)),
             state_dtype=_shared_dtype([model.trunk.state.s]),
             head_weights=head.weights if head else (0, 0),
+            num_graphs=rounds.num_graphs,
         ),
     )
-    runner = Runner(model, state, plan.depth > 0 and model.head is not None)
-    return Engine(runner, EagerRounds(runner), scheduler, ready)
+    return Engine(rounds.runner, rounds, scheduler, ready)
+
+
+def _make_rounds(model: Model, state: BatchState, plan: Plan) -> Rounds:
+    if not plan.fused:
+        return EagerRounds(Runner(model, state, plan.depth > 0 and model.head is not None))
+    from pilotfish.engine.device_round.start import make_rounds  # imports Triton
+
+    rounds = make_rounds(model, state, plan.depth, plan.max_num_seqs, plan.max_model_len, FAST_ROWS)
+    if plan.captured:
+        with torch.inference_mode():
+            rounds.capture()
+    return rounds
 
 
 def _shared_dtype(tensors: Iterable[torch.Tensor]) -> str:
@@ -195,11 +217,41 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     depth, reason = _depth(options, checkpoint)
     max_model_len = _max_model_len(options, config)
     max_num_seqs, binding = _max_num_seqs(options, depth)
-    if options.prefill_chunk < 1 or options.prefill_chunk > 8192:
+    fused = _fused(options, device, dtype, lookup)
+    chunk = options.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
+    if options.prefill_chunk is not None and not 1 <= options.prefill_chunk <= 8192:
         raise OptionError(f"prefill_chunk: want 1..8192, got {options.prefill_chunk}")
-    num_pages = _num_pages(options, config, depth, dtype, max_model_len, max_num_seqs, device)
-    chunk = options.prefill_chunk
-    return Plan(device, dtype, depth, reason, max_model_len, max_num_seqs, binding, num_pages, chunk, lookup)
+    num_pages = _num_pages(options, checkpoint, depth, dtype, max_model_len, max_num_seqs, device)
+    return Plan(
+        device,
+        dtype,
+        depth,
+        reason,
+        max_model_len,
+        max_num_seqs,
+        binding,
+        num_pages,
+        chunk,
+        lookup,
+        fused,
+        fused and not options.enforce_eager,
+    )
+
+
+def _fused(options: EngineOptions, device: torch.device, dtype: torch.dtype, lookup: LookupHead | None) -> bool:
+    """Not chosen by itself: no release has been measured with them yet."""
+    if options.kernels != "fused":
+        return False
+    if device.type != "cuda":
+        raise OptionError(f"kernels: want a CUDA device for fused ones, got {device.type}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise OptionError(f"kernels: fused ones want compute capability 8.0 (bf16 products), got {capability}")
+    if dtype != torch.bfloat16:
+        raise OptionError(f"kernels: fused ones multiply bfloat16, got dtype {dtype}")
+    if lookup is not None:
+        raise OptionError("kernels: fused ones draft with an MTP head, not by look-up")
+    return True
 
 
 def _device(options: EngineOptions) -> torch.device:
@@ -283,7 +335,7 @@ def _max_num_seqs(options: EngineOptions, depth: int) -> tuple[int, str]:
 
 def _num_pages(
     options: EngineOptions,
-    config: ModelConfig,
+    checkpoint: Checkpoint,
     depth: int,
     dtype: torch.dtype,
     max_model_len: int,
@@ -291,14 +343,16 @@ def _num_pages(
     device: torch.device,
 ) -> int:
     """Pages that sequences can own. At least one sequence of max_model_len must fit."""
+    config = checkpoint.config
     longest = -(-(max_model_len + depth + 1) // PAGE)
     layers = len(config.full_layers) + (depth > 0 and options.speculative_method == "mtp")
     page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * dtype.itemsize
     if options.kv_cache_tokens is not None:
         pages = options.kv_cache_tokens // PAGE
     elif device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        pages = int(free * options.gpu_memory_utilization) // 2 // page_bytes
+        free, total = torch.cuda.mem_get_info(device)
+        room = free - int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes - GPU_RESERVE_BYTES
+        pages = min(longest * max_num_seqs, max(0, room) // page_bytes)
     else:
         pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page_bytes))
     if pages < longest:
@@ -309,8 +363,8 @@ def _num_pages(
     return pages
 
 
-def limits(plan: Plan, num_slots: int) -> dict[str, int]:
-    """Sequences that each limit would let run. No graphs are captured yet, so none limits."""
+def limits(plan: Plan, num_slots: int, rounds: Rounds) -> dict[str, int]:
+    """Sequences that each limit would let run."""
     longest = -(-(plan.max_model_len + plan.depth + 1) // PAGE)
     counted = {
         "fast-path rows": FAST_ROWS // (plan.depth + 1),
@@ -318,4 +372,6 @@ def limits(plan: Plan, num_slots: int) -> dict[str, int]:
         "state slots": num_slots,
         "KV pages": plan.num_pages // longest,
     }
+    if rounds.num_graphs:
+        counted["captured graphs"] = rounds.max_captured
     return counted | ({"configured": plan.max_num_seqs} if plan.binding_limit == "configured" else {})

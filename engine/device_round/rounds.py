@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from pilotfish.engine.device_round.body import RoundBody
-from pilotfish.engine.device_round.buffers import report_size, split_report
+from pilotfish.engine.device_round.buffers import num_bytes, report_size, split_report
 from pilotfish.engine.device_round.graphs import Graphs
 from pilotfish.engine.device_round.mailbox import Letter, Mailbox
 from pilotfish.engine.device_round.runner import DeviceRunner
@@ -39,6 +39,26 @@ class DeviceRounds:
         self.graphs = Graphs(device)
         self.num_missed = 0
         self._report_mail = Mailbox((report_size(body.buffers.sizes),), torch.uint8, device)
+
+    @property
+    def num_graphs(self) -> int:
+        """See Rounds."""
+        return self.graphs.counts.number
+
+    @property
+    def max_captured(self) -> int:
+        """See Rounds."""
+        return max((shape.num_sequences for shape in self.shapes if (shape, WHOLE) in self.graphs), default=0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """See Rounds."""
+        return num_bytes(self.body.buffers)
+
+    @property
+    def graph_bytes(self) -> int:
+        """See Rounds."""
+        return self.graphs.counts.num_bytes
 
     def capture(self, progress: bool = True) -> None:
         """Captures every shape; the null slot alone is in the batches that this runs."""
