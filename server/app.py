@@ -21,7 +21,7 @@ from pilotfish.engine.messages import Ready, StepReport
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.engine.supervisor import RestartBudget, Supervisor
 from pilotfish.metrics.collectors import Collector
-from pilotfish.server import handlers
+from pilotfish.server import handlers, status
 from pilotfish.server.auth import Keys
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
@@ -127,14 +127,14 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
         web.post(root + MESSAGES + "/count_tokens", handlers.count_tokens),
         web.post(root + "/tokenize", handlers.tokenize),
         web.post(root + "/detokenize", handlers.detokenize),
-        web.get(root + "/v1/models", handlers.models),
-        web.get(root + "/v1/models/{name:.+}", handlers.model),
-        web.get(root + "/v1/capacity", handlers.capacity),
-        web.get(root + "/health", handlers.health),
-        web.get(root + "/ready", handlers.ready),
-        web.get(root + "/metrics", handlers.metrics),
-        web.get(root + "/version", handlers.version),
-        web.get(root + "/ping", handlers.ping),
+        web.get(root + "/v1/models", status.models),
+        web.get(root + "/v1/models/{name:.+}", status.model),
+        web.get(root + "/v1/capacity", status.capacity),
+        web.get(root + "/health", status.health),
+        web.get(root + "/ready", status.ready),
+        web.get(root + "/metrics", status.metrics),
+        web.get(root + "/version", status.version),
+        web.get(root + "/ping", status.ping),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from contextvars import ContextVar
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -29,8 +28,6 @@ from pilotfish.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Model,
-    ModelList,
     Text,
     TokenizeRequest,
     Tokens,
@@ -47,9 +44,6 @@ JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
 KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
 """The label of the request's API key, left here by the authentication."""
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STALLED_SECONDS = 60.0
-"""An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
 HEARTBEAT_SECONDS = 15.0
 """Relays cut connections that are silent for long, and a queue or a prompt may take long."""
 HEADERS_SECONDS = 2.0
@@ -172,7 +166,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     with renamed(messages_request.RENAMED):
         chat = messages_request.chat_request(wanted, context, service.metrics.on_unused_field)
         count = await count_prompt(chat, context)
-    return _json(TokenCount(count))
+    return json_answer(TokenCount(count))
 
 
 def _messages_request(
@@ -193,7 +187,7 @@ async def tokenize(request: web.Request) -> web.Response:
     service.check_model(wanted.model)
     ids = await tokens_of(wanted, service.files, ignore_unknown=service.ignore_unknown_fields)
     texts = [service.files.tokenizer.token_text(token_id) for token_id in ids] if wanted.return_token_strs else None
-    return _json(Tokens(len(ids), ready.max_model_len, ids, texts))
+    return json_answer(Tokens(len(ids), ready.max_model_len, ids, texts))
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -203,7 +197,7 @@ async def detokenize(request: web.Request) -> web.Response:
     wanted = service.decode(body, DetokenizeRequest)
     service.check_model(wanted.model)
     check_ids(wanted.tokens, ready.vocab_size)
-    return _json(Text(service.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
+    return json_answer(Text(service.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -280,107 +274,5 @@ async def _send_events(response: web.StreamResponse, service: Service, shape: Fo
     await response.write(b"".join([*map(shape.event, shape.closing(generation.choices)), shape.end]))
 
 
-# -- what the server says about itself ------------------------------------------------------------------------
-
-
-async def models(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    return _json(ModelList([_model(service, name) for name in service.served_names]))
-
-
-async def model(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    return _json(_model(service, service.check_model(request.match_info["name"])))
-
-
-def _model(service: Service, name: str) -> Model:
-    ready = service.client.ready
-    return Model(
-        id=name,
-        created=service.started,
-        root=Path(service.files.folder).name,
-        max_model_len=ready.max_model_len if ready else None,
-    )
-
-
-async def capacity(request: web.Request) -> web.Response:
-    """How many sequences may run, which limit says so, and where the memory went."""
-    service = request.app[SERVICE]
-    ready = service.engine()
-    window = ready.num_speculative_tokens + 1
-    body = {
-        "max_num_seqs": ready.max_num_seqs,
-        "binding_limit": ready.binding_limit,
-        "limits": ready.limits,
-        "max_waiting": ready.max_waiting,
-        "num_open": service.client.num_open,
-        "num_speculative_tokens": ready.num_speculative_tokens,
-        "rows_per_round": ready.max_num_seqs * window,
-        "max_model_len": ready.max_model_len,
-        "kv_cache": {
-            "pages": ready.kv_pages_total,
-            "page_size": ready.page_size,
-            "tokens": ready.kv_pages_total * ready.page_size,
-            "bytes_per_token": ready.kv_bytes_per_token,
-        },
-        "bytes_per_sequence": ready.bytes_per_sequence,
-        "memory": ready.ledger,
-        "device": ready.device,
-        "dtype": ready.dtype,
-        "execution": ready.execution,
-    }
-    return _json(body)
-
-
-async def health(request: web.Request) -> web.Response:
-    """200 while the engine loads or serves; the body says which part fails."""
-    service = request.app[SERVICE]
-    client, ready = service.client, service.client.ready
-    stalled = client.healthy and client.seconds_silent > STALLED_SECONDS
-    body = {
-        "status": "stalled" if stalled else "ok" if client.state == "ready" else client.state,
-        "version": pilotfish.__version__,
-        "http": {"status": "ok"},
-        "engine": {
-            "status": client.state,
-            "part": client.failure.part if client.failure else None,
-            "message": client.failure.message if client.failure else None,
-            "seconds_silent": round(client.seconds_silent, 3),
-        },
-        "speculation": _speculation(ready) if ready else None,
-    }
-    return _json(body, status=200 if client.healthy and not stalled else 503)
-
-
-def _speculation(ready: Ready) -> dict[str, object]:
-    return {
-        "enabled": ready.num_speculative_tokens > 0,
-        "num_speculative_tokens": ready.num_speculative_tokens,
-        "disabled_reason": ready.speculation_disabled_reason,
-        "draft_head": ready.draft_head,
-        "head_check": ready.head_check,
-    }
-
-
-async def ready(request: web.Request) -> web.Response:
-    """200 when requests are taken, else 503 and why."""
-    client = request.app[SERVICE].client
-    return _json({"ready": client.state == "ready", "engine": client.state}, 200 if client.state == "ready" else 503)
-
-
-async def metrics(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    service.metrics.on_engine(service.client.state == "ready")
-    return web.Response(body=service.metrics.exposition(), headers={"Content-Type": METRICS_TYPE})
-
-
-async def version(request: web.Request) -> web.Response:
-    return _json({"version": pilotfish.__version__})
-
-
-async def ping(request: web.Request) -> web.Response:
-    return web.Response(text="pong\n")
-
-
-def _json(body: object, status: int = 200) -> web.Response:
+def json_answer(body: object, status: int = 200) -> web.Response:
     return web.Response(body=encode(body), content_type=JSON, status=status)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -384,14 +384,17 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Response(Struct, frozen=True, kw_only=True):
+AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChoice, ChatChunkChoice)
+
+
+class Response(Struct, Generic[AnyChoice], frozen=True, kw_only=True):
     """A whole answer, or one chunk of it. `usage` is unset in chunks unless they were asked for."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice]
+    choices: list[AnyChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     metrics: ResponseMetrics | msgspec.UnsetType = msgspec.UNSET
     system_fingerprint: str

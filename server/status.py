@@ -1,0 +1,181 @@
+"""What the server says about itself: models, capacity, health, metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiohttp import web
+from msgspec import Struct
+
+import pilotfish
+from pilotfish.engine.messages import Execution, HeadCheck, Ready
+from pilotfish.server.handlers import SERVICE, Service, json_answer
+from pilotfish.server.protocol import Model, ModelList
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STALLED_SECONDS = 60.0
+"""An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
+
+
+class KvCache(Struct, frozen=True, kw_only=True):
+    pages: int
+    page_size: int
+    tokens: int
+    bytes_per_token: int
+
+
+class Capacity(Struct, frozen=True, kw_only=True):
+    """How many sequences may run, which limit says so, and where the memory went."""
+
+    max_num_seqs: int
+    binding_limit: str
+    limits: dict[str, int]
+    max_waiting: int
+    num_open: int
+    num_speculative_tokens: int
+    rows_per_round: int
+    max_model_len: int
+    kv_cache: KvCache
+    bytes_per_sequence: int
+    memory: dict[str, int]
+    device: str
+    dtype: str
+    execution: Execution | None
+
+
+class Part(Struct, frozen=True):
+    status: str
+
+
+class EnginePart(Struct, frozen=True, kw_only=True):
+    """`part` and `message` after a failure: what failed, and how."""
+
+    status: str
+    part: str | None
+    message: str | None
+    seconds_silent: float
+
+
+class Speculation(Struct, frozen=True, kw_only=True):
+    enabled: bool
+    num_speculative_tokens: int
+    disabled_reason: str | None
+    draft_head: str | None
+    head_check: HeadCheck | None
+
+
+class Health(Struct, frozen=True, kw_only=True):
+    """`speculation` is null until the engine has loaded."""
+
+    status: str
+    version: str
+    http: Part
+    engine: EnginePart
+    speculation: Speculation | None
+
+
+class Readiness(Struct, frozen=True):
+    ready: bool
+    engine: str
+
+
+class Version(Struct, frozen=True):
+    version: str
+
+
+async def models(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return json_answer(ModelList([_model(service, name) for name in service.served_names]))
+
+
+async def model(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return json_answer(_model(service, service.check_model(request.match_info["name"])))
+
+
+def _model(service: Service, name: str) -> Model:
+    ready = service.client.ready
+    return Model(
+        id=name,
+        created=service.started,
+        root=Path(service.files.folder).name,
+        max_model_len=ready.max_model_len if ready else None,
+    )
+
+
+async def capacity(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    ready = service.engine()
+    return json_answer(
+        Capacity(
+            max_num_seqs=ready.max_num_seqs,
+            binding_limit=ready.binding_limit,
+            limits=ready.limits,
+            max_waiting=ready.max_waiting,
+            num_open=service.client.num_open,
+            num_speculative_tokens=ready.num_speculative_tokens,
+            rows_per_round=ready.max_num_seqs * (ready.num_speculative_tokens + 1),
+            max_model_len=ready.max_model_len,
+            kv_cache=KvCache(
+                pages=ready.kv_pages_total,
+                page_size=ready.page_size,
+                tokens=ready.kv_pages_total * ready.page_size,
+                bytes_per_token=ready.kv_bytes_per_token,
+            ),
+            bytes_per_sequence=ready.bytes_per_sequence,
+            memory=ready.ledger,
+            device=ready.device,
+            dtype=ready.dtype,
+            execution=ready.execution,
+        )
+    )
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while the engine loads or serves; the body says which part fails."""
+    service = request.app[SERVICE]
+    client, ready = service.client, service.client.ready
+    stalled = client.healthy and client.seconds_silent > STALLED_SECONDS
+    body = Health(
+        status="stalled" if stalled else "ok" if client.state == "ready" else client.state,
+        version=pilotfish.__version__,
+        http=Part("ok"),
+        engine=EnginePart(
+            status=client.state,
+            part=client.failure.part if client.failure else None,
+            message=client.failure.message if client.failure else None,
+            seconds_silent=round(client.seconds_silent, 3),
+        ),
+        speculation=_speculation(ready) if ready else None,
+    )
+    return json_answer(body, status=200 if client.healthy and not stalled else 503)
+
+
+def _speculation(ready: Ready) -> Speculation:
+    return Speculation(
+        enabled=ready.num_speculative_tokens > 0,
+        num_speculative_tokens=ready.num_speculative_tokens,
+        disabled_reason=ready.speculation_disabled_reason,
+        draft_head=ready.draft_head,
+        head_check=ready.head_check,
+    )
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 when requests are taken, else 503 and why."""
+    state = request.app[SERVICE].client.state
+    return json_answer(Readiness(state == "ready", state), 200 if state == "ready" else 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    service.metrics.on_engine(service.client.state == "ready")
+    return web.Response(body=service.metrics.exposition(), headers={"Content-Type": METRICS_TYPE})
+
+
+async def version(request: web.Request) -> web.Response:
+    return json_answer(Version(pilotfish.__version__))
+
+
+async def ping(request: web.Request) -> web.Response:
+    return web.Response(text="pong\n")
