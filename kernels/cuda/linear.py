@@ -9,7 +9,9 @@ weight's unpacking follow from the number of rows, and change no bit.
 Reads the packed weights once, x from L1 or L2. The floor is those bytes over the memory's rate. R = rows, N, K.
 """
 
-# ruff: noqa: RUF005 - Triton compiles no unpacking of tuples
+# Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 

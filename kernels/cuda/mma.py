@@ -5,7 +5,9 @@ matrix each is follows from packing.py and mma.m16n8k16. So all loads are 16 byt
 and the unpacking, which is elementwise, is written in PTX, two weights at a time.
 """
 
-# ruff: noqa: RUF005 - Triton compiles no unpacking of tuples
+# Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 

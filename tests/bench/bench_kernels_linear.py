@@ -1,0 +1,256 @@
+"""Packed products and grouped experts on a GPU against the bytes they must read.
+
+    python tests/bench/bench_kernels_linear.py [--formats NVFP4,FP8,BF16] [--rows 1,4,8,16,32,64,256] [--tune] ...
+
+Regime: decoding, 1 .. 256 rows; weights larger than the L2, or as many copies in turn as are. A time is that of one
+launch among many in a CUDA graph, each reading the same x: the median of replays, with and without programmatic
+dependent launch. The limit is the weights' bytes (codes, scales, numbers) over the memory's rate, 4.37 TB/s of an H200.
+Values and bits are checked first; a product that fails prints no time. --tune tries launch shapes instead, the best
+last: `warps` decides the bits, the rest does not. One JSON line a row on stdout, a table on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product as combinations
+from typing import Any
+
+import torch
+import triton
+from tqdm import tqdm
+
+from pilotfish.engine.checkpoint.fp8 import per_channel
+from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
+from pilotfish.kernels.cuda import linear
+from pilotfish.kernels.cuda.expand import expand
+from pilotfish.kernels.cuda.linear import PackedLinear, Shape, choose_shape
+from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch, combine
+from pilotfish.kernels.cuda.packing import TILE, Format, Packed
+from pilotfish.kernels.cuda.warm import compile_all
+
+RATE = 4.37e12  # bytes a second, read on one H200
+PAST_L2 = 200e6
+LAUNCHES = 40
+SHAPES = ((12288, 2048), (2048, 4096), (8192, 2048), (28672, 2048), (248320, 2048), (34816, 5120), (5120, 17408))
+SMALL = ((257, 2048), (96, 5120))  # router; b and a
+EXPERTS = {"35B-A3B": (256, 8, 2048, 512)}
+
+
+def random_weight(format: Format, rows: int, columns: int) -> Any:
+    def numbers(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+
+    if format is Format.NVFP4:
+        scale = numbers(rows, columns // 16, low=1, high=0x7F).view(torch.float8_e4m3fn)
+        return NvFp4Weight(numbers(rows, columns // 2), scale, 2e4)
+    if format is Format.FP8:
+        codes = torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn)
+        return per_channel(codes, torch.full((rows,), 0.02, device="cuda"))
+    return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") * 0.02
+
+
+def in_graph(launch: Callable[[int], None], count: int = LAUNCHES, replays: int = 15) -> float:
+    """Seconds of one of `count` launches, each given its number: the median over replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for number in range(min(count, 3)):
+            launch(number)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(count):
+            launch(number)
+    times = []
+    for _ in range(replays + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / count)
+    return statistics.median(times[3:])
+
+
+def wanted_seconds(num_bytes: int, rows: int) -> float:
+    """What the order to build this asks for, up to 16 rows."""
+    floor = num_bytes / RATE
+    return max(num_bytes / 3.3e12, floor + 2.5e-6) if rows <= 8 else max(num_bytes / 3.0e12, floor + 3e-6)
+
+
+def report(name: str, rows: int, num_bytes: int, plain: float, pdl: float, **more: Any) -> None:
+    floor = num_bytes / RATE
+    best = min(plain, pdl)
+    line = {
+        "name": name,
+        "rows": rows,
+        "us": round(plain * 1e6, 2),
+        "us_pdl": round(pdl * 1e6, 2),
+        "floor_us": round(floor * 1e6, 2),
+        "tb_s": round(num_bytes / best / 1e12, 2),
+        "times_floor": round(best / floor, 2),
+        "reached": bool(best <= wanted_seconds(num_bytes, rows)) if rows <= 16 else None,
+        **more,
+    }
+    print(json.dumps(line), flush=True)
+    tqdm.write(
+        f"{name:28} {rows:4} rows {plain * 1e6:8.2f} us {pdl * 1e6:8.2f} with PDL, floor {floor * 1e6:7.2f},"
+        f" {line['tb_s']:5.2f} TB/s, x {line['times_floor']:.2f} {'' if line['reached'] in (True, None) else 'missed'}",
+        file=sys.stderr,
+    )
+
+
+def copies_of(part: Packed) -> list[Packed]:
+    count = max(1, -(-int(PAST_L2) // part.num_bytes))
+    return [part] + [replace(part, data=part.data.clone()) for _ in range(count - 1)]
+
+
+def check(product: PackedLinear, x: torch.Tensor) -> None:
+    """Raises AssertionError on wrong values (of the first tiles) or bits that depend on the number of rows."""
+    out = torch.empty((16, product.out_features), dtype=torch.float32, device="cuda")
+    one = torch.empty_like(out[:1])
+    product.rows(x[:16], out)
+    product.rows(x[5:6].contiguous(), one)
+    assert torch.equal(one[0], out[5]), "bits of a row depend on the others"
+    part = product.ranges[0]
+    tiles = min(64, part.num_tiles)
+    scratch = torch.empty((tiles * TILE, x.shape[1]), dtype=torch.bfloat16, device="cuda")
+    expand(part, slice(0, tiles), scratch)
+    columns = min(tiles * TILE, product.out_features)
+    want = x[:16].double() @ scratch[:columns].double().T
+    assert torch.allclose(out[:, :columns].double(), want, rtol=0.02, atol=0.02 * float(want.abs().max())), "values"
+
+
+def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...]) -> None:
+    for format, (height, width) in combinations(formats, shapes):
+        product = PackedLinear([random_weight(format, height, width)])
+        x = torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda")
+        outs = {count: torch.empty((count, height), dtype=torch.bfloat16, device="cuda") for count in rows}
+
+        def warm(product: PackedLinear = product, x: torch.Tensor = x, outs: dict[int, torch.Tensor] = outs) -> None:
+            for out, pdl in combinations(outs.values(), (False, True)):
+                product.rows(x, out, pdl)
+
+        compile_all(warm)
+        check(product, x)
+        part = product.ranges[0]
+        copies = copies_of(part)
+        for count, out in outs.items():
+            shape = choose_shape(part, count)
+
+            def launch(
+                number: int, pdl: bool, out: torch.Tensor = out, shape: Shape = shape, copies: list[Packed] = copies
+            ) -> None:
+                linear.launch(copies[number % len(copies)], x, out, shape, False, pdl)  # noqa: B023
+
+            launches = LAUNCHES if count <= 16 else 10
+            plain, pdl = (in_graph(lambda number, pdl=pdl: launch(number, pdl), launches) for pdl in (False, True))
+            report(f"{format.value} {height}x{width}", count, part.num_bytes, plain, pdl, shape=vars(shape))
+        del product, copies, part
+
+
+def tuned_shapes(part: Packed, rows: int) -> Iterator[Shape]:
+    most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
+    row_tiles = choose_shape(part, rows).row_tiles
+    for warps, tiles, stages in combinations((2, 4, 8, 16), (1, 2, 4), (1, 2, 3, 4, 5, 6, 8)):
+        steps = part.num_units // warps
+        if part.num_units % warps == 0 and tiles * stages <= most and stages <= steps and tiles * row_tiles <= 4:
+            yield Shape(warps, tiles, row_tiles, stages)
+
+
+def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...]) -> None:
+    for format, (height, width) in combinations(formats, shapes):
+        part = PackedLinear([random_weight(format, height, width)]).ranges[0]
+        x = torch.randn(max(rows), width, dtype=torch.bfloat16, device="cuda")
+        copies = copies_of(part)
+        for count in rows:
+            out = torch.empty((count, height), dtype=torch.bfloat16, device="cuda")
+            tried = list(tuned_shapes(part, count))
+            compile_all(lambda: [linear.launch(part, x, out, shape, False, True) for shape in tried])  # noqa: B023
+            times = []
+            for shape in tried:
+                seconds = in_graph(
+                    lambda number: linear.launch(copies[number % len(copies)], x, out, shape, False, True),  # noqa: B023
+                    20,
+                    5,
+                )
+                times.append((seconds, shape))
+            chosen = choose_shape(part, count)
+            for seconds, shape in sorted(times, key=lambda entry: -entry[0])[-6:]:
+                report(f"{format.value} {height}x{width}", count, part.num_bytes, seconds, seconds, shape=vars(shape))
+            ours = next((seconds for seconds, shape in times if shape == chosen), float("nan"))
+            tqdm.write(f"    chosen now: {chosen}, {ours * 1e6:.2f} us", file=sys.stderr)
+
+
+def bench_experts(formats: list[Format], rows: list[int]) -> None:
+    for format, (name, (experts, top_k, hidden, width)) in combinations(formats, EXPERTS.items()):
+
+        def expert(format: Format = format, hidden: int = hidden, width: int = width) -> ExpertWeights:
+            sizes = ((width, hidden), (width, hidden), (hidden, width))
+            return ExpertWeights(*(random_weight(format, *size) for size in sizes))
+
+        layers = [GroupedExperts([expert() for _ in range(experts)], expert(), top_k)]
+        part_bytes = layers[0].num_bytes / (experts + 1)
+        x = torch.randn(max(rows), hidden, dtype=torch.bfloat16, device="cuda")
+        for count in rows:
+            scratch = Scratch.make(count, top_k, experts, width, hidden, torch.device("cuda"))
+            generator = torch.Generator(device="cuda").manual_seed(count)
+            # as many routings in turn as pass the L2
+            routings = [
+                torch.rand(count, experts, device="cuda", generator=generator).topk(top_k, -1).indices.int()
+                for _ in range(LAUNCHES)
+            ]
+            distinct = statistics.mean(len(ids.unique()) for ids in routings) + 1
+            stream = torch.zeros(count, hidden, device="cuda")
+            weights, gate = torch.full((count, top_k), 1 / top_k, device="cuda"), torch.ones(count, device="cuda")
+            scale, out = torch.ones(hidden, device="cuda"), torch.empty_like(x[:count])
+
+            def launch(number: int, pdl: bool, layer: GroupedExperts = layers[0], routings: Any = routings) -> None:
+                layer.rows(x, routings[number], scratch, pdl)  # noqa: B023
+
+            def whole(number: int, pdl: bool, launch: Any = launch, scratch: Scratch = scratch) -> None:
+                launch(number, pdl)
+                combine(scratch.out, weights, gate, stream, scale, 1e-6, out, pdl)  # noqa: B023
+
+            compile_all(lambda: [whole(0, pdl) for pdl in (False, True)])
+            num_bytes = int(distinct * part_bytes)
+            for what, run in (("experts", launch), ("experts and combine", whole)):
+                plain, pdl = (in_graph(lambda number, pdl=pdl: run(number, pdl)) for pdl in (False, True))  # noqa: B023
+                title = f"{format.value} {name} {what}"
+                report(title, count, num_bytes, plain, pdl, distinct=round(distinct, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="NVFP4,FP8,BF16")
+    parser.add_argument("--rows", default="1,4,8,16,32,64,256")
+    parser.add_argument("--shapes", help="as 12288x2048,...; all of the list if not given")
+    parser.add_argument("--tune", action="store_true", help="try launch shapes, at --rows")
+    parser.add_argument("--no-products", action="store_true")
+    parser.add_argument("--no-experts", action="store_true")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    formats = [Format(name) for name in args.formats.split(",")]
+    rows = [int(count) for count in args.rows.split(",")]
+    shapes = SHAPES + SMALL
+    if args.shapes:
+        shapes = tuple((int(n), int(k)) for n, k in (shape.split("x") for shape in args.shapes.split(",")))
+    device = torch.cuda.get_device_name()
+    print(json.dumps({"device": device, "torch": torch.__version__, "triton": triton.__version__}), flush=True)
+    if args.tune:
+        tune_products(formats, rows, shapes)
+        return
+    if not args.no_products:
+        bench_products(formats, rows, shapes)
+    if not args.no_experts:
+        bench_experts(formats, [count for count in rows if count <= 16])
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
