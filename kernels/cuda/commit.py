@@ -34,7 +34,8 @@ class Verdicts(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str) -> Verdicts:
-        counts = torch.zeros((5, batch), dtype=torch.int64, device=device)
+        # at addresses of 16 bytes for every batch: Triton compiles anew for others
+        counts = torch.zeros((5, batch + batch % 2), dtype=torch.int64, device=device)[:, :batch]
         return cls(*counts, torch.zeros(batch, dtype=torch.int32, device=device))
 
 

@@ -233,15 +233,15 @@ def _pair_norm_kernel(
     half = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     mask = cols < H
-    scale = embedding_scale if half == 0 else hidden_scale
-    w = tl.load(scale + cols, mask, other=0.0)
+    w = tl.load(embedding_scale + cols, mask & (half == 0), other=0.0)
+    w += tl.load(hidden_scale + cols, mask & (half == 1), other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    source = hidden + row * H
     if half == 0:
-        source = embedding + tl.load(tokens + row).to(tl.int64) * H
-    x = tl.load(source + cols, mask, other=0.0).to(tl.float32)
+        x = tl.load(embedding + tl.load(tokens + row).to(tl.int64) * H + cols, mask, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(hidden + row * H + cols, mask, other=0.0).to(tl.float32)
     target = out + row * (2 * H) + half * H + cols
     tl.store(target, _normed(x, w, eps, H).to(out.dtype.element_ty), mask)
 

@@ -1,0 +1,86 @@
+"""The small operators' machine code for sm_90, made without a GPU: one kernel for every number of rows, wide loads, no
+spills, and no read of what changes before the wait for the kernel before."""
+
+from __future__ import annotations
+
+import torch
+
+from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.device_round.state import slot_state
+from pilotfish.kernels.cuda import commit, norm, router, sample
+from tests.support.compiled import Code, compiling
+
+EPS = 1e-6
+CPU = torch.device("cpu")
+
+
+def checked(kernels, most_registers):
+    """The code of the one kernel that all launches were."""
+    assert len({kernel.hash for kernel in kernels}) == 1
+    code = Code(kernels[0])
+    assert code.stack == 0 and code.count("LDL") == code.count("STL") == 0
+    assert code.registers <= most_registers
+    assert code.count("ACQBULK") == code.count("PREEXIT") == 1
+    assert code.before("ST", "ACQBULK") == code.before("ATOM", "ACQBULK") == 0
+    return code
+
+
+def bf16(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def test_embedding_and_norms():
+    hidden, embedding = 2048, bf16(100, 2048)
+    scale = torch.ones(hidden)
+    state = slot_state(BatchState(4, 8, 64, CPU, complete=True))
+    with compiling() as kernels:
+        for batch, width, rows in ((1, 1, 16), (4, 4, 16), (3, 9, 32)):
+            slots = torch.zeros(batch, dtype=torch.int32)
+            tokens, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)
+            norm.embed_rows(
+                embedding, scale, EPS, slots, state.last_token, state.drafts, state.length, width, tokens, positions,
+                torch.zeros(rows, hidden), bf16(rows, hidden), pdl=True,
+            )  # fmt: skip
+    # the embedding's and the scale's tile, in sixteens of bytes
+    assert checked(kernels, 96).loads["LDG.E.128"] == 6
+    with compiling() as kernels:
+        for rows in (1, 5, 16, 64):
+            norm.add_norm(torch.zeros(rows, hidden), bf16(rows, hidden), scale, EPS, bf16(rows, hidden), pdl=True)
+    code = checked(kernels, 96)
+    assert code.loads["LDG.E.128"] == 10 and code.before("LDG.E.128", "ACQBULK") == 4
+    with compiling() as kernels:
+        for rows in (1, 16):
+            out = bf16(rows, 2 * hidden)
+            tokens = torch.zeros(rows, dtype=torch.int64)
+            norm.pair_norm(tokens, embedding, bf16(rows, hidden), scale, scale, EPS, out, rows, pdl=True)
+    checked(kernels, 96)
+
+
+def test_router_and_commit():
+    with compiling() as kernels:
+        for rows in (1, 16, 256):
+            ids = torch.zeros((rows, 8), dtype=torch.int32)
+            router.route(torch.zeros(rows, 257), 256, torch.zeros(rows, 8), ids, torch.zeros(rows), pdl=True)
+    # one warp: no barrier
+    assert checked(kernels, 96).count("BAR") == 0
+    state = slot_state(BatchState(4, 8, 64, CPU, complete=True))
+    with compiling() as kernels:
+        for batch, width in ((1, 1), (4, 4), (2, 9)):
+            slots, chosen = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch * width, dtype=torch.int64)
+            verdicts = commit.Verdicts.empty(batch, CPU)
+            commit.accept_commit(chosen, slots, state, verdicts, width, 3, pdl=True)
+    checked(kernels, 96)
+
+
+def test_choose():
+    vocab = 248320
+    state = slot_state(BatchState(2, 8, vocab, CPU, complete=True))
+    scratch = sample.Scratch.empty(16, vocab, CPU)
+    with compiling() as kernels:
+        for batch, width in ((1, 1), (4, 4)):
+            rows = batch * width
+            out, slots = torch.zeros(rows, dtype=torch.int64), torch.zeros(batch, dtype=torch.int32)
+            sample.choose(torch.zeros(rows, vocab), slots, state, width, out, scratch, out, filters=False, pdl=True)
+    code = checked(kernels, 128)
+    # logits, bias and counts; the accurate logarithm twice for each of a lane's 16 logits, no approximation of it
+    assert code.loads["LDG.E.128"] >= 12 and code.count("MUFU.LG2") == 0
