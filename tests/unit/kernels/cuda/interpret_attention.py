@@ -39,8 +39,9 @@ def lengths():
 
 
 @pytest.fixture(autouse=True)
-def large_units(monkeypatch):
-    """The interpreter pays by operation; two units a chunk."""
+def small_numbers(monkeypatch):
+    """The interpreter pays by operation: two units a chunk, and two tiles for six rows of two heads."""
     monkeypatch.setattr(attention, "UNIT", PAGE // 2)
     monkeypatch.setattr(attention, "CHUNK", PAGE)
     monkeypatch.setattr(attention, "MERGED", 2)
+    monkeypatch.setattr(attention, "TILE", 8)

@@ -1,0 +1,79 @@
+"""The window kernels' machine code for sm_90, made without a GPU: what their bits and their speed rest on.
+
+Bits: one kernel for every number of sequences and of window rows, and mma.sync products only. Speed: wide loads, no
+spills, no barrier inside a step of the recurrence.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.kernels.attention import PAGE
+from tests.support.attention_windows import AttentionLayer
+from tests.support.compiled import Code, compiling
+from tests.support.delta_windows import DeltaLayer, counts_of
+
+HOPPER_SHARED = 227 * 1024
+SHAPES = ((1, 1), (1, 4), (3, 9), (16, 1), (2, 8))
+"""Sequences, window rows."""
+
+
+def names(kernels):
+    return [kernel.metadata.name for kernel in kernels]
+
+
+def checked(kernel, most_registers):
+    """The code of a kernel that spills nothing, and waits for the one before it before it writes."""
+    code = Code(kernel)
+    assert code.stack == 0 and code.count("LDL") == code.count("STL") == 0
+    assert code.registers <= most_registers
+    assert code.count("ACQBULK") == code.count("PREEXIT") == 1
+    assert code.before("ST", "ACQBULK") == 0
+    return code
+
+
+def test_delta_net():
+    layer = DeltaLayer((16, 32, 128, 128), torch.bfloat16)
+    with compiling() as kernels:
+        for batch, width in SHAPES:
+            slots = [1, 2, 3, 4] * 4
+            layer.step(layer.rows(batch * width, 1), slots[:batch], counts_of(1, 2), width, pdl=True)
+    assert names(kernels) == ["_rows_kernel", "_finish_kernel"] * len(SHAPES)
+    assert len({kernel.hash for kernel in kernels}) == 2
+    rows, finish = kernels[:2]
+    code = checked(rows, 128)
+    # a warp holds its columns whole: sums over dk are shuffles, and the one barrier stands between rows and steps
+    assert rows.metadata.shared == 0 and code.count("BAR") == 1
+    # the state: 128 x 32 numbers in fours, by 128 threads
+    assert code.count("STG.E.128") >= 8 and code.loads["LDG.E.128"] >= 8
+    checked(finish, 64)
+
+
+def test_delta_net_of_the_demo_model():
+    layer = DeltaLayer((2, 4, 64, 64), torch.bfloat16)
+    with compiling() as kernels:
+        layer.step(layer.rows(4, 1), [1], counts_of(1, 2), 4, pdl=True)
+    assert checked(kernels[0], 128).count("BAR") == 1
+
+
+@pytest.mark.parametrize("cache_dtype", (torch.bfloat16, torch.float8_e4m3fn))
+def test_attention(cache_dtype):
+    layer = AttentionLayer((16, 2, 256, 64), [PAGE, 5, 7], torch.bfloat16, cache_dtype)
+    with compiling() as kernels:
+        for batch, width in SHAPES:
+            slots = [1, 2, 3] * 6
+            layer.step(layer.rows(batch * width, 1), slots[:batch], width, num_programs=132, pdl=True)
+    assert names(kernels[:4]) == ["plan_kernel", "project_kernel", "items_kernel", "merge_kernel"]
+    assert len({kernel.hash for kernel in kernels}) == 4
+    plan, project, items, merge = kernels[:4]
+    # large angles are reduced in local memory, by the library's sine
+    assert Code(plan).registers <= 64
+    checked(project, 64)
+    checked(merge, 128)
+    code = checked(items, 255)
+    assert items.metadata.shared <= HOPPER_SHARED
+    # 16 rows x 16 columns x 256, then x 64 columns of the 256: one instruction for every row of every window
+    assert code.count("HMMA.16816.F32") == 64 and code.count("HGMMA") == 0
+    # keys and values straight to shared memory: two units ahead of the loop, one in it
+    assert code.count("LDGSTS.E.BYPASS.128") == (48 if cache_dtype == torch.bfloat16 else 12)
