@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import OptionError, PilotfishError
@@ -33,6 +34,7 @@ from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.speculation import speculative_config
 from pilotfish.engine.start import Plan, assemble, make_plan
 
 TEXTS = (
@@ -303,6 +305,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="checkpoint folder or hub id")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--draft-head", metavar="PATH", help="a folder or file with an MTP head, as for serve")
+    parser.add_argument(
+        "--speculative-config", type=speculative_config, metavar="JSON", help="as for serve; its k is the --max-depth"
+    )
     parser.add_argument("--max-depth", type=int, default=MAX_DEPTH, help="largest k to check (default: %(default)s)")
     parser.add_argument("--max-batch", type=int, default=4, help="largest batch (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=3, help="prompts, each in every mode (default: %(default)s)")
@@ -311,6 +316,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object a run instead of the table")
     args = parser.parse_args(argv)
+    args.speculation = {"draft_head": args.draft_head} | (args.speculative_config or {})
+    args.max_depth = args.speculation.pop("num_speculative_tokens", args.max_depth)
     for name, most in (("max_depth", MAX_DEPTH), ("max_batch", 64), ("num_prompts", 64), ("max_tokens", 4096)):
         value = getattr(args, name)
         if not 1 <= value <= most:
@@ -321,10 +328,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def make_auditor(args: argparse.Namespace) -> Auditor:
     """Loads the checkpoint with caches for the largest depth and batch."""
     checkpoint = open_checkpoint(args.model)
-    if args.draft_head is not None:
-        checkpoint = attach_head(checkpoint, args.draft_head)
+    if args.speculation["draft_head"] is not None:
+        checkpoint = attach_head(checkpoint, args.speculation["draft_head"])
     config = checkpoint.config
-    if not checkpoint.has_mtp:
+    has_head = checkpoint.has_mtp or args.speculation.get("speculative_method") == "ngram"
+    if not has_head:
         print(f"no head to audit ({checkpoint.mtp_problem or 'none in the checkpoint'}): forced drafts only")
     prompts = load_prompts(Path(args.model), args.num_prompts, config.vocab_size)
     longest = max(map(len, prompts)) + args.max_tokens
@@ -332,7 +340,8 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         raise OptionError(f"--max-tokens: {longest} tokens in all, the model takes {config.max_position_embeddings}")
     options = EngineOptions(
         model=args.model,
-        num_speculative_tokens=args.max_depth if checkpoint.has_mtp else 0,
+        num_speculative_tokens=args.max_depth if has_head else 0,
+        **args.speculation,
         max_num_seqs=args.max_batch,
         max_model_len=longest,
         dtype=args.dtype,
@@ -340,7 +349,12 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
     )
     plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.max_depth)
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
-    model = build_model(load_weights(checkpoint, plan.device), config, sizes, plan.dtype, plan.device)
+    weights = load_weights(checkpoint, plan.device)
+    if plan.lookup is not None:
+        weights = {name: weight for name, weight in weights.items() if not is_mtp(name)}
+    model = build_model(weights, config, sizes, plan.dtype, plan.device)
+    if plan.lookup is not None:
+        model = dataclasses.replace(model, head=plan.lookup)
     return Auditor(model, plan, make_requests(prompts, args.max_tokens, config.eos_token_ids, config.vocab_size))
 
 

@@ -14,12 +14,9 @@ from typing import Any
 
 import pilotfish
 from pilotfish.engine.process import DEFAULT_CORE
+from pilotfish.engine.speculation import speculative_config
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
-SPECULATIVE_METHODS = {"mtp": "mtp", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp", "ngram": "ngram"}
-"""vLLM's names, and ours for what they stand for: the multi-token-prediction head, or prompt look-up."""
-LOOKUP_BOUNDS = ("prompt_lookup_max", "prompt_lookup_min")
-
 OWN_PARSERS = {
     "audit": "pilotfish.engine.audit",
     "gate": "pilotfish.deploy.gate.command",
@@ -170,7 +167,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     depth.add_argument(
         "--speculative-config",
-        type=_speculative_config,
+        type=speculative_config,
         metavar="JSON",
         help='vLLM\'s, e.g. {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     )
@@ -231,30 +228,6 @@ def _share(text: str) -> float:
 
 def _share_or_zero(text: str) -> float:
     return 0.0 if float(text) == 0 else _share(text)
-
-
-def _speculative_config(text: str) -> dict[str, Any]:
-    """vLLM's JSON, as fields of EngineOptions."""
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(config, dict) or type(config.get("num_speculative_tokens")) is not int:
-        raise argparse.ArgumentTypeError('want an object with "num_speculative_tokens"')
-    method = config.get("method", "mtp")
-    if not isinstance(method, str) or method not in SPECULATIVE_METHODS:
-        raise argparse.ArgumentTypeError(f"want method {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
-    fields: dict[str, Any] = {"num_speculative_tokens": _count_or_zero(str(config["num_speculative_tokens"]))}
-    known = {"method", "num_speculative_tokens"}
-    if SPECULATIVE_METHODS[method] == "mtp":
-        known |= {"model"}
-        fields |= {"draft_head": str(config["model"])} if config.get("model") is not None else {}
-    else:
-        known |= set(LOOKUP_BOUNDS)
-        fields |= {name: _count(str(config[name])) for name in LOOKUP_BOUNDS if config.get(name) is not None}
-    if unknown := config.keys() - known:
-        raise argparse.ArgumentTypeError(f"not supported with method {method!r}: {', '.join(sorted(unknown))}")
-    return fields | {"speculative_method": SPECULATIVE_METHODS[method]}
 
 
 def _reasoning_end(text: str) -> str:

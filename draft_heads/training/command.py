@@ -201,7 +201,8 @@ def _load_trunk(source: Path, args: argparse.Namespace) -> Trunk:
         device=args.device,
     )
     # the depth is set here: there may be no head yet
-    plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.depths, disabled_reason=None)
+    changes: dict[str, Any] = {"depth": args.depths, "disabled_reason": None, "fused": False, "captured": False}
+    plan = dataclasses.replace(make_plan(options, checkpoint), **changes)
     weights = load_weights(checkpoint, plan.device)
     own = {name: _plain(weights.pop(name)) for name in [name for name in weights if is_mtp(name)]}
     embedding = _plain(weights["model.embed_tokens.weight"]).to(plan.device, plan.dtype)

@@ -1,6 +1,7 @@
 """The audit passes on a sound engine and names what is wrong with an unsound one: one planted fault a test."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -38,6 +39,19 @@ def test_a_sound_engine_passes_at_every_depth_and_batch(folder):
     forced = [result for result in results if "forced" in result.name]
     # n = 0..k in turn: the mean of accepted drafts is near k / 2
     assert all(result.num_accepted > result.num_rounds / 3 for result in forced)
+
+
+def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
+    bare = build_tiny(tmp_path / "bare", "moe", mtp=False)
+    small = ("--max-depth", "2", "--max-batch", "2", "--num-prompts", "5", "--max-tokens", "12", "--json")
+    by_look_up = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
+    for flags in (["--draft-head", str(folder)], ["--speculative-config", by_look_up]):
+        assert main([str(bare), *flags, *small]) == 0
+        runs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        own = [run for run in runs if "own drafts" in run["name"]]
+        assert len(own) == 4 and sum(run["num_drafted"] for run in own) > 100, flags
+    assert main([str(bare), *small]) == 0
+    assert "no head to audit" in capsys.readouterr().out
 
 
 def test_conv_history_off_by_one_is_named(folder, monkeypatch):
