@@ -114,7 +114,7 @@ class Release:
             self._roll_back(new, old)
         else:
             self._record.outcome = "released"
-            if old is not None:
+            if old is not None and not instead:
                 self._attempt(lambda: self._retire(old))
         self._record.failed = [gate.name for gate in self._record.gates if not gate.passed]
         self._record.seconds = round(time.monotonic() - began, 3)
@@ -128,10 +128,15 @@ class Release:
         self._layout.link(new, version)
         if old is not None:
             self._relay.withhold(old)
-            self._retire(old)
+            self._drain(old)
+            # nobody is to be called for what is meant to be down
+            self._watch_over(None)
+            self._manager.stop(old)
         self._check("port", f"port {new.port} free", lambda: self._port(new))
         self._tell(f"starting {version} in slot {new.name}, port {new.port}")
         self._manager.start(new)
+        if old is not None:
+            self._watch_over(new)
         self._check("start", f"ready within {self._settings.start:g} s", lambda: self._wait_ready(new))
         ready = time.monotonic()
         self._run_gates(new)
@@ -143,6 +148,7 @@ class Release:
         self._relay.admit(new)
         if old is not None:
             self._relay.withhold(old)
+        self._watch_over(new)
         self._tell(f"slot {new.name} gets the requests")
         steady = self._settings.steady
         until = time.monotonic() + steady
@@ -154,7 +160,17 @@ class Release:
     def _slot(self, name: str) -> Slot:
         return next(slot for slot in self._layout.slots() if slot.name == name)
 
+    def _watch_over(self, slot: Slot | None) -> None:
+        """What Prometheus scrapes: this slot, and those that the release has nothing to do with."""
+        ours = (self._record.slot, self._record.old_slot)
+        others = [one for one in self._layout.slots() if one.name not in ours and self._manager.is_up(one)]
+        self._layout.write_targets([*others, *([slot] if slot else [])])
+
     def _retire(self, slot: Slot) -> None:
+        self._drain(slot)
+        self._manager.stop(slot)
+
+    def _drain(self, slot: Slot) -> None:
         """Its requests may end first."""
         self._tell(f"slot {slot.name} drains")
         deadline = time.monotonic() + self._settings.drain
@@ -162,12 +178,10 @@ class Release:
         while looks < QUIET_LOOKS and self._manager.is_up(slot):
             busy = self._num_requests(slot)
             if busy and time.monotonic() > deadline:
-                self._note(f"slot {slot.name} was stopped with {busy:g} requests after {self._settings.drain:g} s")
-                break
+                self._note(f"slot {slot.name} still has {busy:g} requests after {self._settings.drain:g} s")
+                return
             looks = 0 if busy else looks + 1
             time.sleep(LOOK_SECONDS)
-        self._manager.stop(slot)
-        self._tell(f"slot {slot.name} is stopped")
 
     def _num_requests(self, slot: Slot) -> float:
         try:
@@ -276,6 +290,7 @@ class Release:
         self._attempt(lambda: self._manager.at_boot(new, False))
         if old is None:
             return
+        self._attempt(lambda: self._watch_over(old))
         if not stands_by:
             self._attempt(lambda: self._manager.start(old))
         self._attempt(lambda: self._manager.at_boot(old, True))

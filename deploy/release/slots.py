@@ -3,6 +3,7 @@
     /opt/pilotfish/versions/NAME/bin/pilotfish      the command of a version, mostly in a virtual environment
     /opt/pilotfish/versions/NAME/environment        PILOTFISH_MODEL, PILOTFISH_FLAGS: a version is code, model and flags
     /opt/pilotfish/slots/SLOT                       a link to the version that runs, or last ran, in the slot
+    /opt/pilotfish/targets.json                     what Prometheus is to scrape
     /etc/pilotfish/SLOT.env                         PILOTFISH_PORT, keys, which GPU: what stays when versions change
 
 The systemd unit pilotfish@SLOT reads these files too.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -86,6 +88,13 @@ class Layout:
         half.unlink(missing_ok=True)
         half.symlink_to(Path("..") / "versions" / version)
         half.replace(link)
+
+    def write_targets(self, slots: Iterable[Slot]) -> None:
+        """For Prometheus's file_sd_configs."""
+        file = self.root / "targets.json"
+        half = file.with_suffix(".new")
+        half.write_bytes(msgspec.json.encode([{"targets": [f"127.0.0.1:{slot.port}" for slot in slots]}]) + b"\n")
+        half.replace(file)
 
     def command(self, slot: Slot) -> list[str]:
         """What the unit's ExecStart does, for managers other than systemd."""

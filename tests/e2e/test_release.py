@@ -52,6 +52,7 @@ def model_of(url):
 def assert_unchanged(site, before, *failed):
     """The old version serves, and the record names the gates."""
     assert site.runs() == dict([before]) and model_of(site.relay_url) == before[1]
+    assert site.targets() == [f"127.0.0.1:{site.slot(before[0]).port}"]
     record = site.records()[-1]
     assert (record["outcome"], record["failed"]) == ("rolled back", list(failed))
     assert record["gates"][-1]["name"] == "old version" and record["gates"][-1]["passed"]
@@ -64,6 +65,7 @@ def test_the_new_version_takes_over(site, before, instead):
     assert done(site.release(new, *QUICK, *["--instead"] * instead)) == 0
     ((slot, version),) = site.runs().items()
     assert version == new == model_of(site.relay_url) and slot != old_slot
+    assert site.targets() == [f"127.0.0.1:{site.slot(slot).port}"]
     record = site.records()[-1]
     assert (record["version"], record["slot"], record["outcome"]) == (new, slot, "released")
     assert (record["old_version"], record["old_slot"], record["instead"]) == (old, old_slot, instead)
@@ -183,10 +185,12 @@ def test_when_nothing_can_serve_it_says_so(site, before, model):
     site.add_version("broken", model, "--no-such-flag")
     release = site.release("broken", "--instead")
     until(lambda: slot not in site.runs(), "the old one was stopped")
+    assert site.targets() != [f"127.0.0.1:{site.slot(slot).port}"], "nobody is called for it"
     (site.folder / "opt" / "versions" / version / "bin" / "pilotfish").write_text("#!/bin/sh\nexit 1\n")
     assert done(release) == 3
     record = site.records()[-1]
     assert record["outcome"] == "down" and record["failed"] == ["start", "old version"]
+    assert site.targets() == [f"127.0.0.1:{site.slot(slot).port}"], "now somebody is"
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(site.relay_url, reply="x")
     caught.value.close()

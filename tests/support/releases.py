@@ -91,6 +91,11 @@ class Machine:
             stderr=subprocess.STDOUT,
         )
 
+    def targets(self) -> list[str]:
+        """What Prometheus is told to scrape."""
+        (group,) = json.loads((self.folder / "opt" / "targets.json").read_text())
+        return group["targets"]
+
     def records(self) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "opt" / "releases.jsonl").read_text().splitlines()]
 

@@ -1,0 +1,91 @@
+"""The manifests: as `kubectl apply -k` sends them, read by Kubernetes' own schemas, and in step with the server."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pilotfish.metrics.definitions import DEFINITIONS
+from pilotfish.server.app import ServerOptions
+from pilotfish.server.cli import build_parser
+
+FOLDER = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
+
+
+def validate(file):
+    command = [sys.executable, "-m", "kubernetes_validate", "--strict", "--no-warn", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def load(name):
+    (document,) = yaml.safe_load_all((FOLDER / name).read_text())
+    return document
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What kustomize makes of the folder."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(["kubectl", "kustomize", FOLDER], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    file = tmp_path_factory.mktemp("built") / "all.yaml"
+    file.write_text(done.stdout)
+    return file
+
+
+def test_the_schemas_know_every_field(built):
+    done = validate(built)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("passed for resource") == 3
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "Service", "HorizontalPodAutoscaler"])
+def test_an_unknown_field_would_be_refused(built, tmp_path, kind):
+    (document,) = (one for one in yaml.safe_load_all(built.read_text()) if one["kind"] == kind)
+    document["spec"]["replica"] = 2
+    file = tmp_path / "changed.yaml"
+    file.write_text(yaml.safe_dump(document))
+    done = validate(file)
+    assert done.returncode == 1 and "replica" in done.stdout + done.stderr
+
+
+def test_everything_selects_the_same_pods(built):
+    by_kind = {document["kind"]: document for document in yaml.safe_load_all(built.read_text())}
+    assert by_kind.keys() == {"Deployment", "Service", "PodMonitor", "HorizontalPodAutoscaler"}
+    spec = by_kind["Deployment"]["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert labels == spec["selector"]["matchLabels"] == by_kind["Service"]["spec"]["selector"]
+    assert by_kind["PodMonitor"]["spec"]["selector"]["matchLabels"] == labels
+    assert (
+        by_kind["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"]
+        == by_kind["Deployment"]["metadata"]["name"]
+    )
+    assert "replicas" not in spec, "it would fight the autoscaler"
+
+
+def test_the_pod_agrees_with_the_server():
+    spec = load("deployment.yaml")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    args = build_parser().parse_args(container["args"])
+    assert args.port == container["ports"][0]["containerPort"] and args.host == "0.0.0.0"
+    closing = args.shutdown_timeout + ServerOptions(served_names=("m",)).close_seconds
+    assert spec["terminationGracePeriodSeconds"] > closing + int(
+        container["lifecycle"]["preStop"]["exec"]["command"][1]
+    )
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
+    assert str(args.api_key_file).startswith(mounts["keys"]) and args.model.startswith(mounts["models"])
+    # what the server writes to, its root being read-only
+    assert {mounts["tmp"], mounts["cache"]} == {"/tmp", "/var/cache/pilotfish"}
+
+
+def test_the_autoscalers_metric_is_one_that_is_exported():
+    text = (FOLDER / "autoscaler.yaml").read_text()
+    names = {definition.name for definition in DEFINITIONS}
+    used = set(re.findall(r"pilotfish_\w+", text)) - {"pilotfish_waiting_per_place"}
+    assert used == {"pilotfish_num_requests_waiting", "pilotfish_max_num_seqs"} and used <= names
