@@ -303,6 +303,18 @@ class BatchState:
             offered = torch.minimum(offered, counts_B)
         self.num_offered[slots] = torch.where(self.done[slots], 0, offered.clamp_(min=0))
 
+    def force_drafts(self, slot: int, tokens: list[int]) -> None:
+        """Puts tokens that are sure to come in place of the first drafts; what was drafted after others is dropped."""
+        tokens = tokens[: self.max_depth]
+        if not tokens:
+            return
+        forced = torch.tensor(tokens, device=self.device)
+        drafts, count = self.drafts[slot].clone(), len(tokens)
+        agreed = (drafts[:count] == forced).all() & (self.num_offered[slot] > count)
+        drafts[:count] = forced
+        offered = torch.where(agreed, self.num_offered[slot], count)
+        self.set_drafts(torch.tensor([slot], device=self.device), drafts[None], offered[None])
+
 
 def _either(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     return b if a is None else a if b is None else a | b

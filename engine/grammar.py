@@ -21,6 +21,9 @@ from pilotfish.engine.messages import Grammar
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
 """At most one space between JSON's parts: a small model could go on with white space for ever."""
 
+MIN_FORCED = 2
+"""Fewer forced tokens than this are left to the head: it often knows one, and then more after it."""
+
 
 class Constraint:
     """One request's grammar and how far its text is in it. `error` says why it cannot go on."""
@@ -50,6 +53,13 @@ class Constraint:
                 break
         if consumed:
             self._matcher.rollback(consumed)
+
+    def forced(self) -> list[int]:
+        """Tokens whose text must come next, at least MIN_FORCED, else none; other tokens may spell the same text."""
+        if not self._active or self.error is not None or self._matcher.is_stopped():
+            return []
+        tokens = self._matcher.compute_ff_tokens()
+        return tokens if len(tokens) >= MIN_FORCED else []
 
     def advance(self, tokens: list[int]) -> None:
         """Takes committed tokens; sets `error` at one that the grammar forbids (no token at all was allowed)."""

@@ -284,10 +284,12 @@ class Runner:
         return reports
 
     def advance_grammars(self, reports: list[SequenceReport]) -> None:
-        """Tells each grammar what was committed."""
+        """Tells each grammar what was committed; what it then forces is drafted in place of what the head drafted."""
         for report in reports:
-            if report.slot in self.constraints:
-                self.constraints[report.slot].advance(report.token_ids)
+            if (constraint := self.constraints.get(report.slot)) is not None:
+                constraint.advance(report.token_ids)
+                if not report.done:
+                    self.state.force_drafts(report.slot, constraint.forced())
 
     def _see(self, name: str, rows: torch.Tensor, window: Window) -> None:
         if self.observers:

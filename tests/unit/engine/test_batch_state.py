@@ -292,3 +292,33 @@ def test_parameters_repeat_for_every_row_of_their_sequence():
     assert rows.top_k.tolist() == [VOCAB] * 3 + [4] * 3
     assert rows.top_p.tolist() == pytest.approx([1.0] * 3 + [0.9] * 3)
     assert rows.min_p.tolist() == pytest.approx([0.0] * 3 + [0.1] * 3)
+
+
+@pytest.mark.parametrize(
+    ("forced", "own_k", "limit", "drafts", "offered"),
+    (
+        ([7, 8], 4, 100, [7, 8, 5, 6], 2),
+        # the head drafted the same: what it drafted after that stays
+        ([3, 4], 4, 100, [3, 4, 5, 6], 4),
+        ([3, 4, 5, 6], 4, 100, [3, 4, 5, 6], 4),
+        ([7, 8, 9, 10, 11, 1], 4, 100, [7, 8, 9, 10], 4),
+        ([7, 8, 9], 2, 100, [7, 8, 9, 6], 2),
+        ([7, 8, 9], 4, 9, [7, 8, 9, 6], 2),
+        ([7, 8, 9], 0, 100, [7, 8, 9, 6], 0),
+        ([], 4, 100, [3, 4, 5, 6], 4),
+    ),
+)
+def test_forced_drafts_replace_the_first_ones_and_keep_the_limits(forced, own_k, limit, drafts, offered):
+    state = make_state()
+    admit(state, 1, [1] * 5, limit=limit, own_k=own_k)
+    state.set_drafts(torch.tensor([1]), torch.tensor([[3, 4, 5, 6]]))
+    state.force_drafts(1, forced)
+    assert state.drafts[1].tolist() == drafts
+    assert int(state.num_offered[1]) == offered
+
+
+def test_nothing_is_forced_where_nothing_is_drafted():
+    state = BatchState(2, 0, VOCAB, torch.device("cpu"))
+    admit(state, 1, [1], own_k=0)
+    state.force_drafts(1, [3, 4])
+    assert int(state.num_offered[1]) == 0

@@ -77,6 +77,25 @@ class TestMasks:
         constraint.advance([5, think])
         assert not rows_of(constraint, [])[0][5]
 
+    def test_what_must_come_is_known_until_something_may(self, library, tokenizer):
+        constraint = library.constraint(Grammar(kind="regex", source='\\{"customer number": [0-9]+\\}'), EOS)
+        forced = constraint.forced()
+        assert tokenizer.decode(forced) == '{"customer number": '
+        constraint.advance(forced)
+        assert constraint.forced() == []
+        constraint.advance([tokenizer.token_to_id("7")])
+        assert constraint.forced() == []
+
+    def test_nothing_is_forced_before_a_grammar_begins_or_after_it_ended(self, library, tokenizer):
+        think = tokenizer.token_to_id("</think>")
+        constraint = library.constraint(Grammar(kind="regex", source="all of this text", after_token_id=think), EOS)
+        assert constraint.forced() == []
+        constraint.advance([think])
+        forced = constraint.forced()
+        assert tokenizer.decode(forced) == "all of this text"
+        constraint.advance([*forced, EOS[0]])
+        assert constraint.forced() == []
+
     def test_a_forbidden_commit_is_an_error_and_not_a_crash(self, library, tokenizer):
         constraint = library.constraint(Grammar(kind="regex", source="ab"), EOS)
         constraint.advance([tokenizer.token_to_id("c")])
@@ -158,3 +177,27 @@ def test_text_matches_its_grammar(plain, tokenizer):
 @pytest.mark.parametrize(("depth", "batch"), [(1, 4), (3, 1), (3, 4), (5, 3)])
 def test_text_under_a_grammar_does_not_depend_on_k_or_batch(plain, requests, depth, batch):
     assert run(depth, batch, requests) == plain
+
+
+def test_forced_tokens_as_drafts_save_rounds_and_change_no_text(tokenizer, monkeypatch):
+    names = ("customer_identifier", "shipping_address_number", "delivery_days")
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}, "required": list(names)}
+    prompt = tokenizer.encode("<|im_start|>user\nThe data.<|im_end|>\n<|im_start|>assistant\n").ids
+    grammar = Grammar(kind="json_schema", source=json.dumps({**schema, "additionalProperties": False}))
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=80, eos_token_ids=EOS, grammar=grammar)
+    core = make_core(EngineOptions(model=str(MODEL), num_speculative_tokens=3, max_num_seqs=1, max_model_len=512))
+
+    def rounds():
+        core.submit(Submit(request_id="x", prompt_token_ids=prompt, sampling=params))
+        tokens, count = [], 0
+        while core.has_work():
+            for output in core.step().outputs:
+                tokens += output.token_ids
+                count += output.round
+        return tokens, count
+
+    forced = rounds()
+    monkeypatch.setattr("pilotfish.engine.grammar.MIN_FORCED", 1000)
+    free = rounds()
+    assert forced[0] == free[0] and json.loads(tokenizer.decode(forced[0]))
+    assert forced[1] < free[1]
