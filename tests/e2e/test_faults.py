@@ -194,6 +194,8 @@ def test_a_model_without_a_head_is_served_and_says_so(folder):
                 "enabled": False,
                 "num_speculative_tokens": 0,
                 "disabled_reason": "no head in a scripted core",
+                "draft_head": None,
+                "head_check": None,
             }
             line = 'pilotfish_spec_decode_disabled{reason="no head in a scripted core"}'
             assert await metric(http, server, line) == 1
