@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.messages import HeadCheck
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.trunk import Norm
-from pilotfish.engine.model.window import Span, Window
+from pilotfish.engine.teacher_forcing import head_rows, later_rows, logits, trunk_rows
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.linear import TILE_ROWS, padded_rows
+from pilotfish.kernels.linear import TILE_ROWS
 
 TEXT = """The harbour lies at the mouth of the river, where the water is deep enough for large ships. In the morning the
 fishermen bring in the boats, and the women of the town come down to the quay to buy fish. There are two roads from the
@@ -44,7 +43,6 @@ for i in range(10):
 
 One, two, three, four, five, six, seven, eight, nine, ten. Monday, Tuesday, Wednesday, Thursday, Friday, Saturday.
 """
-SLOT = 1
 MIN_POSITIONS = 32
 TRUNK_MUST_KNOW = 0.15
 """Share of the text's tokens that the trunk must rank first, or the text tells nothing about a head."""
@@ -85,11 +83,9 @@ def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
     if len(ids) < MIN_POSITIONS + depth + 1:
         return HeadCheck(verdict="untested", reason="no text to test with: no tokenizer.json, or too short a context")
     tokens = torch.tensor(ids, device=model.device)
-    span = Span.build(SLOT, 0, len(ids), [1], model.inv_freq)
-    model.trunk.state.reset(SLOT)
-    hidden = model.trunk.bulk(tokens, span)
+    hidden = trunk_rows(model, tokens)
     trunk_ranks = _ranks(model, hidden[1:-1], tokens[2:])
-    rows = _head_rows(model, head, tokens, hidden)
+    rows = head_rows(model, head, tokens, hidden)
     ranks = [_ranks(model, rows, tokens[2:]), *_later_ranks(model, head, tokens, rows, depth)]
     trunk, first = _share(trunk_ranks), _share(ranks[0])
     verdict, reason = _judge(trunk, first)
@@ -129,42 +125,26 @@ def _judge(trunk: float, first: float) -> tuple[Verdict, str]:
     return ("weak" if first < WEAK_BELOW * trunk else "ok"), ""
 
 
-def _head_rows(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's hidden [T - 2, H] for the pairs (h_i, t_(i+1)) whose draft t_(i+2) the text has."""
-    count = len(tokens) - 2
-    return head.fill(tokens[1 : count + 1], hidden[:count], Span.build(SLOT, 0, count, [1], model.inv_freq))
-
-
 def _later_ranks(
     model: Model, head: MtpHead, tokens: torch.Tensor, rows: torch.Tensor, depth: int
 ) -> Iterator[torch.Tensor]:
-    """Ranks of drafts 2 .. depth, each from the head's own hidden and the text's token before.
-
-    From the last start to the first: what a step leaves in the head's cache lies behind all that follow.
-    """
-    slots = torch.tensor([SLOT], device=tokens.device)
+    """Ranks of drafts 2 .. depth, each from the head's own hidden and the text's token before."""
     most = len(rows) - depth + 1
     starts = sorted({int(i * most / NUM_STARTS) for i in range(NUM_STARTS)}, reverse=True)
     found: list[list[torch.Tensor]] = [[] for _ in range(depth - 1)]
     for start in starts:
-        hidden = rows[start : start + 1]
-        for step in range(1, depth):
+        for step, hidden in enumerate(later_rows(model, head, tokens, rows, start, depth), 1):
             position = start + step
-            window = Window.build(1, slots, [position], [[1]], model.inv_freq)
-            padded = F.pad(hidden[:1], (0, 0, 0, padded_rows(1) - 1))
-            token = F.pad(tokens[position + 1 : position + 2], (0, padded_rows(1) - 1))
-            hidden = head.repair(token, padded, window)
-            found[step - 1].append(_ranks(model, hidden[:1], tokens[position + 2 : position + 3]))
+            found[step - 1].append(_ranks(model, hidden, tokens[position + 2 : position + 3]))
     yield from (torch.cat(ranks) for ranks in found)
 
 
 def _ranks(model: Model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """int64 [n]: how many tokens the model does not rank below each target; ties and NaN count against it."""
     ranks = []
-    for rows, wanted in zip(hidden.split(TILE_ROWS), targets.split(TILE_ROWS), strict=True):
-        logits = model.trunk.logits(F.pad(rows, (0, 0, 0, TILE_ROWS - len(rows))))[: len(rows)]
-        below = logits < logits.gather(1, wanted[:, None])
-        ranks.append(logits.shape[1] - 1 - below.sum(1))
+    for part, wanted in zip(logits(model, hidden), targets.split(TILE_ROWS), strict=True):
+        below = part < part.gather(1, wanted[:, None])
+        ranks.append(part.shape[1] - 1 - below.sum(1))
     return torch.cat(ranks)
 
 
@@ -185,7 +165,7 @@ class _Swapped(MtpHead):
 def _likely_cause(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, wanted: float) -> str | None:
     """The known fault whose undoing brings the head to the wanted share."""
     for cause, undone in _remedies(head):
-        rows = _head_rows(model, undone, tokens, hidden)
+        rows = head_rows(model, undone, tokens, hidden)
         if _share(_ranks(model, rows, tokens[2:])) >= wanted:
             return f"likely cause: {cause}"
     return None

@@ -1,13 +1,15 @@
 """Which kernels each layer took in a few requests that are run at the start, before the first client's.
 
 Configuration says what ought to run, and a fallback deep in a library says nothing. So every matrix product, attention
-and kernel of ours that torch's dispatcher is asked for is written down, beside the layer that asked. (A Triton kernel
-that is launched without an operator of its own is not seen.)
+and kernel of ours that torch's dispatcher or Triton's launcher is asked for is written down, beside the layer that
+asked.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +50,23 @@ class Watch(TorchDispatchMode):
             self._since.add(f"{name} {dtype}")
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """Kernels that Triton launches on a GPU count too; they pass no dispatcher."""
+        if not torch.cuda.is_available():
+            yield
+            return
+        from triton import knobs
+
+        knobs.runtime.launch_enter_hook.add(self._launched)
+        try:
+            yield
+        finally:
+            knobs.runtime.launch_enter_hook.remove(self._launched)
+
+    def _launched(self, metadata: Any) -> None:
+        self._since.add(f"triton::{metadata.get()['name']}")
+
     def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
         """What was asked for since the last observation belongs to the layer that this one closes."""
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else PARTS.get(name)
@@ -72,7 +91,7 @@ def routes(loop: EngineLoop) -> dict[str, list[str]]:
                 k = 0 if number and number == count - 1 else None
                 name = f"probe-{number}"
                 loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling, speculative_k=k))
-            with watch:
+            with watch, watch.launches():
                 while loop.has_work():
                     loop.step()
     finally:

@@ -19,6 +19,7 @@ from pilotfish.engine.speculation import speculative_config
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 OWN_PARSERS = {
     "audit": "pilotfish.engine.audit",
+    "eval": "pilotfish.deploy.evaluate.command",
     "gate": "pilotfish.deploy.gate.command",
     "quantize": "pilotfish.engine.checkpoint.quantize",
     "release": "pilotfish.deploy.release.command",
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     key.set_defaults(run=make_key)
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
     commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
+    commands.add_parser("eval", help="score a served model on questions, by lm-eval", add_help=False)
     commands.add_parser("gate", help="look at what a server really does before it gets traffic", add_help=False)
     commands.add_parser("train-head", help="fit an MTP head to a checkpoint's trunk", add_help=False)
     commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)

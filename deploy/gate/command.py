@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import pilotfish
-from pilotfish.deploy.gate import after, audit, facts, requests
+from pilotfish.deploy.gate import after, audit, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
@@ -45,6 +45,7 @@ GATES = (
     Gate("tool call", requests.tool_call),
     Gate("JSON schema", requests.json_schema),
     Gate("exactness", requests.exactness),
+    Gate("quality", quality.look),
     Gate("graphs", facts.graphs),
     Gate("memory", facts.memory),
     Gate("metrics", after.metrics),
@@ -180,6 +181,8 @@ def expected_of(args: argparse.Namespace) -> Expected:
         k=args.k,
         kv_dtype=args.kv_dtype,
         memory_margin=args.memory_margin,
+        score=args.score,
+        score_margin=args.score_margin,
         watch_seconds=args.watch,
     )
 
@@ -197,6 +200,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--expect-version", default=pilotfish.__version__, metavar="V", help="default: this command's, %(default)s")
     add("--kv-dtype", metavar="NAME", help="of the key-value cache (default: the model's dtype)")
     add("--memory-margin", type=float, default=0.1, metavar="SHARE", help="allowed over the ledger: %(default)s")
+    add("--score", type=float, metavar="SHARE", help="recorded score of `pilotfish eval` to be met (default: any)")
+    add("--score-margin", type=float, default=0.04, metavar="SHARE", help="it may differ by: %(default)s")
     add("--watch", type=float, default=10.0, metavar="SECONDS", help="it must stay up so long: %(default)s")
     add("--only", type=_names, metavar="LIST", help="these gates, and whether it answers")
     add("--skip", type=_names, default=[], metavar="LIST", help=f"some of: {', '.join(NAMES)}")

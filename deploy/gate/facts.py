@@ -67,12 +67,12 @@ def routes(subject: Subject) -> Found:
     parts += ["head"] if subject.k and not subject.drafts_by_look_up else []
     taken: dict[str, set[str]] = {part: set() for part in parts}
     seen = execution.get("routes") or {}
-    for kernel, layers in seen.items():
-        if kernel.split()[0].split("::")[1] in PRODUCTS:
-            for layer in taken.keys() & set(layers):
-                taken[layer].add(kernel)
     device, dtype = subject.capacity["device"].split(":")[0], subject.capacity["dtype"]
     wanted = ROUTES.get((device, dtype))
+    for kernel, layers in seen.items():
+        if wanted is None or kernel.split()[0].split("::")[1] in PRODUCTS:
+            for layer in taken.keys() & set(layers):
+                taken[layer].add(kernel)
     wrong = [part for part in parts if not taken[part] or (wanted and taken[part] != {wanted})]
     came = "; ".join(f"{kernel}: {_layers(layers)}" for kernel, layers in seen.items()) or "nothing was seen"
     if wrong:

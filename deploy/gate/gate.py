@@ -23,12 +23,15 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """What the server was asked for; None: whatever it says it was asked for."""
+    """What the server was asked for; None: whatever it says it was asked for. `score` is of deploy/evaluate/quality.py,
+    as it was recorded; None: any."""
 
     version: str
     k: int | None = None
     kv_dtype: str | None = None
     memory_margin: float = 0.1
+    score: float | None = None
+    score_margin: float = 0.04
     watch_seconds: float = 10.0
 
 

@@ -50,7 +50,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model
         self.requests = self.tokens = 0
-        self._key = key
+        self.key = key
         self._counting = threading.Lock()
 
     def get(self, path: str) -> Any:
@@ -85,7 +85,7 @@ class Server:
                 self.tokens += usage.get("completion_tokens", 0)
 
     def _send(self, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         data = None
         if body is not None:
             headers["Content-Type"] = "application/json"

@@ -12,6 +12,8 @@ from demo_models import DEMO, changed_demo, drop_tensor, shift_norms
 from processes import backend
 from serving import serving_in_thread
 
+from pilotfish.deploy.evaluate import harness
+from pilotfish.deploy.evaluate.command import main as evaluate
 from pilotfish.deploy.gate.command import main
 
 CORE = "pilotfish.engine.loop:make_core"
@@ -38,10 +40,21 @@ def sound():
 
 
 def test_a_sound_server_passes_every_gate(sound, tmp_path, capsys):
-    status, gates = gate(tmp_path, sound.url, "--k", "3")
+    status, gates = gate(tmp_path, sound.url, "--k", "3", "--score", "0.38")
     assert failed(gates) == [] and status == 0
-    assert len(gates) == 17 and "all gates passed" in capsys.readouterr().out
+    assert len(gates) == 18 and "all gates passed" in capsys.readouterr().out
     assert re.search(r"\b8 layers", gates["kernel routes"]["came"])
+
+
+@pytest.mark.skipif(not harness.is_installed(), reason="lm-eval is an extra (eval)")
+def test_lm_eval_scores_as_our_own_client_does(sound, tmp_path):
+    """Both ask the demo model the shipped questions, with speculation and without."""
+    values = []
+    for flags in (["--client", "own"], ["--k", "0"], []):
+        file = tmp_path / "scores.json"
+        assert evaluate([sound.url, "--json", str(file), *flags]) == 0
+        values.append(json.loads(file.read_text())["scores"][-1]["value"])
+    assert values == [0.38] * 3
 
 
 def test_what_was_not_asked_for_is_named(sound, tmp_path):

@@ -481,7 +481,7 @@ def test_nobody_there_fails_every_gate_by_name(tmp_path, capsys):
     report = json.loads(file.read_text())
     assert [g["name"] for g in report["gates"]] == [n for n in command.NAMES if n != command.FULL_AUDIT]
     assert not any(g["passed"] for g in report["gates"])
-    assert "17 of 17 gates FAILED: answers" in capsys.readouterr().out
+    assert "18 of 18 gates FAILED: answers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
