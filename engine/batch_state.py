@@ -8,6 +8,7 @@ A sequence of length n has n tokens in the caches; its last committed token stan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -76,6 +77,18 @@ def stop_ids_of(params: SamplingParams) -> list[int]:
     return sorted({*params.stop_token_ids, *eos})
 
 
+class DraftSource(Protocol):
+    """Where drafts come from in place of a head."""
+
+    def admit(self, slot: int, prompt: list[int]) -> None:
+        """A new sequence has got this slot."""
+        ...
+
+    def replace(self, drafts_SK: torch.Tensor, slots: torch.Tensor, length_S: torch.Tensor, depth: int) -> None:
+        """Overwrites the next `depth` drafts of `slots`."""
+        ...
+
+
 class BatchState:
     """See the module's docstring. `limit` counts all tokens a sequence may have, prompt included.
 
@@ -116,6 +129,8 @@ class BatchState:
         # allocated likewise
         self.bad_sequences: BadSequences | None = None
         self.thinking: ThinkingBudgets | None = None
+        # for measurements: replaces what a head drafts
+        self.oracle: DraftSource | None = None
         if complete:
             self._make_history()
             self._make_bias()
@@ -152,6 +167,8 @@ class BatchState:
             self.history[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32, device=self.device)
         self._write_bias(slot, params)
         self._write_rules(slot, len(prompt), params)
+        if self.oracle is not None:
+            self.oracle.admit(slot, prompt)
 
     def _make_history(self) -> None:
         shape = (self.num_slots, self.vocab_size)
@@ -298,6 +315,8 @@ class BatchState:
         committed any more."""
         depth = drafts_BK.shape[1]
         self.drafts[slots, :depth] = drafts_BK
+        if self.oracle is not None:
+            self.oracle.replace(self.drafts, slots, self.length, depth)
         offered = torch.minimum(self.own_k[slots].clamp(max=depth), self.remaining(slots) - 1)
         if counts_B is not None:
             offered = torch.minimum(offered, counts_B)

@@ -19,6 +19,7 @@ from pilotfish.engine.speculation import speculative_config
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 OWN_PARSERS = {
     "audit": "pilotfish.engine.audit",
+    "bench": "pilotfish.engine.bench.command",
     "eval": "pilotfish.deploy.evaluate.command",
     "gate": "pilotfish.deploy.gate.command",
     "quantize": "pilotfish.engine.checkpoint.quantize",
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     key.add_argument("label", metavar="LABEL", help="what metrics call it")
     key.set_defaults(run=make_key)
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
+    commands.add_parser("bench", help="speed of rounds by k, batch and context", add_help=False)
     commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
     commands.add_parser("eval", help="score a served model on questions, by lm-eval", add_help=False)
     commands.add_parser("gate", help="look at what a server really does before it gets traffic", add_help=False)
@@ -183,6 +185,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--kv-cache-tokens", type=_count, metavar="N", help="size of the key-value cache")
+    parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="on a GPU (now: torch)")
+    parser.add_argument("--enforce-eager", action="store_true", help="with fused kernels: capture no graphs")
     parser.add_argument("--core", default=DEFAULT_CORE, help=argparse.SUPPRESS)  # tests run scripted cores
     parser.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")
 
@@ -278,6 +282,8 @@ def engine_options(args: argparse.Namespace) -> Any:
         device=args.device,
         max_waiting=getattr(args, "max_waiting", 256),
         kv_cache_tokens=args.kv_cache_tokens,
+        kernels=args.kernels,
+        enforce_eager=args.enforce_eager,
         num_threads=args.num_threads,
         audit_rate=getattr(args, "audit_rate", 0.0),
     )

@@ -12,22 +12,24 @@ from typing import Any
 import torch
 
 from pilotfish.draft_heads.mtp.head import MtpHead
+from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.device_round.buffers import RoundBuffers
 from pilotfish.engine.device_round.operators import Operators
 from pilotfish.engine.device_round.shapes import Shape
+from pilotfish.engine.device_round.state import slot_state
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp
 from pilotfish.engine.model.trunk import Layer, Trace
-from pilotfish.kernels.cuda.slots import SlotState
 
 
 class RoundBody:
     """`trace` sees named rows as they are computed; only while nothing is captured."""
 
-    def __init__(self, model: Model, slots: SlotState, buffers: RoundBuffers, operators: Operators):
-        self.model, self.state, self.buffers, self.ops = model, slots, buffers, operators
+    def __init__(self, model: Model, batch_state: BatchState, buffers: RoundBuffers, operators: Operators):
+        self.model, self.buffers, self.ops = model, buffers, operators
+        self.batch_state, self.state = batch_state, slot_state(batch_state)
         self.trace: Trace | None = None
 
     # -- parts ------------------------------------------------------------------------------------------------------
@@ -95,6 +97,8 @@ class RoundBody:
                 ops.add_norm(b.x[:count], None, head.norm.scale, head.norm.eps, hidden)
             ops.linear(self.model.trunk.lm_head, hidden, logits)
             ops.choose(logits, slots, self.state, 1, b.draft[:count], b.choice, first=step, draft=True)
+        if self.batch_state.oracle is not None:
+            self.batch_state.oracle.replace(self.state.drafts, slots, self.state.length, next_depth)
 
     # -- operators of a layer ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,10 @@ class Operators:
     """Each attribute is a launcher of kernels.cuda; see there."""
 
     def __init__(self, pdl: bool = True):
+        self.use_pdl(pdl)
+
+    def use_pdl(self, pdl: bool) -> None:
+        """Binds the launchers; what has been captured stays as it was."""
         self.pdl = pdl
         self.plan_rows = partial(attention.plan_rows, pdl=pdl)
         self.embed_rows = partial(norm.embed_rows, pdl=pdl)

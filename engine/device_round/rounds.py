@@ -6,6 +6,7 @@ runs two graphs: masks are computed on the host while the first one, the trunk, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -60,10 +61,10 @@ class DeviceRounds:
         """See Rounds."""
         return self.graphs.counts.num_bytes
 
-    def capture(self, progress: bool = True) -> None:
-        """Captures every shape; the null slot alone is in the batches that this runs."""
+    def capture(self, shapes: Iterable[Shape] | None = None, progress: bool = True) -> None:
+        """Captures these shapes, by default every one; the null slot alone is in the batches that this runs."""
         self.body.buffers.slots.zero_()
-        for shape in tqdm(list(self.shapes), desc="capturing rounds", unit="shape", disable=not progress):
+        for shape in tqdm(list(shapes or self.shapes), desc="capturing rounds", unit="shape", disable=not progress):
             for part in (WHOLE, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]
 

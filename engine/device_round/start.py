@@ -9,7 +9,6 @@ from pilotfish.engine.device_round.operators import Operators
 from pilotfish.engine.device_round.rounds import DeviceRounds
 from pilotfish.engine.device_round.runner import DeviceRunner
 from pilotfish.engine.device_round.shapes import Shapes
-from pilotfish.engine.device_round.state import slot_state
 from pilotfish.engine.model.build import Model
 
 
@@ -35,6 +34,6 @@ def make_rounds(
         max_model_len=max_model_len,
     )
     model.trunk.state.reset(0)
-    body = RoundBody(model, slot_state(state), RoundBuffers(model, sizes), operators or Operators())
+    body = RoundBody(model, state, RoundBuffers(model, sizes), operators or Operators())
     head_on = depth > 0 and model.head is not None
     return DeviceRounds(DeviceRunner(model, state, head_on, body), shapes)

@@ -161,6 +161,9 @@ class Multiples:
     def advance(self, tokens):
         self.taken += len(tokens)
 
+    def forced(self):
+        return []
+
 
 def test_masks_of_a_grammar_meet_their_rows_and_no_others():
     texts = []

@@ -1,0 +1,97 @@
+"""Runs batches of equal shape through an engine and times them: prompt, then rounds."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.messages import SamplingParams, StepReport, Submit
+
+WARM_UP_ROUNDS = 4
+
+
+@dataclass
+class Run:
+    """One batch. `texts`: what each request wrote. Times are the host's, in seconds; a round's is from one report to
+    the next. `steady` leaves the first rounds out, and those in which a request ended."""
+
+    batch: int
+    first_token_seconds: float = 0.0
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    round_seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    accepted_counts: dict[int, int] = field(default_factory=dict)
+    rounds: int = 0
+    graph_hits: int = 0
+    graph_misses: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def round_ms(self) -> float:
+        return 1e3 * statistics.median(self.round_seconds) if self.round_seconds else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together, over whole rounds."""
+        return sum(self.tokens) / sum(self.round_seconds) if self.round_seconds else float("nan")
+
+
+def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed: int) -> Run:
+    """Decodes `num_tokens` of each prompt, greedily, to the limit."""
+    run = Run(len(prompts))
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=seed)
+    began = perf_counter()
+    for number, prompt in enumerate(prompts):
+        name = f"b{number}"
+        run.texts[name] = []
+        loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+    last = began
+    seen = 0
+    while loop.has_work():
+        report = loop.step()
+        now = perf_counter()
+        if report is None:
+            continue
+        outputs = [output for output in report.outputs if output.round]
+        _collect(run, report)
+        if all(run.texts.values()) and not run.first_token_seconds:
+            run.first_token_seconds = now - began
+        elif len(outputs) == len(prompts):
+            seen += 1
+            if seen > WARM_UP_ROUNDS and not any(output.finish_reason for output in outputs):
+                run.round_seconds.append(now - last)
+                run.tokens.append(sum(len(output.token_ids) for output in outputs))
+                run.host_seconds.append(report.stats.phases.get("launch", 0.0))
+        last = now
+    return run
+
+
+def _collect(run: Run, report: StepReport) -> None:
+    for output in report.outputs:
+        if output.error is not None:
+            raise RuntimeError(f"request {output.request_id}: {output.error}")
+        run.texts[output.request_id] += output.token_ids
+        if output.round:
+            run.rounds += 1
+            run.drafted += output.num_drafted
+            run.accepted += output.num_accepted
+            run.accepted_counts[output.num_accepted] = run.accepted_counts.get(output.num_accepted, 0) + 1
+    if any(output.round for output in report.outputs):
+        run.graph_hits += report.stats.graph
+        run.graph_misses += not report.stats.graph
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Different ones, the same every time."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
