@@ -54,8 +54,8 @@ def choose_shape(part: Packed, num_rows: int, swiglu: bool = False) -> Shape:
     """
     warps = split(part.num_tiles, part.num_units)
     row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
-    # two tiles share what is loaded of x; where programs are few, more of them pay more
-    tiles = 2 if swiglu or part.num_tiles >= 3 * SM_COUNT else 1
+    # two tiles share what is loaded of x, the more so the more rows; where programs are few, more of them pay more
+    tiles = 2 if swiglu or part.num_tiles >= (3 if row_tiles == 1 else 2) * SM_COUNT else 1
     in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
     if row_tiles == 4:
         in_flight //= 2

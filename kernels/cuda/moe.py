@@ -148,7 +148,8 @@ def _experts_kernel(
             own_list += 1
         else:
             expert = gl.load(ids + gl.minimum(p, num_rows * TOP_K - 1), cache_modifier=".cg")
-            pair = gl.arange(0, PAIRS, flat)
+            # every warp looks at all of them: no barrier
+            pair = gl.arange(0, PAIRS, gl.BlockedLayout([PAIRS // 32], [32], [warps], [0]))
             others = gl.load(ids + pair, mask=pair < p, other=-1, cache_modifier=".cg")
             repeated = gl.max((others == expert).to(gl.int32), 0) > 0
             if repeated & (p < num_rows * TOP_K):
@@ -284,7 +285,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Experts of one shape and format: gate and up in turn, and down, each [experts * tiles, ...]."""
 
     gate_up: Packed
@@ -316,6 +317,14 @@ class GroupedExperts:
         groups = [[*routed, last]] if _kind(last) == _kind(routed[0]) else [routed, [last]]
         self.groups = [_join(group) for group in groups]
         self.num_bytes = sum(group.num_bytes for group in self.groups)
+
+    @staticmethod
+    def of(groups: list[Group], top_k: int, num_experts: int, hidden: int) -> GroupedExperts:
+        """Of what is packed already: the routed experts and the shared one in one group, or in one each."""
+        made = GroupedExperts.__new__(GroupedExperts)
+        made.groups, made.top_k, made.num_experts, made.hidden = groups, top_k, num_experts, hidden
+        made.num_bytes = sum(group.num_bytes for group in groups)
+        return made
 
     @property
     def width(self) -> int:
@@ -384,12 +393,12 @@ class GroupedExperts:
         return torch.addcmul(total, shared[:, : self.hidden].float(), shared_gate[:, None])
 
     def _launch(
-        self, group: _Group, down: bool, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch, pdl: bool
+        self, group: Group, down: bool, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch, pdl: bool
     ) -> None:
         num_rows = len(ids)
         part = group.down if down else group.gate_up
         tiles = part.num_tiles // group.num_experts
-        shape = choose_shape(part.format, tiles, part.num_units, num_rows, down)
+        shape = choose_shape(part.format, tiles, part.num_units, num_rows)
         routed, lists = group is self.groups[0], num_rows > FAST_ROWS
         listed = self.num_experts if lists else num_rows * self.top_k
         shared = group is self.groups[-1]
@@ -427,7 +436,7 @@ class GroupedExperts:
             SHARED=shared,
             LISTS=lists,
             TOP_K=self.top_k,
-            PAIRS=triton.next_power_of_2(FAST_ROWS * self.top_k),
+            PAIRS=max(32, triton.next_power_of_2(FAST_ROWS * self.top_k)),
             STAGES=shape.stages,
             PDL=pdl,
             num_warps=shape.warps,
@@ -469,7 +478,7 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
     )
 
 
-def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int, down: bool) -> Shape:
+def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> Shape:
     """As linear.choose_shape, for the tiles of one expert: there are many of them, each of few units."""
     warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= 2 * warps))
     row_tiles = 1 if num_rows <= 8 else 2
@@ -477,7 +486,7 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int, 
     return Shape(warps, 2, row_tiles, max(1, min(num_units // warps, in_flight // 2)))
 
 
-def _pack_expert(name: str, expert: ExpertWeights, hidden: int) -> _Group:
+def _pack_expert(name: str, expert: ExpertWeights, hidden: int) -> Group:
     width = int(expert.gate.shape[0])
     wanted = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     packed = {}
@@ -494,16 +503,16 @@ def _pack_expert(name: str, expert: ExpertWeights, hidden: int) -> _Group:
         raise ValueError(f"{name}: want gate and up of one format, got {got}")
     if width % 8 or hidden % 8:
         raise ValueError(f"{name}: want widths that are multiples of 8 (16 bytes of x), got {width} and {hidden}")
-    return _Group(packing.interleave(packed["gate"], packed["up"]), packed["down"], 1, width)
+    return Group(packing.interleave(packed["gate"], packed["up"]), packed["down"], 1, width)
 
 
-def _kind(group: _Group) -> tuple[object, ...]:
+def _kind(group: Group) -> tuple[object, ...]:
     return (group.width, group.gate_up.kind, group.down.kind)
 
 
-def _join(groups: Sequence[_Group]) -> _Group:
+def _join(groups: Sequence[Group]) -> Group:
     gate_up = packing.join([group.gate_up for group in groups])
-    return _Group(gate_up, packing.join([group.down for group in groups]), len(groups), groups[0].width)
+    return Group(gate_up, packing.join([group.down for group in groups]), len(groups), groups[0].width)
 
 
 def _expanded(part: Packed, count: int, width: int, scratch: torch.Tensor, span: int) -> torch.Tensor:
