@@ -16,10 +16,8 @@ import torch
 
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.model.window import Span
-from pilotfish.kernels.attention import PAGE
+from pilotfish.engine.model.prefill import read_text
 
-SLOT = 1
 STAMP_FILE, ROWS_FILE, DONE_FILE = "stamp.json", "hidden.bin", "done.bin"
 
 
@@ -33,25 +31,13 @@ class HiddenStates:
         """[B, T, H] in the model's dtype, on its device."""
         return torch.stack([self._row(number) for number in numbers])
 
-    @torch.inference_mode()
     def _row(self, number: int) -> torch.Tensor:
         if self.cache is not None and self.cache.has(number):
             return self.cache.read(number).to(self.model.device)
-        hidden = hidden_states(self.model, torch.from_numpy(self.rows[number]).long())
+        hidden = read_text(self.model, torch.from_numpy(self.rows[number]).long())
         if self.cache is not None:
             self.cache.write(number, hidden)
         return hidden
-
-
-def hidden_states(model: Model, tokens: torch.Tensor) -> torch.Tensor:
-    """Final-norm hidden [T, H] of one text, by prefill in chunks of a page; writes to slot 1 and the first pages."""
-    table = list(range(1, -(-len(tokens) // PAGE) + 1))
-    model.trunk.state.reset(SLOT)
-    parts = []
-    for start in range(0, len(tokens), PAGE):
-        part = tokens[start : start + PAGE].to(model.device)
-        parts.append(model.trunk.bulk(part, Span.build(SLOT, start, len(part), table, model.inv_freq)))
-    return torch.cat(parts)
 
 
 class HiddenCache:

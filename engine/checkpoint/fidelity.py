@@ -1,4 +1,5 @@
-"""How far a quantised checkpoint is from its source on a given text: perplexities, and the divergence of the logits.
+"""How far a quantised checkpoint is from its source on a given text: perplexities, the divergence of the logits, and
+how many drafts each model's head gets accepted.
 
 Both models see the same tokens (teacher-forced), by the engine's own prefill on the CPU, one after the other: of the
 first only the final hidden rows and its output head stay while the second is loaded. T = tokens of the text.
@@ -6,8 +7,8 @@ first only the final hidden rows and its output head stay while the second is lo
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,42 +16,49 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from pilotfish.engine.acceptance import Acceptance, cut_prompts, measure_acceptance
 from pilotfish.engine.checkpoint.load import load_weights
-from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.model.window import Span
+from pilotfish.engine.model.prefill import pages_for, read_text
+from pilotfish.engine.start import Plan
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import TILE_ROWS, AnyLinear, cpu_multiplies_bf16
 
-SLOT = 1
 CPU = torch.device("cpu")
+DEPTH, NUM_PROMPTS, NUM_TOKENS, BATCH = 3, 8, 48, 4
+"""Of the measurement of acceptance: k, places of the text to go on from, tokens at each, sequences at once."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
     """Over `num_tokens` tokens: perplexities of the text, the mean of KL(source || output) in nats for the token after
-    each, and the share of them where both rank the same token first."""
+    each, and the share of them where both rank the same token first. Acceptance is None where there is no head."""
 
     num_tokens: int
     source_perplexity: float
     output_perplexity: float
     divergence: float
     agreement: float
+    source_acceptance: Acceptance | None = None
+    output_acceptance: Acceptance | None = None
 
-    def line(self) -> str:
-        return (
+    def lines(self) -> Iterator[str]:
+        yield (
             f"on {self.num_tokens} tokens: perplexity {self.source_perplexity:.4f} -> {self.output_perplexity:.4f}, "
             f"mean KL(source || output) {self.divergence:.6f} nats, same first choice {self.agreement:.2%}"
         )
+        for what, acceptance in (("source", self.source_acceptance), ("output", self.output_acceptance)):
+            found = acceptance.line() if acceptance else "no MTP head"
+            yield f"acceptance at k = {DEPTH}, greedy, {what}: {found}"
 
 
 @torch.inference_mode()
 def compare(source: Path, output: Path, ids: list[int]) -> Fidelity:
     """`ids`: at least 2 tokens that both models have."""
-    wanted, wanted_head = _hidden(open_checkpoint(source), ids)
-    got, got_head = _hidden(open_checkpoint(output), ids)
+    wanted, wanted_head, source_acceptance = _read(open_checkpoint(source), ids)
+    got, got_head, output_acceptance = _read(open_checkpoint(output), ids)
     targets = torch.tensor([*ids[1:], 0])
     sums = torch.zeros(4, dtype=torch.float64)
     for begin in range(0, len(ids), TILE_ROWS):
@@ -63,7 +71,8 @@ def compare(source: Path, output: Path, ids: list[int]) -> Fidelity:
         sums += torch.stack([-p[:known].gather(1, after).sum(), -q[:known].gather(1, after).sum(), divergence, agreed])
     count = len(ids)
     first, second = (math.exp(float(total) / (count - 1)) for total in sums[:2])
-    return Fidelity(count, first, second, float(sums[2]) / count, float(sums[3]) / count)
+    means = float(sums[2]) / count, float(sums[3]) / count
+    return Fidelity(count, first, second, *means, source_acceptance, output_acceptance)
 
 
 def read_tokens(folder: Path, text_file: Path, max_tokens: int) -> list[int]:
@@ -81,24 +90,24 @@ def read_tokens(folder: Path, text_file: Path, max_tokens: int) -> list[int]:
     return ids
 
 
-def _hidden(checkpoint: Checkpoint, ids: list[int]) -> tuple[torch.Tensor, AnyLinear]:
-    """The final-norm hidden rows [T, H] of a prompt, and the output head."""
-    trunk = {name: module for name, module in checkpoint.modules.items() if not is_mtp(name)}
-    num_pages = -(-len(ids) // PAGE)
-    model = _build(dataclasses.replace(checkpoint, modules=trunk), num_pages)
-    model.trunk.state.reset(SLOT)
-    rows, table = [], list(range(1, num_pages + 1))
-    for start in range(0, len(ids), PAGE):
-        part = torch.tensor(ids[start : start + PAGE])
-        rows.append(model.trunk.bulk(part, Span.build(SLOT, start, len(part), table, model.inv_freq)))
-    return torch.cat(rows), model.trunk.lm_head
+def _read(checkpoint: Checkpoint, ids: list[int]) -> tuple[torch.Tensor, AnyLinear, Acceptance | None]:
+    """The final-norm hidden rows [T, H] of a prompt, the output head, and what the draft head reaches."""
+    prompts = cut_prompts(ids, NUM_PROMPTS)
+    longest = len(prompts[0]) + NUM_TOKENS
+    num_pages = max(pages_for(len(ids)), BATCH * pages_for(longest + DEPTH + 1))
+    model = load_model(checkpoint, CacheSizes(num_pages + 1, BATCH + 1, DEPTH + 1))
+    hidden, acceptance = read_text(model, torch.tensor(ids)), None
+    if model.head is not None:
+        plan = Plan(CPU, model.dtype, DEPTH, None, longest, BATCH, "configured", num_pages, PAGE)
+        acceptance = measure_acceptance(model, plan, prompts, NUM_TOKENS)
+    return hidden, model.trunk.lm_head, acceptance
 
 
-def _build(checkpoint: Checkpoint, num_pages: int) -> Model:
+def load_model(checkpoint: Checkpoint, sizes: CacheSizes) -> Model:
+    """On the CPU, in the dtype that it is served in there."""
     wide = checkpoint.config.dtype == "float32" or not cpu_multiplies_bf16()
     dtype = torch.float32 if wide else torch.bfloat16
-    weights = load_weights(checkpoint, CPU)
-    return build_model(weights, checkpoint.config, CacheSizes(num_pages + 1, 2, 1), dtype, CPU)
+    return build_model(load_weights(checkpoint, CPU), checkpoint.config, sizes, dtype, CPU)
 
 
 def _log_probabilities(hidden: torch.Tensor, head: AnyLinear) -> torch.Tensor:

@@ -366,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report_fidelity(source: Path, out: Path, ids: list[int]) -> None:
     from pilotfish.engine.checkpoint.fidelity import compare
 
-    print(compare(source, out, ids).line())
+    print("\n".join(compare(source, out, ids).lines()))
 
 
 def _read_tokens(source: Path, args: argparse.Namespace) -> list[int]:

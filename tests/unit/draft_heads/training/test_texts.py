@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates, hidden_states
+from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates
 from pilotfish.draft_heads.training.texts import MIN_DOCUMENTS, cut_rows, make_rows, read_documents, stream_of
 from pilotfish.engine.errors import OptionError
+from pilotfish.engine.model.prefill import read_text
 from pilotfish.engine.model.window import Span
 from pilotfish.kernels.attention import PAGE
 from tests.support.rounds import make_engine
@@ -95,7 +96,7 @@ class TestHiddenStates:
             trunk.trunk.bulk(tokens[a:b], Span.build(2, a, b - a, [3, 4], trunk.inv_freq))
             for a, b in ((0, PAGE), (PAGE, len(tokens)))
         ]
-        assert torch.equal(hidden_states(trunk, tokens), torch.cat(parts))
+        assert torch.equal(read_text(trunk, tokens), torch.cat(parts))
 
     def test_come_back_from_disk_without_the_trunk(self, trunk, tmp_path):
         direct = HiddenStates(trunk, self.ROWS).take([1, 0])

@@ -423,6 +423,32 @@ def test_fidelity_is_of_transformers_logits(draft, tmp_path):
         assert mine == pytest.approx(float(mean.exp()), rel=1e-3)
     same = compare(source, source, ids[:100])
     assert (same.divergence, same.agreement) == (0, 1)
+    assert same.source_acceptance == same.output_acceptance
+
+
+def test_acceptance_is_told_before_and_after_a_graft(tmp_path, capsys):
+    """The trunk says each token again, and the grafted head drafts just that."""
+    bare, text = build_tiny(tmp_path / "bare", "tied", mtp=False), tmp_path / "text"
+    with_head = build_tiny(tmp_path / "with_head", "tied")
+    text.write_text("".join(chr(97 + i % 8) for i in range(300)))
+    weights = load_file(with_head / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    hidden = weights["mtp.fc.weight"].shape[0]
+    # the embedding passes, the hidden state does not
+    weights["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    for norm in ("model.norm.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight"):
+        weights[norm].zero_()
+    save_file(weights, with_head / "model.safetensors", metadata={"format": "pt"})
+    trunk = {name: tensor for name, tensor in weights.items() if not name.startswith("mtp.")}
+    save_file(trunk, bare / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(bare)
+    graft = ["--graft-head", str(with_head), "--text", str(text)]
+    assert cli.main(["quantize", str(bare), str(tmp_path / "out"), *graft]) == 0
+    printed = capsys.readouterr().out
+    assert "acceptance at k = 3, greedy, source: no MTP head" in printed
+    assert "acceptance at k = 3, greedy, output: 4.000 tokens a round (drafts accepted: 100.0%" in printed
 
 
 def test_a_text_that_cannot_be_read_is_told_before_the_work(built, draft, tmp_path, capsys):
