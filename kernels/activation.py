@@ -2,7 +2,8 @@
 
 torch's own sigmoid, silu and softplus compute what is left over at the end of each thread's share by another routine
 than the rest, so an element's bits depend on where it lies: on the number of rows, and of threads. Here nothing is left
-over: every call has a multiple of LANES elements, and few enough that torch gives them to one thread.
+over: every call has a multiple of LANES elements, and few enough that torch gives them to one thread. A GPU computes
+every element by one routine: there the call is made as it is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 
 def _elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     size = x.numel()
+    if x.is_cuda:
+        return function(x.contiguous())
     if size % LANES == 0 and size <= SHARE:
         return function(x.contiguous())
     padded = F.pad(x.reshape(-1), (0, -size % LANES))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from pilotfish.kernels.linear import TILE_ROWS
 
@@ -25,10 +26,24 @@ def write_kv(
     offsets: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
-    """Stores k, v [R, kv, D] at (pages[r], offsets[r]) of the caches [P, kv, PAGE, D]."""
-    k_cache[pages, :, offsets] = k.to(k_cache.dtype)
-    v_cache[pages, :, offsets] = v.to(v_cache.dtype)
+    """Stores k, v [R, kv, D] at (pages[r], offsets[r]) of the caches [P, kv, PAGE, D], as `to_cache` has them."""
+    for cache, values, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        _indexable(cache)[pages, :, offsets] = _indexable(to_cache(values, scale, cache.dtype))
+
+
+def to_cache(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Values as a cache of `dtype` holds them: rounded, and for FP8 divided by the scale and kept inside its range."""
+    if dtype != torch.float8_e4m3fn:
+        return values.to(dtype)
+    return (values.float() / scale).clamp(-448, 448).to(dtype)
+
+
+def _indexable(cache: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes, since torch's indexing does not know it."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 @dataclass(frozen=True)
@@ -102,16 +117,40 @@ def _attend(q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, t
 
 
 def prefill_attention(
-    q_ThD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: list[int], start: int
+    q_ThD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: list[int],
+    start: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """fp32 [T, h, D] of T consecutive prompt rows from position `start`, their KV already written."""
-    rows, heads, _ = q_ThD.shape
+    """fp32 [T, h, D] of T consecutive prompt rows from position `start`, their KV already written. Bits depend on
+    (start, T) and the values alone.
+
+    On a GPU in 16 bits, by the library's flash kernel, without a mask in memory; elsewhere in fp32, with one.
+    """
+    rows, heads, dim = q_ThD.shape
     end = start + rows
     pages = torch.tensor(table[: (end - 1) // PAGE + 1], device=q_ThD.device)
-    k, v = (cache[pages].transpose(0, 1).flatten(1, 2)[:, :end].float() for cache in (k_cache, v_cache))
-    columns = torch.arange(end, device=q_ThD.device)
-    visible = columns <= torch.arange(start, end, device=q_ThD.device)[:, None]
-    output = F.scaled_dot_product_attention(
-        q_ThD.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, enable_gqa=heads != k.shape[0]
+    dtype = _product_dtype(k_cache.dtype, q_ThD.device)
+    k, v = (
+        _indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, :end].to(dtype)
+        for cache in (k_cache, v_cache)
     )
-    return output[0].transpose(0, 1)
+    output = F.scaled_dot_product_attention(
+        q_ThD.transpose(0, 1)[None].to(dtype),
+        k[None],
+        v[None],
+        attn_mask=causal_lower_right(rows, end),
+        scale=dim**-0.5 * k_scale,
+        enable_gqa=heads != k.shape[0],
+    )
+    return output[0].transpose(0, 1).float() * v_scale
+
+
+def _product_dtype(cache_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What prefill multiplies in: e4m3 is exact in both 16-bit formats."""
+    if device.type == "cpu" or cache_dtype == torch.float32:
+        return torch.float32
+    return torch.bfloat16 if cache_dtype == torch.float8_e4m3fn else cache_dtype

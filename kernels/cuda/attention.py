@@ -12,7 +12,7 @@ import torch
 import triton
 
 from pilotfish.kernels.activation import sigmoid
-from pilotfish.kernels.attention import PAGE, row_tiles, window_attention
+from pilotfish.kernels.attention import PAGE, row_tiles, window_attention, write_kv
 from pilotfish.kernels.cuda.attention_kernels import items_kernel, merge_kernel, plan_kernel, project_kernel
 from pilotfish.kernels.norm import rms_norm
 from pilotfish.kernels.rope import apply_rope, rope_angles
@@ -274,20 +274,10 @@ def attention_window_reference(
     q, k = apply_rope(qk, plan.cos[:num_rows, None], plan.sin[:num_rows, None]).split([heads, kv], dim=1)
     pages = tables[slots.repeat_interleave(width), positions // PAGE].long()
     values = v.reshape(num_rows, kv, dim).float().nan_to_num(0.0, 0.0, 0.0)
-    for cache, rows, scale in ((k_cache, k, k_scale), (v_cache, values, v_scale)):
-        # as bytes: indexing knows no FP8
-        bits = (lambda t: t.view(torch.uint8)) if cache.element_size() == 1 else (lambda t: t)
-        bits(cache)[pages, :, positions % PAGE] = bits(to_cache(rows, scale, cache.dtype))
+    write_kv(k_cache, v_cache, pages, positions % PAGE, k, values, k_scale, v_scale)
     starts = positions[::width].tolist()
     used = [tables[slot, : (start + width - 1) // PAGE + 1].tolist() for slot, start in zip(slots, starts, strict=True)]
     tiles = row_tiles(starts, used, width, q.device)
     caches = [c if c.element_size() > 1 else c.float() for c in (k_cache, v_cache)]
     mixed = window_attention(q.contiguous() * k_scale, *caches, tiles) * v_scale
     out[:num_rows] = (mixed.flatten(1) * sigmoid(gate.float())).to(out.dtype)
-
-
-def to_cache(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Values as a cache of `dtype` holds them: rounded, and for FP8 divided by the scale and kept inside its range."""
-    if dtype != torch.float8_e4m3fn:
-        return values.to(dtype)
-    return (values.float() / scale).clamp(-448, 448).to(dtype)

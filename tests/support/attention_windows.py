@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.attention import PAGE, to_cache
 from pilotfish.kernels.cuda import attention
 from pilotfish.kernels.cuda.attention import (
     AttentionScratch,
@@ -18,7 +18,6 @@ from pilotfish.kernels.cuda.attention import (
     plan_rows,
     plan_rows_reference,
     product_dtype,
-    to_cache,
 )
 from pilotfish.kernels.rope import inverse_frequencies
 
