@@ -21,13 +21,14 @@ from pilotfish.engine.messages import Ready, StepReport
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.engine.supervisor import RestartBudget, Supervisor
 from pilotfish.metrics.collectors import Collector
-from pilotfish.server import handlers, status
+from pilotfish.server import handlers, openapi, status
 from pilotfish.server.auth import Keys
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.limits import Limiter
 from pilotfish.server.messages_api.answer import error_body
 from pilotfish.server.model_files import ModelFiles
+from pilotfish.server.protocol import encode
 from pilotfish.server.request_log import REQUEST_ID, RequestLog, client_id, note_error
 from pilotfish.server.routing import guarded
 from pilotfish.server.throughput import ThroughputLog
@@ -101,6 +102,7 @@ def make_app(
         ignore_unknown_fields=options.ignore_unknown_fields,
         limiter=Limiter(keys.limits),
     )
+    app[openapi.DOCUMENT] = encode(openapi.openapi_document(options.root_path))
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
@@ -135,6 +137,7 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
         web.get(root + "/metrics", status.metrics),
         web.get(root + "/version", status.version),
         web.get(root + "/ping", status.ping),
+        web.get(root + "/openapi.json", openapi.openapi),
     ]
 
 

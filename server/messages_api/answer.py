@@ -115,10 +115,15 @@ class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
 
 
 class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):
-    pass
+    """The last event."""
+
+
+class Ping(Struct, frozen=True, tag_field="type", tag="ping"):
+    """While there is nothing else to say."""
 
 
 Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+EVENTS = (MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, Ping)
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ class ArgumentsEvent(Struct, frozen=True, kw_only=True):
 
 
 Event = ResponseEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent
+EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextEvent, ArgumentsEvent)
 
 
 # -- the format ----------------------------------------------------------------------------------------------------
