@@ -10,8 +10,10 @@ from __future__ import annotations
 import datetime
 import http.client
 import os
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -248,7 +250,8 @@ class Release:
         if not self._manager.is_up(slot):
             self._add(Gate("up", False, "runs while the gates look", f"it ended: {self._manager.last_words(slot)}"))
         for gate in report.gates:
-            self._add(gate)
+            # those that passed have been seen in the command's own table
+            self._add(gate, tell=not gate.passed)
         if not report.passed and all(gate.passed for gate in report.gates):
             self._add(Gate("gates", False, "passed", "the gate command says no, without a gate that failed"))
         if failed := [gate.name for gate in self._record.gates if not gate.passed]:
@@ -261,19 +264,38 @@ class Release:
             file = Path(folder, "gates.json")
             command = [*self._settings.gate, slot.url, "--json", str(file), *self._settings.gate_flags]
             try:
-                done = _run(command, environment, self._settings.gates)
+                status, said = self._run(command, environment)
                 report = msgspec.json.decode(file.read_bytes(), type=Report)
-            except subprocess.TimeoutExpired:
-                came = f"none after {self._settings.gates:g} s"
             except OSError as error:
-                came = f"none: {error if error.filename != str(file) else last_words(done.stdout)}"
+                came = f"none: {error if error.filename != str(file) else last_words(said)}"
             except msgspec.DecodeError as error:
                 came = f"another file: {error}"
             else:
-                if done.returncode == 0 or not report.passed:
+                if status == 0 or not report.passed:
                     return report
-                came = f"one that passed, and exit status {done.returncode}"
+                came = f"one that passed, and exit status {status}"
         return Report(False, [Gate("gates", False, "a report of the gate command", came)])
+
+    def _run(self, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        """Its exit status and what it said, which is also told as it comes. Past its time it is killed."""
+        pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        said = ""
+        # a session of its own, so that what it has started goes with it
+        with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+            timer = threading.Timer(self._settings.gates, os.killpg, (process.pid, signal.SIGKILL))
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    said += line
+                    self._tell("  " + line.rstrip())
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            finally:
+                timed_out = not timer.is_alive()
+                timer.cancel()
+        return process.returncode, f"pilotfish: nothing within {self._settings.gates:g} s" if timed_out else said
 
     # -- back ----------------------------------------------------------------------------------------------------
 
@@ -326,15 +348,10 @@ class Release:
         self._record.notes.append(text)
         self._tell(text)
 
-    def _add(self, gate: Gate) -> None:
+    def _add(self, gate: Gate, *, tell: bool = True) -> None:
         self._record.gates.append(gate)
-        self._tell(f"{'pass' if gate.passed else 'FAIL'}  {gate.name}: " + _outcome(gate))
-
-
-def _run(command: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Its output together, and not shown: its table is told gate by gate."""
-    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, **pipes, env=environment, timeout=timeout, check=False)
+        if tell:
+            self._tell(f"{'pass' if gate.passed else 'FAIL'}  {gate.name}: " + _outcome(gate))
 
 
 def _outcome(gate: Gate) -> str:

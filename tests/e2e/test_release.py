@@ -150,10 +150,14 @@ def test_a_port_that_is_taken(site, before):
 
 @pytest.mark.parametrize(
     ("gate", "words"),
-    [("/no/such/command", "/no/such/command"), ("sh -c 'echo ERROR: no torch; exit 3'", "ERROR: no torch")],
+    [
+        ("/no/such/command", "/no/such/command"),
+        ("sh -c 'echo ERROR: no torch; exit 3'", "ERROR: no torch"),
+        ("sh -c 'sleep 60; true'", "nothing within 2 s"),
+    ],
 )
 def test_a_gate_command_that_says_nothing_is_no_gate_passed(site, before, gate, words):
-    assert done(site.release(other(before[1]), "--gate", gate)) == 1
+    assert done(site.release(other(before[1]), "--gate", gate, "--gate-timeout", "2")) == 1
     assert words in assert_unchanged(site, before, "gates")
 
 
