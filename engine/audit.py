@@ -110,13 +110,15 @@ class RunResult:
 
 
 class Recorder:
-    """An observer that files digests by request and keeps only rows whose input was committed."""
+    """An observer that files digests by request and keeps only rows whose input was committed. Without `rows` it looks
+    at tokens alone."""
 
-    def __init__(self, loop: EngineLoop):
+    def __init__(self, loop: EngineLoop, rows: bool = True):
         self.loop = loop
         self.transcripts: dict[str, Transcript] = {}
         self._seen: list[tuple[str, int, str, bytes]] = []
-        loop.runner.observers.append(self.observe)
+        if rows:
+            loop.runner.observers.append(self.observe)
 
     def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
         scheduler = self.loop.scheduler
@@ -131,9 +133,8 @@ class Recorder:
         """One engine step. Of it: rounds of sequences, drafted and accepted tokens, first drafts and accepted ones."""
         prompts = {s.request_id: len(s.prompt) for s in (*self.loop.scheduler.running, *self.loop.scheduler.waiting)}
         report = self.loop.step()
-        assert report is not None
         totals = [0] * 5
-        for output in report.outputs:
+        for output in report.outputs if report is not None else ():
             if output.error is not None:
                 raise RuntimeError(f"request {output.request_id}: {output.error}")
             transcript = self.transcripts.setdefault(output.request_id, Transcript())
@@ -213,6 +214,10 @@ class Auditor:
         recorder, totals = self._transcripts(depth, batch, self.requests, forced)
         got = recorder.transcripts
         findings = compare(name, self.reference, got, self.prompt_lengths)
+        if self.plan.fused:
+            # rounds in view were launched one operator after the other
+            replayed = self._transcripts(depth, batch, self.requests, forced, captured=True)[0].transcripts
+            findings += compare(f"{name}, captured", self.reference, replayed, self.prompt_lengths)
         return RunResult(
             name,
             findings,
@@ -222,11 +227,11 @@ class Auditor:
         )
 
     def _transcripts(
-        self, depth: int, batch: int, requests: list[Submit], forced: bool = False
+        self, depth: int, batch: int, requests: list[Submit], forced: bool = False, captured: bool = False
     ) -> tuple[Recorder, list[int]]:
-        plan = dataclasses.replace(self.plan, depth=depth, max_num_seqs=batch)
+        plan = dataclasses.replace(self.plan, depth=depth, max_num_seqs=batch, captured=captured)
         loop = EngineLoop(assemble(self.model, plan, len(requests), 0, 0.0))
-        recorder = Recorder(loop)
+        recorder = Recorder(loop, rows=not captured)
         for request in requests:
             loop.submit(request)
         totals = [0] * 5
@@ -314,6 +319,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens a request (default: %(default)s)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve")
     parser.add_argument("--json", action="store_true", help="one JSON object a run instead of the table")
     args = parser.parse_args(argv)
     args.speculation = {"draft_head": args.draft_head} | (args.speculative_config or {})
@@ -346,13 +352,14 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         max_model_len=longest,
         dtype=args.dtype,
         device=args.device,
+        kernels=args.kernels,
     )
     plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.max_depth)
-    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, plan.depth + 1)
+    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
     weights = load_weights(checkpoint, plan.device)
     if plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not is_mtp(name)}
-    model = build_model(weights, config, sizes, plan.dtype, plan.device)
+    model = build_model(weights, config, sizes, plan.dtype, plan.device, plan.fused)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
     return Auditor(model, plan, make_requests(prompts, args.max_tokens, config.eos_token_ids, config.vocab_size))

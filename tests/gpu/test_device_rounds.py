@@ -1,0 +1,108 @@
+"""Device rounds on a GPU: the audit over fused kernels, graphs against launches, and no compiling once captured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from pilotfish.engine.audit import _parse, audit, make_auditor
+from pilotfish.engine.bench.measure import random_prompts
+from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.messages import SamplingParams, Submit
+from pilotfish.engine.start import assemble
+from pilotfish.kernels.cuda.linear import PackedLinear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEMO = str(Path(__file__).parents[2] / "demo" / "model")
+MODES = {
+    "greedy": SamplingParams(temperature=0, max_tokens=96, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=96, ignore_eos=True, seed=5),
+}
+
+
+@pytest.fixture(scope="module")
+def auditor():
+    args = ["--device", "cuda", "--kernels", "fused", "--num-prompts", "4", "--max-tokens", "64", "--max-batch", "16"]
+    return make_auditor(_parse([DEMO, *args]))
+
+
+def loop_of(auditor, depth, batch, captured=True, pdl=True):
+    plan = dataclasses.replace(auditor.plan, depth=depth, max_num_seqs=batch, captured=False)
+    loop = EngineLoop(assemble(auditor.model, plan, 64, 0, 0.0))
+    loop.rounds.body.ops.use_pdl(pdl)
+    if captured:
+        loop.rounds.capture(progress=False)
+    return loop
+
+
+def decode(loop, mode, batch, lengths=(5, 130, 40, 64)):
+    """The tokens of a batch of random prompts, and how many rounds accepted how many drafts."""
+    texts, accepted, graphs = {}, Counter(), Counter()
+    for number in range(batch):
+        prompt = random_prompts(1, lengths[number % len(lengths)], 8000)[0]
+        name = str(number)
+        texts[name] = []
+        loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=MODES[mode]))
+    while loop.has_work():
+        report = loop.step()
+        for output in report.outputs if report else ():
+            assert output.error is None, output.error
+            texts[output.request_id] += output.token_ids
+            if output.round:
+                accepted[output.num_accepted] += 1
+        if report and "wait" in report.stats.phases:
+            graphs[report.stats.graph] += 1
+    return texts, accepted, graphs
+
+
+def test_weights_are_packed(auditor):
+    layer = auditor.model.trunk.layers[0]
+    assert isinstance(layer.mixer.in_proj.packed, PackedLinear)
+    assert isinstance(auditor.model.trunk.layers[3].mixer.qkvg.packed, PackedLinear)
+
+
+@torch.inference_mode()
+def test_tokens_and_bits_do_not_depend_on_k_or_batch(auditor):
+    results = list(audit(auditor, [1, 3, 8], [1, 2, 4]))
+    assert [finding for result in results for finding in result.findings] == []
+    assert all(result.num_rows > 1000 for result in results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.inference_mode()
+def test_every_k_and_batch_writes_what_k_0_writes(auditor, mode):
+    reference, _, _ = decode(loop_of(auditor, 0, 1), mode, 16)
+    for depth in range(1, 9):
+        for batch in (1, 2, 3, 5, 8, 16):
+            texts, accepted, graphs = decode(loop_of(auditor, depth, batch), mode, 16)
+            assert texts == reference, (depth, batch)
+            assert graphs[False] == 0 and graphs[True] > 0
+        assert sum(accepted.values()) > 0
+
+
+@torch.inference_mode()
+def test_dependent_launch_and_graphs_change_nothing(auditor):
+    texts = [
+        decode(loop_of(auditor, 3, 4, captured, pdl), "sampled", 8)[0]
+        for captured in (True, False)
+        for pdl in (True, False)
+    ]
+    assert all(text == texts[0] for text in texts)
+
+
+@torch.inference_mode()
+def test_nothing_compiles_once_rounds_are_captured(auditor):
+    from pilotfish.kernels.cuda.warm import Compilations
+
+    loop = loop_of(auditor, 3, 4)
+    decode(loop, "greedy", 1)
+    before = Compilations.now()
+    for batch in (1, 2, 3, 4):
+        decode(loop, "sampled", batch)
+    assert (Compilations.now() - before).compiled == 0
+    assert loop.rounds.num_missed == 0
