@@ -1,0 +1,67 @@
+"""A prompt's recurrence and attention on the device, against the CPU's, and from what their bits may depend."""
+
+import pytest
+import torch
+
+from pilotfish.kernels.attention import PAGE, prefill_attention
+from pilotfish.kernels.cuda import delta_prefill as library
+from pilotfish.kernels.delta_net import delta_prefill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def delta_operands(tokens, heads=4, dk=128, dv=128):
+    q, k = (torch.nn.functional.normalize(draw(tokens, heads, dk, seed=s), dim=-1) for s in (1, 2))
+    state, v = draw(heads, dk, dv, seed=3), draw(tokens, heads, dv, seed=4)
+    gates = draw(tokens, heads, seed=5).sigmoid(), -draw(tokens, heads, seed=6).exp() * 0.3
+    return state, q * dk**-0.5, k, v, *gates
+
+
+@pytest.mark.skipif(not library.is_installed(), reason="needs fla-core")
+@pytest.mark.parametrize("tokens", (1, 64, 200, 1024))
+def test_the_recurrence_matches_the_cpu(tokens):
+    operands = delta_operands(tokens)
+    wanted = delta_prefill(*operands)
+    got = delta_prefill(*(t.cuda() for t in operands))
+    for mine, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.cpu(), other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
+    # twice the same bits, with other work in between
+    draw(1 << 20).cuda().sort()
+    again = delta_prefill(*(t.cuda() for t in operands))
+    assert all(torch.equal(mine, other) for mine, other in zip(again, got, strict=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn))
+@pytest.mark.parametrize(("start", "rows"), ((0, 1), (0, 700), (PAGE, 300), (PAGE + 5, 40), (4 * PAGE, 1)))
+@pytest.mark.parametrize(("heads", "kv", "dim"), ((16, 2, 256), (6, 2, 64)))
+def test_attention_matches_the_cpu(heads, kv, dim, start, rows, dtype):
+    pages = (start + rows - 1) // PAGE + 1
+    # what lies past the end is never read
+    caches = [draw(pages + 1, kv, PAGE, dim, seed=s) for s in (1, 2)]
+    for cache in caches:
+        cache[pages - 1, :, (start + rows - 1) % PAGE + 1 :] = float("nan")
+    caches = [cache.to(dtype) for cache in caches]
+    q, table = draw(rows, heads, dim, seed=3), [*range(pages)]
+    wanted = prefill_attention(q, *(cache.float() for cache in caches), table, start, 0.5, 2.0)
+    got = prefill_attention(q.cuda(), *(cache.cuda() for cache in caches), table, start, 0.5, 2.0)
+    torch.testing.assert_close(got.cpu(), wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()))
+
+
+def test_attention_needs_no_mask_in_memory():
+    heads, kv, dim, rows, start = 16, 2, 256, 4096, 28 * 1024
+    pages = (start + rows) // PAGE
+    caches = [torch.zeros(pages, kv, PAGE, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    q = torch.zeros(rows, heads, dim, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    prefill_attention(q, *caches, list(range(pages)), start)
+    # a mask of rows x end would be 128 MiB, scores of one head 256 MiB more
+    assert torch.cuda.max_memory_allocated() - before < 3 * q.nbytes + 3 * sum(cache.nbytes for cache in caches)
