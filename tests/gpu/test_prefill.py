@@ -55,7 +55,7 @@ def test_attention_matches_the_cpu(heads, kv, dim, start, rows, dtype):
 
 
 def test_attention_needs_no_mask_in_memory():
-    heads, kv, dim, rows, start = 16, 2, 256, 4096, 28 * 1024
+    heads, kv, dim, rows, start = 16, 2, 256, 8192, 56 * 1024
     pages = (start + rows) // PAGE
     caches = [torch.zeros(pages, kv, PAGE, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     q = torch.zeros(rows, heads, dim, device="cuda")
@@ -63,5 +63,5 @@ def test_attention_needs_no_mask_in_memory():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     prefill_attention(q, *caches, list(range(pages)), start)
-    # a mask of rows x end would be 128 MiB, scores of one head 256 MiB more
+    # half of it for copies in 16 bits and the output; a mask of rows x end would be 512 MiB more
     assert torch.cuda.max_memory_allocated() - before < 3 * q.nbytes + 3 * sum(cache.nbytes for cache in caches)
