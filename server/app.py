@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
 import pilotfish
@@ -198,7 +198,10 @@ def _errors(metrics: Collector, root_path: str) -> Callable:
             if error.status < 400:
                 raise
             shown = f"{error.reason}: {request.method} {request.path[:200]}"
-            return refuse(request, from_status(error.status, shown))
+            refusal = from_status(error.status, shown)
+            if hdrs.ALLOW in error.headers:
+                refusal.headers = {hdrs.ALLOW: error.headers[hdrs.ALLOW]}
+            return refuse(request, refusal)
         except RecursionError:
             return refuse(request, BadRequest("The body is nested too deeply.", code="invalid_json"))
         except ConnectionError:

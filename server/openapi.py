@@ -1,7 +1,7 @@
 """The OpenAPI 3.1 document at /openapi.json, made from the structs that bodies are decoded to and answers encoded from.
 
 What a struct cannot say is added here: fields without effect, and known fields that are only accepted with a value that
-asks for nothing. A stream's events are in `x-event-data`: OpenAPI 3.1 has no place for them.
+asks for nothing. The schema of a stream is that of one event, as OpenAPI 3.2 has it in `itemSchema`.
 """
 
 from __future__ import annotations
@@ -149,11 +149,10 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
         {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: {"schema": schema_of[answer]}}
     )
     if operation.events:
-        data = [schema_of[kind] for kind in operation.events]
-        content["text/event-stream"] = {
-            "schema": {"type": "string"},
-            "x-event-data": {"anyOf": data},
-        }
+        data = {"anyOf": [schema_of[kind] for kind in operation.events]}
+        written = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
+        event = {"type": "object", "properties": {"event": {"type": "string"}, "data": written}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
     error = {"description": "A refusal or failure", "content": {JSON: {"schema": schema_of[operation.error]}}}
     responses = {"200": {"description": "The answer", "content": content}, "4XX": error, "5XX": error}
     for code in operation.also:

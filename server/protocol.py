@@ -216,9 +216,16 @@ def decode_request(
 
 
 def _unknown_inside(raw: Any, value: Any, where: str = "") -> Iterator[str]:
-    """Paths of what a typed part of a request has and its type does not; what is empty asks for nothing."""
+    """Paths of what a typed part of a request has and its type does not; what is empty asks for nothing.
+
+    Raises BadRequest where a part does not say its type: msgspec wants it only where there are others.
+    """
     if isinstance(value, Struct) and isinstance(raw, dict):
-        known = {*value.__struct_fields__, value.__struct_config__.tag_field}
+        tag = value.__struct_config__.tag_field
+        if tag is not None and tag not in raw:
+            param = f"{where}.{tag}"
+            raise BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_parameter")
+        known = {*value.__struct_fields__, tag}
         for name, inner in raw.items():
             path = f"{where}.{name}" if where else name
             if name in value.__struct_fields__:
@@ -233,12 +240,17 @@ def _unknown_inside(raw: Any, value: Any, where: str = "") -> Iterator[str]:
 def _asks_for_nothing(name: str, value: Any, refused: Mapping[str, tuple[Any, ...]], ignore_unknown: bool) -> bool:
     """Of a field that is not served; False for one that is ignored. Raises BadRequest for the others."""
     if name in refused:
-        if value not in refused[name]:
+        if not any(_is_same(value, nothing) for nothing in refused[name]):
             raise BadRequest(f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
         return True
     if not ignore_unknown:
         raise BadRequest(f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
     return False
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """In JSON true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _check_stream_options(options: Any) -> None:

@@ -343,6 +343,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"extra_body": {"top_j": 1}}, "top_j: "),
         ({"extra_body": {"thinking": {"type": "between_tools"}}}, "thinking.type: "),
         ({"system": [IMAGE]}, "system[0]"),
+        ({"system": [{"text": "x"}]}, "system[0].type: "),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "size": 3}]}]}, "content[0].size: "),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},

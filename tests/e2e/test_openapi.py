@@ -126,7 +126,7 @@ def test_bodies_and_answers_are_as_it_says(server, closed, path, body):
 def test_events_are_as_it_says(server, closed, path, body):
     status, kind, text = call(server, path, {**body, "stream": True})
     assert (status, kind) == (200, "text/event-stream"), text
-    schema = content_of(closed, path, 200)[kind]["x-event-data"]
+    schema = content_of(closed, path, 200)[kind]["schema"]["properties"]["data"]["contentSchema"]
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     assert events
@@ -140,6 +140,16 @@ def test_refusals_are_as_it_says(server, closed, path):
         status, kind, text = call(server, path, body)
         assert status in (400, 404)
         assert errors_of(closed, content_of(closed, path, status)[kind]["schema"], json.loads(text)) == []
+
+
+def test_another_method_is_told_which_are_allowed(server):
+    for path, allowed in (("/v1/responses", "POST"), ("/health", "GET,HEAD"), ("/v1/models/scripted", "GET,HEAD")):
+        request = urllib.request.Request(server.url + path, method="PUT")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=TIMEOUT)
+        assert caught.value.code == 405
+        assert set(caught.value.headers["Allow"].split(",")) <= set(allowed.split(","))
+        caught.value.close()
 
 
 def test_a_wrong_answer_would_be_seen(closed):

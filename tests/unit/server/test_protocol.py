@@ -164,3 +164,8 @@ def test_errors_have_openais_shape():
     assert (ApiError("x").status, ApiError("x").type) == (500, "server_error")
     assert from_status(413, "big").reason == "too_large"
     assert from_status(404, "").type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("field", "value"), [("best_of", True), ("use_beam_search", 0), ("priority", False)])
+def test_true_is_not_one(field, value):
+    assert refusal({"prompt": "hi", field: value}).param == field
