@@ -142,7 +142,9 @@ def prefill_attention(
         q_ThD.transpose(0, 1)[None].to(dtype),
         k[None],
         v[None],
-        attn_mask=causal_lower_right(rows, end),
+        # the same mask at 0; the library's class cannot be made where a dispatch mode watches
+        attn_mask=causal_lower_right(rows, end) if start else None,
+        is_causal=not start,
         scale=dim**-0.5 * k_scale,
         enable_gqa=heads != k.shape[0],
     )
