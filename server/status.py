@@ -8,6 +8,7 @@ from aiohttp import web
 from msgspec import Struct
 
 import pilotfish
+from pilotfish.engine.client import EngineClient
 from pilotfish.engine.messages import Execution, HeadCheck, Ready
 from pilotfish.server.handlers import SERVICE, Service, json_answer
 from pilotfish.server.protocol import Model, ModelList
@@ -135,7 +136,7 @@ async def health(request: web.Request) -> web.Response:
     """200 while the engine loads or serves; the body says which part fails."""
     service = request.app[SERVICE]
     client, ready = service.client, service.client.ready
-    stalled = client.healthy and client.seconds_silent > STALLED_SECONDS
+    stalled = _hangs(client)
     body = Health(
         status="stalled" if stalled else "ok" if client.state == "ready" else client.state,
         version=pilotfish.__version__,
@@ -151,6 +152,10 @@ async def health(request: web.Request) -> web.Response:
     return json_answer(body, status=200 if client.healthy and not stalled else 503)
 
 
+def _hangs(client: EngineClient) -> bool:
+    return client.healthy and client.seconds_silent > STALLED_SECONDS
+
+
 def _speculation(ready: Ready) -> Speculation:
     return Speculation(
         enabled=ready.num_speculative_tokens > 0,
@@ -162,14 +167,15 @@ def _speculation(ready: Ready) -> Speculation:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 when requests are taken, else 503 and why."""
-    state = request.app[SERVICE].client.state
+    """200 when requests are taken and move on, else 503 and why: a relay looks here."""
+    client = request.app[SERVICE].client
+    state = "stalled" if _hangs(client) else client.state
     return json_answer(Readiness(state == "ready", state), 200 if state == "ready" else 503)
 
 
 async def metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    service.metrics.on_engine(service.client.state == "ready")
+    service.metrics.on_engine(service.client.state == "ready" and not _hangs(service.client))
     return web.Response(body=service.metrics.exposition(), headers={"Content-Type": METRICS_TYPE})
 
 

@@ -163,6 +163,11 @@ def test_an_engine_that_hangs_turns_health_red(folder, monkeypatch):
                         break
                     await asyncio.sleep(0.05)
             assert health["status"] == "stalled" and health["engine"]["seconds_silent"] > 0.3
+            # the relay sends it nothing more, and the alert on engine_up sees it
+            async with http.get(server.url + "/ready") as response:
+                assert response.status == 503 and (await response.json())["engine"] == "stalled"
+            async with http.get(server.url + "/metrics") as response:
+                assert "pilotfish_engine_up 0.0" in await response.text()
             asked.cancel()
 
     run(story())
