@@ -104,7 +104,7 @@ class Collector:
         series["exactness_mismatched_requests"].inc(stats.num_audit_mismatches)
         if stats.step_seconds:
             series["step_seconds"].observe(stats.step_seconds)
-        if "verify" in stats.phases:
+        if "verify" in stats.phases or "wait" in stats.phases:
             self._paths["graph" if stats.graph else "eager"].inc()
         for phase, seconds in stats.phases.items():
             if phase in self._phases:
@@ -125,8 +125,7 @@ class Collector:
 
     def on_tokens(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` that arrived together, `seconds` after the ones before."""
-        for _ in range(num_tokens):
-            self._inter_token.observe(seconds / num_tokens)
+        self._inter_token.observe(seconds / num_tokens, num_tokens)
 
     def on_end(self, end: RequestEnd) -> None:
         series = self._series

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Gauge
+
+from pilotfish.metrics.series import Counter, Histogram
 
 PREFIX = "pilotfish_"
 SPEC = PREFIX + "spec_decode_"
@@ -67,7 +69,8 @@ REQUEST_TOKENS = (
     262144.0,
 )
 
-PHASES = ("verify", "mask", "choose", "accept", "repair", "draft", "report", "prefill")
+PHASES = ("verify", "mask", "choose", "accept", "repair", "draft", "report", "launch", "wait", "prefill")
+"""A round's, in order: operator by operator, or where it is launched from a graph, the host's share of it."""
 ROUND_PATHS = ("graph", "eager")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REJECTION_REASONS = (
@@ -207,18 +210,16 @@ DEFINITIONS = (
     ),
 )
 
-KINDS = {"counter": Counter, "gauge": Gauge}
-
 
 def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]:
     """Every metric of the table in `registry`, by name without the prefix and `_total`."""
-    # creation times would double the number of series and no query here needs them
-    disable_created_metrics()
     built: dict[str, Counter | Gauge | Histogram] = {}
     for entry in DEFINITIONS:
         key = entry.name.removeprefix(PREFIX).removesuffix("_total")
         if entry.kind == "histogram":
-            built[key] = Histogram(entry.name, entry.help, entry.labels, buckets=entry.buckets, registry=registry)
+            built[key] = Histogram(entry.name, entry.help, entry.labels, entry.buckets, registry)
+        elif entry.kind == "counter":
+            built[key] = Counter(entry.name, entry.help, entry.labels, registry)
         else:
-            built[key] = KINDS[entry.kind](entry.name, entry.help, entry.labels, registry=registry)
+            built[key] = Gauge(entry.name, entry.help, entry.labels, registry=registry)
     return built

@@ -1,0 +1,82 @@
+"""An engine core on a clock: every PERIOD seconds each running request gets RUN tokens, whatever the host makes of it.
+
+The time of a round is not that of the work done for it: rounds fall due on a fixed grid, and one that is late is
+followed at once by the next. Each request's first round is written to `started.jsonl` in the model's folder, so that a
+client can tell when each token was due (monotonic clocks are one for all processes of a machine).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from pilotfish.engine.messages import Ready, RequestOutput, StepReport, StepStats, Submit
+
+PERIOD = 1e-3
+RUN = 3
+TEXT = b"the quick brown fox jumps over the lazy dog. "
+
+
+class PacedCore:
+    def __init__(self, options) -> None:
+        self._log = Path(options.model).joinpath("started.jsonl").open("a")
+        self._done: dict[str, int] = {}
+        self._wanted: dict[str, int] = {}
+        self._due = 0.0
+        self.ready = Ready(
+            model_type="paced",
+            vocab_size=512,
+            max_model_len=options.max_model_len or 1 << 20,
+            max_num_seqs=options.max_num_seqs or 64,
+            binding_limit="configured",
+            num_speculative_tokens=3,
+            speculation_disabled_reason=None,
+            max_waiting=64,
+            kv_pages_total=100,
+            page_size=256,
+            device="none",
+            dtype="none",
+            load_seconds=0.0,
+            ledger={},
+        )
+
+    def submit(self, request: Submit) -> None:
+        self._done[request.request_id] = 0
+        self._wanted[request.request_id] = request.sampling.max_tokens
+
+    def abort(self, request_id: str) -> None:
+        self._done.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self._done)
+
+    def step(self) -> StepReport | None:
+        if not self._done:
+            return None
+        now = time.monotonic()
+        if now > self._due + 1:
+            self._due = now
+        self._due += PERIOD
+        time.sleep(max(0.0, self._due - time.monotonic()))
+        outputs = [self._advance(name) for name in list(self._done)]
+        stats = StepStats(phases={"verify": PERIOD}, step_seconds=PERIOD, num_running=len(self._done))
+        return StepReport(outputs=outputs, stats=stats)
+
+    def _advance(self, name: str) -> RequestOutput:
+        done = self._done[name]
+        if not done:
+            self._log.write(json.dumps({"due": self._due}) + "\n")
+            self._log.flush()
+        count = min(RUN, self._wanted[name] - done)
+        tokens = [TEXT[(done + i) % len(TEXT)] for i in range(count)]
+        self._done[name] += count
+        finished = self._done[name] == self._wanted[name]
+        if finished:
+            del self._done[name]
+        reason = "length" if finished else None
+        return RequestOutput(request_id=name, token_ids=tokens, finish_reason=reason, num_drafted=3, num_accepted=2)
+
+
+def make_core(options) -> PacedCore:
+    return PacedCore(options)
