@@ -232,7 +232,8 @@ def _unknown_inside(raw: Any, value: Any, where: str = "") -> Iterator[str]:
                 yield from _unknown_inside(inner, getattr(value, name), path)
             elif name not in known and inner is not None and inner is not False and inner not in ([], {}):
                 yield path
-    elif isinstance(value, list) and isinstance(raw, list):
+    # token ids are many, and have no fields
+    elif isinstance(value, list) and value and isinstance(value[0], Struct | list):
         for index, (inner, typed) in enumerate(zip(raw, value, strict=True)):
             yield from _unknown_inside(inner, typed, f"{where}[{index}]")
 
