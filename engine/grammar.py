@@ -115,5 +115,5 @@ def _source(grammar: Grammar) -> str:
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
             raise ValueError("want a list of at least one string")
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
-    lark = gbnf_to_lark.any_to_lark(grammar.source)
+    lark = grammar.source if grammar.kind == "lark" else gbnf_to_lark.any_to_lark(grammar.source)
     return LLMatcher.grammar_from_lark(lark)

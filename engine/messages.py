@@ -19,11 +19,11 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text must match. `source` is a JSON schema, a regular expression, a JSON list of strings (choice), or a
-    Lark or GBNF grammar; unused for json_object. `after_token_id`: in force once that token has been generated
+    """What the text must match. `source` is a JSON schema, a regular expression, a JSON list of strings (choice), a grammar
+    in Lark ("lark") or one of Lark and GBNF ("grammar"); unused for json_object. `after_token_id`: in force once that token has been generated
     (the end of thinking)."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "lark"]
     source: str = ""
     after_token_id: int | None = None
 
@@ -132,12 +132,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `memory_bytes` is in use now, as in the ledger: on a CPU resident in this process, on a GPU in use on the device; 0
     while requests run.
     `graph` is True where a round replayed a captured graph, False where it was launched operator by operator.
+    `num_compiled` kernels had to be compiled since the report before.
     """
 
     phases: dict[str, float] = {}
     step_seconds: float = 0.0
     num_prefill_tokens: int = 0
     graph: bool = False
+    num_compiled: int = 0
     num_audited_tokens: int = 0
     num_audit_mismatches: int = 0
     memory_bytes: int = 0

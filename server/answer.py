@@ -60,11 +60,12 @@ Part = Said | CallOpened | CallArguments | CallClosed
 class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
     """How to read an answer. `thinking`: "open" where the prompt ends inside the block, "look" where the model may
     open it, "none" where there is none. `tools`: schemas by function, or no calls. `forced`: the beginning of the
-    answer that stood in the prompt. `single`: the answer ends with its first call."""
+    answer that stood in the prompt, of a call of `named` if that is given. `single`: it ends with its first call."""
 
     thinking: Literal["none", "look", "open"] = "none"
     tools: dict[str, Schema] | None = None
     forced: str = ""
+    named: str = ""
     single: bool = False
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from pilotfish.engine.messages import Grammar, Ready, SamplingParams
 from pilotfish.server.answer import CALL, END_THINK, FUNCTION, THINK, AnswerRules
+from pilotfish.server.call_grammar import call_grammar
 from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.messages import check_messages
@@ -229,9 +230,13 @@ def _grammar(request: SamplingFields, after_token_id: int | None = None) -> Gram
 
 
 def _chat_grammar(request: ChatRequest, files: ModelFiles, answer: AnswerRules | None) -> Grammar | None:
-    """In force after the thinking block where the prompt opens one."""
+    """In force after the thinking block where the prompt opens one. A demanded call is a grammar too."""
     thinking = answer is not None and answer.thinking == "open"
     grammar = _grammar(request, files.tokenizer.token_to_id(END_THINK) if thinking else None)
+    if grammar is None and answer is not None and answer.tools is not None and answer.forced:
+        if request.min_tokens:
+            raise BadRequest("A demanded call decides when the text ends: want no min_tokens.", param="min_tokens")
+        return call_grammar(answer.tools, answer.named, answer.single, files.tokenizer)
     if grammar is not None and answer is not None and answer.tools is not None:
         raise BadRequest(
             "Structured output and tools are not supported together: want tool_choice none.", param="tools"
@@ -431,9 +436,8 @@ def _answer_rules(request: ChatRequest, files: ModelFiles, text: str, tools: Too
     """None where the answer has no parts to tell apart."""
     if tools is None and not files.parses_reasoning:
         return None
-    forced = ""
+    forced, named = "", tools.choice.named if tools is not None else ""
     if tools is not None and tools.choice.mode in ("required", "named"):
-        named = tools.choice.named
         forced = f"{CALL}\n{FUNCTION}" + (f"{named}>\n" if named else "")
     thinking: Literal["none", "look", "open"] = "none"
     if files.parses_reasoning and not forced:
@@ -442,6 +446,7 @@ def _answer_rules(request: ChatRequest, files: ModelFiles, text: str, tools: Too
         thinking=thinking,
         tools=tools.schemas if tools else None,
         forced=forced,
+        named=named,
         single=request.parallel_tool_calls is False,
     )
 

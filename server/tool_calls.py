@@ -115,7 +115,7 @@ def argument_types(function: Schema, parameter: str) -> frozenset[str]:
             continue
         seen.add(id(schema))
         if isinstance(schema.get("$ref"), str):
-            waiting.append(_resolve(schema["$ref"], function))
+            waiting.append(resolve(schema["$ref"], function))
         elif (own := _own_types(schema)) is not None:
             found |= own
         else:
@@ -136,7 +136,7 @@ def _own_types(schema: Schema) -> set[str] | None:
     return {_type_of(value) for value in values} or None
 
 
-def _resolve(reference: str, root: Schema) -> Any:
+def resolve(reference: str, root: Schema) -> Any:
     """`#/$defs/Name` in the function's own schema."""
     if not reference.startswith("#"):
         return None

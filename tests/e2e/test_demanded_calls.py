@@ -1,0 +1,105 @@
+"""tool_choice required or a function, on the demo model: the call comes, fits its schema, and k changes nothing."""
+
+import json
+from pathlib import Path
+
+import openai
+import pytest
+from serving import serving_in_thread
+
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+CORE = "pilotfish.engine.loop:make_core"
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 1, "maximum": 20},
+        "unit": {"type": "string", "enum": ["kilogram", "piece"]},
+        "sizes": {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 2},
+        "gift": {"type": "boolean"},
+    },
+    "required": ["count", "unit", "sizes", "gift"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "order_fish", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "close_shop"}},
+]
+NAMED = {"type": "function", "function": {"name": "order_fish"}}
+
+pytestmark = pytest.mark.skipif(
+    not list(MODEL.glob("*.safetensors")), reason="demo/model has no weights in this checkout"
+)
+
+
+@pytest.fixture(scope="module", params=[0, 3], ids=["k0", "k3"])
+def client(request):
+    engine = {"num_speculative_tokens": request.param, "max_model_len": 1024, "num_threads": 1}
+    with (
+        serving_in_thread(MODEL, core=CORE, engine=engine) as server,
+        openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def written():
+    """What each test saw first; the server with the other k must give the same."""
+    return {}
+
+
+def ask(client, **fields):
+    answer = client.chat.completions.create(
+        model="scripted",
+        messages=[{"role": "user", "content": "I want twelve fish."}],
+        tools=TOOLS,
+        max_tokens=200,
+        seed=1,
+        **fields,
+    )
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert not answer.choices[0].message.content
+    return [(call.function.name, json.loads(call.function.arguments)) for call in answer.choices[0].message.tool_calls]
+
+
+def fits(values):
+    assert list(values) == ["count", "unit", "sizes", "gift"]
+    assert 1 <= values["count"] <= 20 and values["unit"] in ("kilogram", "piece") and isinstance(values["gift"], bool)
+    assert 1 <= len(values["sizes"]) <= 2 and all(isinstance(size, int | float) for size in values["sizes"])
+
+
+@pytest.mark.parametrize("temperature", (0, 1.2))
+def test_a_named_function_is_called_with_fitting_arguments(client, written, temperature):
+    calls = ask(client, tool_choice=NAMED, temperature=temperature)
+    assert [name for name, _ in calls] == ["order_fish"]
+    fits(calls[0][1])
+    assert written.setdefault(("named", temperature), calls) == calls
+
+
+@pytest.mark.parametrize("temperature", (0, 1.2))
+def test_required_is_a_call_of_one_of_the_functions(client, written, temperature):
+    calls = ask(client, tool_choice="required", parallel_tool_calls=False, temperature=temperature)
+    assert len(calls) == 1
+    name, values = calls[0]
+    if name == "order_fish":
+        fits(values)
+    else:
+        assert (name, values) == ("close_shop", {})
+    assert written.setdefault(("required", temperature), calls) == calls
+
+
+def test_a_stream_has_the_same_call(client):
+    stream = client.chat.completions.create(
+        model="scripted",
+        messages=[{"role": "user", "content": "I want twelve fish."}],
+        tools=TOOLS,
+        tool_choice=NAMED,
+        max_tokens=200,
+        temperature=0,
+        stream=True,
+    )
+    pieces = [call.function.arguments or "" for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [("order_fish", json.loads("".join(pieces)))] == ask(client, tool_choice=NAMED, temperature=0)
+
+
+def test_min_tokens_does_not_go_with_a_demanded_call(client):
+    with pytest.raises(openai.BadRequestError, match="min_tokens"):
+        ask(client, tool_choice="required", extra_body={"min_tokens": 5})
