@@ -16,7 +16,7 @@ Reads the packed weights once, x from L1 or L2. The floor is those bytes over th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -38,12 +38,16 @@ SM_COUNT = 132  # of an H200: what shapes are chosen for
 
 @dataclass(frozen=True)
 class Shape:
-    """How a product is launched. `warps` alone decides its bits: they share K."""
+    """How a product is launched. `warps` alone decides its bits: they share K.
+
+    tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x.
+    """
 
     warps: int
     tiles: int
     row_tiles: int
     stages: int
+    x_ahead: int
 
 
 def choose_shape(part: Packed, num_rows: int, swiglu: bool = False) -> Shape:
@@ -56,10 +60,17 @@ def choose_shape(part: Packed, num_rows: int, swiglu: bool = False) -> Shape:
     row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
     # two tiles share what is loaded of x, the more so the more rows; where programs are few, more of them pay more
     tiles = 2 if swiglu or part.num_tiles >= (3 if row_tiles == 1 else 2) * SM_COUNT else 1
-    in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
-    if row_tiles == 4:
-        in_flight //= 2
-    return Shape(warps, tiles, row_tiles, max(1, min(part.num_units // warps, in_flight // tiles)))
+    return fill(Shape(warps, tiles, row_tiles, 0, 0), part.format, part.num_units)
+
+
+def fill(shape: Shape, format: Format, num_units: int) -> Shape:
+    """The shape with as much in flight as registers hold, 128 to 168 of them."""
+    steps = num_units // shape.warps
+    in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[format] // (2 if shape.row_tiles == 4 else 1)
+    stages = max(1, min(steps, in_flight // shape.tiles))
+    # a step of x takes 16 registers for each tile of rows
+    x_ahead = min(steps - 1, stages, {1: 3 if shape.tiles == 1 else 1, 2: 1, 4: 0}[shape.row_tiles])
+    return replace(shape, stages=stages, x_ahead=x_ahead)
 
 
 def split(num_tiles: int, num_units: int) -> int:
@@ -89,6 +100,7 @@ def _rows_kernel(
     ROW_NUMBERS: gl.constexpr,
     SPAN: gl.constexpr,
     STAGES: gl.constexpr,
+    X_AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Program (i, j): tiles i MT ..., rows j NT 8 ... of x. SPAN 2: tiles are gate and up in turn."""
@@ -121,7 +133,9 @@ def _rows_kernel(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tiles[m] * 2),)
             counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
-    totals = products(data, block_scale, x, offsets, masks, tiles, K, UNITS, MT, NT, FORMAT, BLOCKS, warps, STAGES, PDL)
+    totals = products(
+        data, block_scale, x, offsets, masks, tiles, K, UNITS, MT, NT, FORMAT, BLOCKS, warps, STAGES, X_AHEAD, PDL
+    )
     for m in gl.static_range(0, MT, SPAN):
         there = (feature < counts[m // SPAN]) & (first_tile + m < num_tiles)
         for n in gl.static_range(NT):
@@ -254,6 +268,7 @@ def launch(part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swigl
         ROW_NUMBERS=part.number.shape[1] > 1,
         SPAN=2 if swiglu else 1,
         STAGES=shape.stages,
+        X_AHEAD=shape.x_ahead,
         PDL=pdl,
         num_warps=shape.warps,
         launch_pdl=pdl,

@@ -105,6 +105,15 @@ def _in_order():
 
 
 @gluon.jit
+def _loads_first():
+    """Nothing that follows starts before the loads that precede have been asked for: arithmetic neither.
+
+    An event for profilers, that costs nothing else: of many instructions the one that no arithmetic is moved across.
+    """
+    gl.inline_asm_elementwise("pmevent 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def load_unit(data, offsets, lane, FORMAT: gl.constexpr):
     """A unit's registers: loads of 4 words a lane, rows g before rows g + 8; NVFP4 with a word of scales last."""
     loads: gl.constexpr = 2 if FORMAT == NVFP4 else (4 if FORMAT == FP8 else 8)
@@ -201,13 +210,15 @@ def products(
     BLOCKS: gl.constexpr,
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
+    X_AHEAD: gl.constexpr,
     WAIT: gl.constexpr,
 ):
     """Sums of each warp's units, MT * NT tensors fp32 [warps * 32, 4], tile by tile: mma's accumulators.
 
     data int32, x int32 (two bf16 each); x_offsets, x_masks: for each of NT tiles of 8 rows of x, where a lane's row g
     begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles. STAGES units a tile are on
-    their way while one is multiplied. With WAIT weights are asked for before the wait for what writes x.
+    their way while one is multiplied, and X_AHEAD steps of x. With WAIT weights are asked for before the wait for what
+    writes x.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     words: gl.constexpr = unit_words(FORMAT)
@@ -241,48 +252,42 @@ def products(
     _in_order()
     if WAIT:
         gdc_wait()
-    xs = _load_x(x, x_words, x_there, columns, 0, NT, WARPS, K)
+    xs = ()
+    for s in gl.static_range(X_AHEAD):
+        xs = xs + (_load_x(x, x_words, x_there, columns, s, NT, WARPS, K),)
+    if X_AHEAD > 0:
+        _loads_first()
     # whole groups of STAGES steps in a loop, if more than one of them, and the rest written out
+    gl.static_assert(X_AHEAD <= STAGES)
     groups: gl.constexpr = (steps - STAGES) // STAGES
     looped: gl.constexpr = groups * STAGES if groups > 1 else 0
     if looped > 0:
         for group in range(0, groups):
             for s in gl.static_range(STAGES):
                 step = group * STAGES + s
-                following = _load_x(x, x_words, x_there, columns, step + 1, NT, WARPS, K)
+                xs = xs + (_load_x(x, x_words, x_there, columns, step + X_AHEAD, NT, WARPS, K),)
                 _in_order()
-                totals = _multiply(stages[0][0], xs, totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
+                totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
+                xs = xs[1:]
+                next_step = step + STAGES
                 loaded = _load_step(
-                    bases,
-                    block_scales,
-                    load_offsets,
-                    scale_offsets,
-                    warp,
-                    step + STAGES,
-                    words,
-                    MT,
-                    FORMAT,
-                    BLOCKS,
-                    WARPS,
+                    bases, block_scales, load_offsets, scale_offsets, warp, next_step, words, MT, FORMAT, BLOCKS, WARPS
                 )
                 _in_order()
                 stages = stages[1:] + (loaded,)
-                xs = following
     for step in gl.static_range(looped, steps):
-        following = xs
-        if step + 1 < steps:
-            following = _load_x(x, x_words, x_there, columns, step + 1, NT, WARPS, K)
+        if step + X_AHEAD < steps:
+            xs = xs + (_load_x(x, x_words, x_there, columns, step + X_AHEAD, NT, WARPS, K),)
             _in_order()
-        totals = _multiply(stages[0][0], xs, totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
-        xs = following
+        totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
+        xs = xs[1:]
+        stages = stages[1:]
         if step + STAGES < steps:
             loaded = _load_step(
                 bases, block_scales, load_offsets, scale_offsets, warp, step + STAGES, words, MT, FORMAT, BLOCKS, WARPS
             )
             _in_order()
-            stages = stages[1:] + (loaded,)
-        else:
-            stages = stages[1:]
+            stages = stages + (loaded,)
     return totals
 
 

@@ -156,10 +156,12 @@ def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[i
 def tuned_shapes(part: Packed, rows: int) -> Iterator[Shape]:
     most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
     row_tiles = choose_shape(part, rows).row_tiles
-    for warps, tiles, stages in combinations((2, 4, 8, 16), (1, 2, 4), (1, 2, 3, 4, 5, 6, 8)):
+    for warps, tiles, stages, ahead in combinations((4, 8, 16), (1, 2, 4), (1, 2, 3, 4, 6, 8), (0, 1, 3)):
+        if part.num_units % warps or tiles * stages > most or tiles * row_tiles > 4 or ahead * row_tiles > 3:
+            continue
         steps = part.num_units // warps
-        if part.num_units % warps == 0 and tiles * stages <= most and stages <= steps and tiles * row_tiles <= 4:
-            yield Shape(warps, tiles, row_tiles, stages)
+        if stages <= steps and ahead <= min(stages, steps - 1):
+            yield Shape(warps, tiles, row_tiles, stages, ahead)
 
 
 def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...]) -> None:

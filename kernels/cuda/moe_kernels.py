@@ -1,0 +1,243 @@
+"""The kernels of moe.py: which rows an expert has, its products, and the sum over a row's experts."""
+
+# Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pilotfish.kernels.cuda.mma import load_factor, over_warps, products, scaled, silu
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program e lists the pairs of expert e in their order, as row * (k + 1) + rank, after their number."""
+    expert = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chosen = (tl.load(ids + pair, pair < num_pairs, other=-1) == expert).to(tl.int32)
+    place = tl.cumsum(chosen, 0)
+    target = lists + expert * (num_pairs // TOP_K + 1)
+    tl.store(target, tl.sum(chosen, 0))
+    tl.store(target + place, pair + pair // TOP_K, chosen == 1)
+
+
+@gluon.jit
+def _columns(
+    ids,
+    lists,
+    expert,
+    index,
+    first,
+    count,
+    num_rows,
+    is_shared,
+    ROUTED: gl.constexpr,
+    LISTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+):
+    """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there.
+
+    index: a column's number within those of the program. Read past L1, where lines of an earlier layer may lie.
+    """
+    column = first + index
+    if LISTS:
+        there = column < count
+        pair = gl.load(lists + column, mask=there & (is_shared == 0), other=0, cache_modifier=".cg")
+        pair = gl.where(is_shared, column * (TOP_K + 1) + TOP_K, pair)
+        return pair, there
+    else:
+        there = column < num_rows
+        rank = gl.where(is_shared, TOP_K, -1) + column * 0
+        if ROUTED:
+            for j in gl.static_range(TOP_K):
+                chosen = gl.load(ids + column * TOP_K + j, mask=there, other=-1, cache_modifier=".cg")
+                rank = gl.where((chosen == expert) & (is_shared == 0), j, rank)
+        return column * (TOP_K + 1) + rank, there & (rank >= 0)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def experts_kernel(
+    data,
+    block_scale,
+    place,
+    number,
+    x,
+    ids,
+    lists,
+    out,
+    num_rows,
+    x_stride,
+    out_stride,
+    NUM_EXPERTS: gl.constexpr,
+    TILES: gl.constexpr,
+    K: gl.constexpr,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROW_NUMBERS: gl.constexpr,
+    SPAN: gl.constexpr,
+    DOWN: gl.constexpr,
+    ROUTED: gl.constexpr,
+    SHARED: gl.constexpr,
+    LISTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    PAIRS: gl.constexpr,
+    STAGES: gl.constexpr,
+    X_AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (i, p, j): tiles i MT ... of the expert of pair p (or of expert p, with LISTS), columns j NT 8 ...
+
+    x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...]. x_stride is in 16 bytes.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    if PDL:
+        # down may read ids before its own wait: gate_up waited for them before it let down start
+        if not DOWN:
+            gdc_wait()
+        gdc_launch_dependents()
+    p = gl.program_id(1)
+    first = gl.program_id(2) * (NT * 8)
+    expert = 0
+    count = num_rows
+    # the last program is the shared expert's, if this launch has it
+    is_shared = p == (gl.num_programs(1) - 1 if SHARED else gl.num_programs(1))
+    own_list = lists
+    if ROUTED:
+        if LISTS:
+            expert = p
+            own_list += p * (num_rows + 1)
+            if not is_shared:
+                count = gl.load(own_list, cache_modifier=".cg")
+            own_list += 1
+        else:
+            expert = gl.load(ids + gl.minimum(p, num_rows * TOP_K - 1), cache_modifier=".cg")
+            # every warp looks at all of them: no barrier
+            pair = gl.arange(0, PAIRS, gl.BlockedLayout([PAIRS // 32], [32], [warps], [0]))
+            others = gl.load(ids + pair, mask=pair < p, other=-1, cache_modifier=".cg")
+            repeated = gl.max((others == expert).to(gl.int32), 0) > 0
+            if repeated & (p < num_rows * TOP_K):
+                count = 0
+            if is_shared:
+                expert = NUM_EXPERTS
+    if first >= count:
+        return
+    g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
+    index = gl.arange(0, 128, flat)
+    feature = (index % 32) // 4 + (index // 32) % 2 * 8
+    offsets = ()
+    masks = ()
+    targets = ()
+    stored = ()
+    for n in gl.static_range(NT):
+        pair, there = _columns(
+            ids, own_list, expert, n * 8 + g, first, count, num_rows, is_shared, ROUTED, LISTS, TOP_K
+        )
+        source = pair if DOWN else pair // (TOP_K + 1)
+        offsets = offsets + (source * x_stride * 4,)
+        masks = masks + (there,)
+        pair, there = _columns(
+            ids,
+            own_list,
+            expert,
+            n * 8 + (index % 4) * 2 + index // 64,
+            first,
+            count,
+            num_rows,
+            is_shared,
+            ROUTED,
+            LISTS,
+            TOP_K,
+        )
+        targets = targets + (pair.to(gl.int64) * out_stride,)
+        stored = stored + (there,)
+    first_tile = gl.program_id(0) * MT
+    tiles = ()
+    factors = ()
+    columns = ()
+    counts = ()
+    for m in gl.static_range(MT):
+        tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
+        tiles = tiles + (tile,)
+        factors = factors + (load_factor(number, tile, feature, ROW_NUMBERS),)
+        if m % SPAN == 0:
+            columns = columns + (gl.load(place + tile * 2),)
+            counts = counts + (gl.load(place + tile * 2 + 1),)
+    totals = products(
+        data,
+        block_scale,
+        x,
+        offsets,
+        masks,
+        tiles,
+        K,
+        UNITS,
+        MT,
+        NT,
+        FORMAT,
+        BLOCKS,
+        warps,
+        STAGES,
+        X_AHEAD,
+        PDL and DOWN,
+    )
+    for m in gl.static_range(0, MT, SPAN):
+        counted = (feature < counts[m // SPAN]) & (first_tile + m < TILES)
+        for n in gl.static_range(NT):
+            value = scaled(over_warps(totals[m * NT + n], warps), factors[m], FORMAT, DIVIDES)
+            if SPAN == 2:
+                up = scaled(over_warps(totals[(m + 1) * NT + n], warps), factors[m + 1], FORMAT, DIVIDES)
+                value = silu(value) * up
+            target = out + targets[n] + (columns[m // SPAN] + feature)
+            gl.store(target, value.to(out.dtype.element_ty), mask=counted & stored[n])
+
+
+@triton.jit
+def combine_kernel(
+    parts,
+    weights,
+    shared_gate,
+    x,
+    norm_scale,
+    out,
+    eps,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    if NORM:
+        scale = tl.load(norm_scale + cols, mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    source = parts + row * ((TOP_K + 1) * H) + cols
+    total = tl.load(source, mask, other=0.0).to(tl.float32) * tl.load(weights + row * TOP_K)
+    for rank in tl.static_range(1, TOP_K):
+        part = tl.load(source + rank * H, mask, other=0.0).to(tl.float32)
+        total = tl.fma(part, tl.load(weights + row * TOP_K + rank), total)
+    part = tl.load(source + TOP_K * H, mask, other=0.0).to(tl.float32)
+    total = tl.fma(part, tl.load(shared_gate + row), total)
+    total += tl.load(x + row * H + cols, mask, other=0.0)
+    tl.store(x + row * H + cols, total, mask)
+    if NORM:
+        normed = total * tl.rsqrt(tl.sum(total * total, 0) / H + eps) * scale
+        tl.store(out + row * H + cols, normed.to(out.dtype.element_ty), mask)
