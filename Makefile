@@ -46,6 +46,7 @@ gpu-test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
 
 gpu-bench: $(VENV)/.installed
+	$(BIN)/python tests/bench/bench_kernels_linear.py
 	$(BIN)/python tests/bench/bench_decode.py $(MODEL) --device cuda --no-http
 
 clean:
