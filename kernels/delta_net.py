@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from pilotfish.kernels.cuda import delta_prefill as library
-
 CHUNK = 64
 
 
@@ -74,11 +72,8 @@ def delta_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [T, Hv, dv] and the state [Hv, dk, dv] after T tokens of one sequence, by chunks of 64.
 
-    q, k [T, Hv, dk], v [T, Hv, dv], beta and log_decay [T, Hv]; fp32. Differs from `delta_step` by rounding only. On a
-    GPU by fla-core where that is installed, whose products are of 16 bits.
+    q, k [T, Hv, dk], v [T, Hv, dv], beta and log_decay [T, Hv]; fp32. Differs from `delta_step` by rounding only.
     """
-    if q.is_cuda and library.is_installed():
-        return library.delta_prefill(state, q, k, v, beta, log_decay)
     outputs = []
     for start in range(0, q.shape[0], CHUNK):
         part = slice(start, start + CHUNK)

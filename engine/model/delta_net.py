@@ -59,7 +59,16 @@ class GatedDeltaNet:
 
     def bulk(self, x_TH: torch.Tensor, state: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, H] of a prompt span of one sequence, and the state [Hv, dk, dv] and history [J-1, C] after it."""
-        u, z, beta, log_decay = self._project(self.in_proj.bulk(x_TH))
+        projected = self.in_proj.bulk(x_TH)
+        if projected.is_cuda and self.dtype != torch.float32:
+            # where there is no Triton there is no CUDA device
+            from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
+
+            if is_installed():
+                weights = (self.conv_weight, self.decay_rate, self.dt_bias, self.gate_norm)
+                gated, state, history = gdn_prompt(projected, state, history, *weights, self.eps)
+                return self.output.bulk(gated), state, history
+        u, z, beta, log_decay = self._project(projected)
         inputs = torch.cat((history, u))
         q, k, v = self._heads(causal_conv(inputs[None], self.conv_weight)[0])
         read, state = delta_prefill(state, q, k, v, beta, log_decay)

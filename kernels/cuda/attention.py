@@ -48,9 +48,9 @@ class RowPlan:
 
     @classmethod
     def empty(cls, max_rows: int, max_sequences: int, rotary_dim: int, device: torch.device) -> RowPlan:
-        angles = (torch.zeros((max_rows, rotary_dim // 2), device=device) for _ in range(2))
+        cos, sin = (torch.zeros((max_rows, rotary_dim // 2), device=device) for _ in range(2))
         positions, items = (torch.zeros(n, dtype=torch.int32, device=device) for n in (max_rows, max_sequences + 2))
-        return cls(positions, *angles, items)
+        return cls(positions, cos, sin, items)
 
 
 @dataclass(frozen=True)
@@ -278,6 +278,6 @@ def attention_window_reference(
     starts = positions[::width].tolist()
     used = [tables[slot, : (start + width - 1) // PAGE + 1].tolist() for slot, start in zip(slots, starts, strict=True)]
     tiles = row_tiles(starts, used, width, q.device)
-    caches = [c if c.element_size() > 1 else c.float() for c in (k_cache, v_cache)]
-    mixed = window_attention(q.contiguous() * k_scale, *caches, tiles) * v_scale
+    keys, values = (cache if cache.element_size() > 1 else cache.float() for cache in (k_cache, v_cache))
+    mixed = window_attention(q.contiguous() * k_scale, keys, values, tiles) * v_scale
     out[:num_rows] = (mixed.flatten(1) * sigmoid(gate.float())).to(out.dtype)

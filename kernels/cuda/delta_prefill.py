@@ -1,40 +1,166 @@
-"""GatedDeltaNet over a prompt by fla-core's chunked kernels (the `gpu` extra), with their choices pinned.
+"""GatedDeltaNet over a prompt on a GPU: the chunked rule by fla-core (the `gpu` extra), between two launches of ours.
 
-fla-core times several tilings of each kernel at first use and keeps the fastest. Which one wins may change from start
-to start, and with it the order of sums and the bits of a prompt's state. Here each kernel has one tiling, the middle of
-its list: the bits are a function of the prompt and the machine's kind, and nothing is timed while requests wait.
+fla-core times several tilings of each of its kernels at first use and keeps the fastest. Which one wins may change from
+start to start, and with it the order of sums and the bits of a prompt's state. Here each kernel has one tiling, the
+middle of its list: the bits are a function of the prompt and the machine's kind, and nothing is timed while requests
+wait. Products in bf16, sums and the carried state in fp32.
+T = prompt rows, C = convolution channels (q | k | v), J = taps, Hk / Hv = key / value heads.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+
+from pilotfish.kernels.cuda.delta_net import _mixed, _silu, _source
+
+ROWS = 64
+"""Prompt rows of a program."""
+_HISTORY = tl.constexpr(3)
 
 
 @cache
 def is_installed() -> bool:
+    """Whether fla-core is."""
     return find_spec("fla") is not None
 
 
-def delta_prefill(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, log_decay: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.delta_net.delta_prefill. Products in bf16, sums and the carried state in fp32."""
-    q, k, v = (part[None].to(torch.bfloat16) for part in (q, k, v))
-    output, after = _chunked()(
-        q, k, v, log_decay[None], beta[None], scale=1.0, initial_state=state[None], output_final_state=True
+@triton.jit(do_not_specialize=["T"])
+def _mix_kernel(
+    projected,
+    history,
+    conv_weight,
+    decay_rate,
+    dt_bias,
+    q_out,
+    k_out,
+    v_out,
+    beta_out,
+    log_decay_out,
+    T,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One head of q, k or v over ROWS rows: convolution, then the norm, or the gates of a value head."""
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    COLUMNS: tl.constexpr = C + HV * DV + 2 * HV
+    PARTS: tl.constexpr = 2 * HK + HV
+    part = tl.program_id(0) % PARTS
+    t = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)[:, None]
+    rows = t.to(tl.int64)
+    inputs = (
+        _source(rows - 3, history, history, projected, 0, C, C, COLUMNS),
+        _source(rows - 2, history, history, projected, 0, C, C, COLUMNS),
+        _source(rows - 1, history, history, projected, 0, C, C, COLUMNS),
+        projected + rows * COLUMNS,
     )
-    return output[0].float(), after[0]
+    if part < 2 * HK:
+        d = t * 0 + tl.arange(0, DK)[None, :]
+        x = _mixed(inputs, part * DK + d, conv_weight, C, t < T)
+        x = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + 1e-6)
+        if part < HK:
+            x = x * DK**-0.5
+            tl.store(q_out + rows * (HK * DK) + part * DK + d, x.to(q_out.dtype.element_ty), t < T)
+        else:
+            tl.store(k_out + rows * (HK * DK) + (part - HK) * DK + d, x.to(k_out.dtype.element_ty), t < T)
+    else:
+        head = part - 2 * HK
+        e = t * 0 + tl.arange(0, DV)[None, :]
+        v = _mixed(inputs, 2 * HK * DK + head * DV + e, conv_weight, C, t < T)
+        tl.store(v_out + rows * (HV * DV) + head * DV + e, v.to(v_out.dtype.element_ty), t < T)
+        gates = projected + rows * COLUMNS + C + HV * DV + head
+        b = tl.load(gates, t < T, other=0.0).to(tl.float32)
+        a = tl.load(gates + HV, t < T, other=0.0).to(tl.float32) + tl.load(dt_bias + head)
+        softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+        tl.store(beta_out + rows * HV + head, 1.0 / (1.0 + tl.exp(-b)), t < T)
+        tl.store(log_decay_out + rows * HV + head, tl.load(decay_rate + head) * softplus, t < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gate_kernel(
+    projected,
+    read,
+    gate_norm,
+    out,
+    eps,
+    T,
+    C: tl.constexpr,
+    HV: tl.constexpr,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The gated norm of one head over ROWS rows."""
+    head = tl.program_id(0) % HV
+    t = (tl.program_id(0) // HV * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    d = tl.arange(0, DV)[None, :]
+    cells = t * (HV * DV) + head * DV + d
+    o = tl.load(read + cells, t < T, other=0.0).to(tl.float32)
+    z = tl.load(projected + t * (C + HV * DV + 2 * HV) + C + head * DV + d, t < T, other=0.0).to(tl.float32)
+    o = o * tl.rsqrt(tl.sum(o * o, 1, keep_dims=True) / DV + eps) * tl.load(gate_norm + d)
+    tl.store(out + cells, (o * _silu(z)).to(out.dtype.element_ty), t < T)
+
+
+Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def gdn_prompt(
+    projected: torch.Tensor,
+    state: torch.Tensor,
+    history: torch.Tensor,
+    conv_weight: torch.Tensor,
+    decay_rate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    gate_norm: torch.Tensor,
+    eps: float,
+    rule: Rule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A linear layer's mixer between its two products for T rows of one sequence: [T, Hv dv], and the state and history
+    after them; what is given stays as it is.
+
+    projected bf16 [T, C + Hv dv + 2 Hv] (u | z | b | a), state fp32 [Hv, dk, dv], history bf16 [J-1, C]; weights as for
+    kernels.cuda.delta_net.gdn_window. `rule`: in the place of fla-core's chunk_gated_delta_rule.
+    """
+    heads, dk, dv = state.shape
+    channels, num_rows = history.shape[1], len(projected)
+    key_heads = (channels - heads * dv) // (2 * dk)
+    assert projected.is_contiguous() and history.is_contiguous() and conv_weight.is_contiguous()
+    assert projected.shape[1] == channels + heads * dv + 2 * heads and len(history) == 3 and len(conv_weight) == 4
+
+    def buffer(*shape: int, dtype: torch.dtype = projected.dtype) -> torch.Tensor:
+        return torch.empty((1, num_rows, *shape), dtype=dtype, device=projected.device)
+
+    q, k, v = buffer(key_heads, dk), buffer(key_heads, dk), buffer(heads, dv)
+    beta, log_decay = (buffer(heads, dtype=torch.float32) for _ in range(2))
+    blocks = triton.cdiv(num_rows, ROWS)
+    _mix_kernel[(blocks * (2 * key_heads + heads),)](
+        projected, history, conv_weight, decay_rate, dt_bias, q, k, v, beta, log_decay, num_rows,
+        HK=key_heads, HV=heads, DK=dk, DV=dv, ROWS=ROWS, num_warps=8,
+    )  # fmt: skip
+    read, after = (rule or _chunked())(
+        q, k, v, log_decay, beta, scale=1.0, initial_state=state[None], output_final_state=True
+    )
+    out = torch.empty((num_rows, heads * dv), dtype=projected.dtype, device=projected.device)
+    _gate_kernel[(blocks * heads,)](
+        projected, read.contiguous(), gate_norm, out, eps, num_rows,
+        C=channels, HV=heads, DV=dv, ROWS=ROWS, num_warps=8,
+    )  # fmt: skip
+    return out, after[0], torch.cat((history, projected[-3:, :channels]))[-3:]
 
 
 @cache
-def _chunked() -> Any:
-    chunked = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+def _chunked() -> Rule:
+    chunked: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):
             for value in vars(module).values():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from pilotfish.kernels.attention import PAGE, prefill_attention
-from pilotfish.kernels.cuda import delta_prefill as library
-from pilotfish.kernels.delta_net import delta_prefill
+from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
+from tests.support.delta_prompts import *  # noqa: F403
+from tests.support.delta_windows import EPS, DeltaLayer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,25 +18,35 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def delta_operands(tokens, heads=4, dk=128, dv=128):
-    q, k = (torch.nn.functional.normalize(draw(tokens, heads, dk, seed=s), dim=-1) for s in (1, 2))
-    state, v = draw(heads, dk, dv, seed=3), draw(tokens, heads, dv, seed=4)
-    gates = draw(tokens, heads, seed=5).sigmoid(), -draw(tokens, heads, seed=6).exp() * 0.3
-    return state, q * dk**-0.5, k, v, *gates
+@pytest.fixture
+def device():
+    return "cuda"
 
 
-@pytest.mark.skipif(not library.is_installed(), reason="needs fla-core")
-@pytest.mark.parametrize("tokens", (1, 64, 200, 1024))
-def test_the_recurrence_matches_the_cpu(tokens):
-    operands = delta_operands(tokens)
-    wanted = delta_prefill(*operands)
-    got = delta_prefill(*(t.cuda() for t in operands))
-    for mine, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine.cpu(), other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
-    # twice the same bits, with other work in between
-    draw(1 << 20).cuda().sort()
-    again = delta_prefill(*(t.cuda() for t in operands))
-    assert all(torch.equal(mine, other) for mine, other in zip(again, got, strict=True))
+@pytest.fixture
+def dtype():
+    return torch.bfloat16
+
+
+@pytest.fixture(params=[(16, 32, 128, 128), (16, 48, 128, 128), (2, 4, 64, 64)], ids=str)
+def sizes(request):
+    return request.param
+
+
+@pytest.fixture
+def rule():
+    if not is_installed():
+        pytest.skip("needs fla-core")
+    return None
+
+
+def test_a_prompt_has_the_same_bits_twice(dtype, sizes, rule):
+    layer = DeltaLayer(sizes, dtype, "cuda")
+    rows = layer.rows(700, 61).cuda()
+    first, second = (
+        gdn_prompt(rows, layer.memory[0][1], layer.memory[1][1], *layer.weights, EPS, rule) for _ in range(2)
+    )
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn))

@@ -13,13 +13,3 @@ def run_interpreted(beside: str, name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(beside).parent / name)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-class Given:
-    """In a product's place: gives what it holds, or what it is given."""
-
-    def __init__(self):
-        self.value = None
-
-    def rows(self, x):
-        return x if self.value is None else self.value

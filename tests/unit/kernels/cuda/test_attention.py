@@ -13,7 +13,8 @@ from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda import attention
 from pilotfish.kernels.cuda.attention import attention_window_reference, check_sizes, max_items
 from tests.support.attention_windows import EPS, AttentionLayer
-from tests.support.interpreter import Given, run_interpreted
+from tests.support.delta_prompts import Given
+from tests.support.interpreter import run_interpreted
 
 SIZES = (4, 2, 32, 8)
 LENGTHS = [PAGE - 2, 2 * PAGE + 60, 5]
@@ -23,9 +24,9 @@ def step_cpu(layer, projected, slots, width):
     """The CPU path's layer on the same weights and pages."""
     starts, tables = layer.lengths[slots].tolist(), layer.tables[slots].tolist()
     window = Window.build(width, torch.tensor(slots), starts, tables, layer.inv_freq)
-    product = Given()
-    product.value = projected
-    module = GatedAttention(product, Given(), layer.qk_norm, layer.heads, layer.kv, layer.dim, EPS, layer.dtype)
+    module = GatedAttention(
+        Given(projected), Given(), layer.qk_norm, layer.heads, layer.kv, layer.dim, EPS, layer.dtype
+    )
     return module.rows(projected, window, KvCache(*layer.caches))[: window.num_rows]
 
 

@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from pilotfish.engine.cache.tensors import Pending, RecurrentState
-from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.window import Window
 from pilotfish.kernels.cuda.delta_net import check_sizes, gdn_window_reference
 from pilotfish.kernels.rope import inverse_frequencies
-from tests.support.delta_windows import EPS, MOST, NAN, NUM_SLOTS, ROUNDS, DeltaLayer
-from tests.support.interpreter import Given, run_interpreted
+from tests.support.delta_prompts import Given, cpu_layer
+from tests.support.delta_windows import MOST, NAN, NUM_SLOTS, ROUNDS, DeltaLayer
+from tests.support.interpreter import run_interpreted
 
 
 class CpuLayer:
     """The CPU path's layer and state, from a DeltaLayer's."""
 
     def __init__(self, layer):
-        key_heads, heads, dk, dv = layer.sizes
+        _, heads, dk, dv = layer.sizes
         state, history, _ = layer.memory
 
         def rows(*shape):
@@ -27,12 +27,8 @@ class CpuLayer:
 
         pending = Pending(rows(heads, dk), rows(heads, dv), rows(heads), rows(heads), rows(layer.channels))
         self.state = RecurrentState(state[None].clone(), history[None].clone(), pending)
-        conv, rate, bias, norm = layer.weights
-        factor = torch.tensor([dk**-0.5, 1.0])[:, None, None]
         self.projected = Given()
-        self.layer = GatedDeltaNet(
-            self.projected, Given(), conv, rate, bias, norm, factor, key_heads, heads, dk, dv, EPS, torch.float32
-        )
+        self.layer = cpu_layer(layer, self.projected)
 
     def step(self, projected, slots, counts, width):
         """A round: replay, window, pending rows."""

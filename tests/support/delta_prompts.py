@@ -1,0 +1,58 @@
+"""Tests of `gdn_prompt`; run in Triton's interpreter (with a stand-in for fla-core) and on a GPU by those that import
+them and give `device`, `dtype`, `sizes` and `rule`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.engine.model.delta_net import GatedDeltaNet
+from pilotfish.kernels.cuda.delta_prefill import gdn_prompt
+from pilotfish.kernels.delta_net import delta_prefill
+from tests.support.delta_windows import EPS, DeltaLayer
+
+
+class Given:
+    """In a product's place: gives what it holds, or what it is given."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def rows(self, x):
+        return x if self.value is None else self.value
+
+    bulk = rows
+
+
+def stand_in(q, k, v, g, beta, scale, initial_state, output_final_state):
+    """fla-core's chunk_gated_delta_rule as its documentation has it, by the CPU path's operator."""
+    assert output_final_state and [t.dim() for t in (q, k, v, g, beta, initial_state)] == [4, 4, 4, 3, 3, 4]
+    assert len(q) == 1 and all(t.is_contiguous() for t in (q, k, v, g, beta))
+    group = v.shape[2] // q.shape[2]
+    q, k = (t[0].float().repeat_interleave(group, dim=1) for t in (q * scale, k))
+    output, after = delta_prefill(initial_state[0], q, k, v[0].float(), beta[0], g[0])
+    return output[None].to(v.dtype), after[None]
+
+
+def cpu_layer(layer, product):
+    """The CPU path's layer with a DeltaLayer's weights, `product` before it and no change after it."""
+    key_heads, heads, dk, dv = layer.sizes
+    conv, rate, bias, norm = (t.cpu() for t in layer.weights)
+    factor = torch.tensor([dk**-0.5, 1.0])[:, None, None]
+    return GatedDeltaNet(product, Given(), conv, rate, bias, norm, factor, key_heads, heads, dk, dv, EPS, layer.dtype)
+
+
+@pytest.mark.parametrize("num_rows", (1, 2, 70, 200))
+def test_a_prompt_matches_the_cpu_path(device, dtype, sizes, rule, num_rows):
+    layer = DeltaLayer(sizes, dtype, device)
+    state, history, _ = (part[1] for part in layer.memory)
+    before = state.clone(), history.clone()
+    rows = layer.rows(num_rows, 60)
+    wanted, wanted_state, wanted_history = cpu_layer(layer, Given(rows)).bulk(rows, state.cpu(), history.cpu())
+    got, after, newest = gdn_prompt(rows.to(device), state, history, *layer.weights, EPS, rule)
+    assert torch.equal(newest.cpu(), wanted_history)
+    exact = dtype == torch.float32
+    close = {"rtol": 1e-4, "atol": 1e-5} if exact else {"rtol": 5e-2, "atol": 2e-2}
+    torch.testing.assert_close(got.cpu().float(), wanted.float(), **close)
+    torch.testing.assert_close(after.cpu(), wanted_state, **close)
+    assert torch.equal(state, before[0]) and torch.equal(history, before[1])
