@@ -1,23 +1,23 @@
 """What `pilotfish quantize` makes of each tensor of a checkpoint, decided from the headers alone.
 
 Experts, shared experts, dense MLPs, lm_head and, unless told otherwise, the projections of attention and GatedDeltaNet
-become NVFP4. Routers, shared_expert_gate, in_proj_a and in_proj_b, convolutions, norms, embeddings, mtp.fc and all
-vision weights stay what they are; FP8 matrices that stay plain become BF16.
+become NVFP4; lm_head, these projections and the head may become FP8 instead. Routers, shared_expert_gate, in_proj_a and
+in_proj_b, convolutions, norms, embeddings, mtp.fc and all vision weights stay what they are; FP8 matrices that stay
+plain become BF16.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 from pilotfish.engine.checkpoint.headers import TensorInfo, read_header
 from pilotfish.engine.checkpoint.layouts import FP8, GROUP, PACKED, Layout, Module
 from pilotfish.engine.checkpoint.load import EXPERT_PARTS
 from pilotfish.engine.checkpoint.names import is_mtp, normalise, split
-from pilotfish.engine.checkpoint.quantization import NVFP4_FORMAT
 from pilotfish.engine.checkpoint.recognise import MTP_FOLDER, Checkpoint
 from pilotfish.engine.checkpoint.write import Entry
 from pilotfish.engine.errors import CheckpointError, LayoutError
@@ -29,31 +29,41 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate
 
 GRAFTED_FILE = "model-mtp.safetensors"
 
-Form = Literal["nvfp4", "bf16"]
+Form = Literal["nvfp4", "fp8", "bf16"]
+Writer = Literal["compressed-tensors", "modelopt"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`attention` includes GatedDeltaNet; `head` is the MTP head's layer. `shared_scales`: as TOGETHER says."""
+    """`attention` includes GatedDeltaNet; `head` is the MTP head's layer. `shared_scales`: as TOGETHER says. FP8 is per
+    channel in compressed-tensors' files, per tensor with a scale of the inputs in ModelOpt's."""
 
     attention: Form = "nvfp4"
     lm_head: Form = "nvfp4"
     head: Form = "bf16"
     shared_scales: bool = True
+    writer: Writer = "compressed-tensors"
 
-    def packs(self, name: str) -> bool:
-        """Whether the matrix of this normalised name, experts one by one, becomes NVFP4."""
+    def form(self, name: str) -> Form:
+        """What the matrix of this normalised name, experts one by one, becomes; "bf16": it is left plain."""
         if name == "lm_head":
-            return self.lm_head == "nvfp4"
+            return self.lm_head
         last = name.rpartition(".")[2]
-        if last not in MLP | MIXERS or (is_mtp(name) and self.head != "nvfp4"):
-            return False
-        return last in MLP or self.attention == "nvfp4"
+        if last not in MLP | MIXERS:
+            return "bf16"
+        if is_mtp(name):
+            return self.head
+        return "nvfp4" if last in MLP else self.attention
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether scales of the inputs are written, which only calibration tells."""
+        return self.writer == "modelopt" and "fp8" in (self.attention, self.lm_head, self.head)
 
 
 class Action(Enum):
     COPY = "as it is"
-    PACK = "NVFP4"
+    PACK = "packed"
     PLAIN = "unpacked"
 
 
@@ -79,6 +89,7 @@ class Job:
     entries: tuple[Entry, ...]
     module: Module | None = None
     to_deltas: bool = False
+    form: Form = "bf16"
 
     @property
     def num_bytes(self) -> int:
@@ -122,9 +133,10 @@ def _job(module: Module, checkpoint: Checkpoint, recipe: Recipe, changed: Collec
     grafted = _is_grafted(module, checkpoint)
     stem = module.name if grafted else module.raw_name
     matrices = tuple(_matrices(module, stem))
-    if recipe.packs(matrices[0].name) and module.shape[-1] % GROUP == 0:
-        packed = tuple(entry for matrix in matrices for entry in packed_entries(matrix))
-        return Job(Action.PACK, main, matrices, packed, module)
+    form = recipe.form(matrices[0].name)
+    if form == "fp8" or (form == "nvfp4" and module.shape[-1] % GROUP == 0):
+        packed = tuple(entry for matrix in matrices for entry in packed_entries(matrix, form, recipe.writer))
+        return Job(Action.PACK, main, matrices, packed, module, form=form)
     head = checkpoint.head
     to_deltas = grafted and head is not None and head.absolute_norms and "norm" in module.name
     apart = grafted and len(matrices) > 1 and not _is_fused(module, checkpoint)
@@ -152,14 +164,23 @@ def _is_fused(module: Module, checkpoint: Checkpoint) -> bool:
     return f"{module.name.rpartition('.')[0]}.gate_up_proj" in checkpoint.modules
 
 
-def packed_entries(matrix: Matrix) -> tuple[Entry, Entry, Entry]:
-    """The tensors of compressed-tensors' NVFP4 form."""
+def packed_entries(matrix: Matrix, form: Form, writer: Writer) -> tuple[Entry, ...]:
+    """The tensors of a packed matrix; what pack.py gives comes in this order."""
     rows, columns = matrix.shape
-    return (
-        Entry(f"{matrix.raw_name}.weight_packed", "U8", (rows, columns // 2)),
-        Entry(f"{matrix.raw_name}.weight_scale", "F8_E4M3", (rows, columns // GROUP)),
-        Entry(f"{matrix.raw_name}.weight_global_scale", "F32", (1,)),
-    )
+    modelopt = writer == "modelopt"
+    if form == "nvfp4":
+        codes, number, shape = (
+            ("weight", "weight_scale_2", ()) if modelopt else ("weight_packed", "weight_global_scale", (1,))
+        )
+        return (
+            Entry(f"{matrix.raw_name}.{codes}", "U8", (rows, columns // 2)),
+            Entry(f"{matrix.raw_name}.weight_scale", "F8_E4M3", (rows, columns // GROUP)),
+            Entry(f"{matrix.raw_name}.{number}", "F32", shape),
+        )
+    weight = Entry(f"{matrix.raw_name}.weight", "F8_E4M3", (rows, columns))
+    if not modelopt:
+        return weight, Entry(f"{matrix.raw_name}.weight_scale", "F32", (rows, 1))
+    return weight, *(Entry(f"{matrix.raw_name}.{part}_scale", "F32", ()) for part in ("weight", "input"))
 
 
 def _matrices(module: Module, stem: str) -> Iterator[Matrix]:
@@ -192,60 +213,3 @@ def _output_file(info: TensorInfo, checkpoint: Checkpoint, grafted: bool) -> str
     if grafted:
         return GRAFTED_FILE
     return info.file.relative_to(checkpoint.path).as_posix().replace("/", "-")
-
-
-# config.json
-
-
-def quantised_config(raw: Mapping[str, Any], plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The source's config.json with a quantization_config that names what stays plain, name by name."""
-    config = {name: value for name, value in raw.items() if name != "quantization_config"}
-    text = dict(config.get("text_config") or config)
-    text.pop("quantization_config", None)
-    if checkpoint.head is not None:
-        text["mtp_num_hidden_layers"] = 1
-    config = config | {"text_config": text} if "text_config" in config else text
-    return config | {"quantization_config": _quantization(_ignored(plan, checkpoint))}
-
-
-def _quantization(ignore: list[str]) -> dict[str, Any]:
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": GROUP,
-        "symmetric": True,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn",
-    }
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": NVFP4_FORMAT,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": NVFP4_FORMAT,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-
-
-def _ignored(plan: Plan, checkpoint: Checkpoint) -> list[str]:
-    names = {name for jobs in plan.values() for job in jobs if job.action is not Action.PACK for name in _linears(job)}
-    return sorted(names | ({"lm_head"} if checkpoint.config.tie_word_embeddings else set()))
-
-
-def _linears(job: Job) -> Iterable[str]:
-    """Names, as the output spells them, of what a model class may hold as a Linear."""
-    if job.module is None:
-        is_matrix = job.main.name.endswith(".weight") and len(job.main.shape) > 1
-        return [job.main.name.removesuffix(".weight")] if is_matrix else []
-    if len(job.module.shape) < 2 or job.module.name.endswith("embed_tokens"):
-        return []
-    return [matrix.raw_name for matrix in job.matrices]

@@ -10,12 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pilotfish.engine.checkpoint import pack as packing
 from pilotfish.engine.checkpoint import quantize as command
+from pilotfish.engine.checkpoint.calibrate import collect
 from pilotfish.engine.checkpoint.fidelity import compare, read_tokens
 from pilotfish.engine.checkpoint.headers import read_header
+from pilotfish.engine.checkpoint.layouts import Layout
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
-from pilotfish.engine.checkpoint.quantize import quantize_folder, together
+from pilotfish.engine.checkpoint.pack import together
+from pilotfish.engine.checkpoint.quantize import quantize_folder
 from pilotfish.engine.checkpoint.recipe import Recipe
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
 from pilotfish.engine.errors import CheckpointError, LayoutError, OptionError
@@ -44,7 +48,7 @@ def assert_follows(source, out, recipe, loosely=None):
     assert got.keys() == wanted.keys()
     for name, weight in got.items():
         module = name.removesuffix(".weight")
-        if not (recipe.packs(module) and name != module):
+        if not (recipe.form(module) == "nvfp4" and name != module):
             wide = stored[name] if isinstance(stored[name], torch.Tensor) else wanted[name].bfloat16()
             near = loosely is not None and loosely in name and weight.dtype == torch.float32
             assert torch.equal(weight + 1, wide.float() + 1) if near else torch.equal(weight, wide), name
@@ -165,7 +169,7 @@ def test_rows_that_are_no_multiple_of_a_group_stay_plain(tmp_path):
 
 def test_large_matrices_go_in_parts(built, tmp_path, monkeypatch):
     quantize_folder(built("dense"), tmp_path / "whole", DEFAULT, progress=False)
-    monkeypatch.setattr(command, "BLOCK", 1)
+    monkeypatch.setattr(packing, "BLOCK", 1)
     quantize_folder(built("dense"), tmp_path / "parts", DEFAULT, progress=False)
     assert same_files(tmp_path / "whole", tmp_path / "parts", but={"quantization_report.json"})
 
@@ -188,6 +192,148 @@ def test_compressed_tensors_decompresses_it(built, tmp_path, kind):
         got = NVFP4PackedCompressor.decompress({part: tensors[f"{module}.{part}"] for part in parts}, scheme)["weight"]
         # it divides the scale first and rounds to bf16
         torch.testing.assert_close(got.float(), weights[name].dequantize(), rtol=2**-7, atol=0)
+
+
+def packed_values(folder):
+    """Of every packed matrix, fp32, and its layout."""
+    checkpoint = open_checkpoint(folder)
+    weights, plain = values(folder)
+    return {
+        name: (checkpoint.modules[name.removesuffix(".weight")].layout, plain[name])
+        for name, weight in weights.items()
+        if not isinstance(weight, torch.Tensor)
+    }
+
+
+MIXED = Recipe(attention="fp8", lm_head="fp8", head="fp8")
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "vl_moe"])
+def test_fp8_beside_nvfp4_is_within_half_a_step(built, tmp_path, kind):
+    out = tmp_path / "out"
+    quantize_folder(built(kind), out, MIXED, progress=False)
+    _, wanted = values(built(kind))
+    found = packed_values(out)
+    assert {layout for layout, _ in found.values()} == {Layout.CT_NVFP4, Layout.FP8_CHANNEL}
+    for name, (layout, got) in found.items():
+        assert layout is (Layout.FP8_CHANNEL if MIXED.form(name.removesuffix(".weight")) == "fp8" else Layout.CT_NVFP4)
+        if layout is Layout.FP8_CHANNEL:
+            row = wanted[name].abs().amax(1, keepdim=True)
+            # e4m3 has three bits after the leading one, and steps of 2^-9 below 2^-6
+            half_a_step = torch.maximum(wanted[name].abs() * 2**-4, row / 448 * 2**-10)
+            assert bool(((got - wanted[name]).abs() <= half_a_step * 1.001).all()), name
+    declared = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert declared["format"] == "mixed-precision" and len(declared["config_groups"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_compressed_tensors_takes_the_mixed_form(built, tmp_path, kind):
+    """Its own scheme for each module, found by name, and its own decompressor."""
+    ct = pytest.importorskip("compressed_tensors", reason="compressed-tensors is no dependency")
+    from compressed_tensors.compressors import BaseCompressor
+
+    out = tmp_path / "out"
+    quantize_folder(built(kind), out, MIXED, progress=False)
+    declared = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = ct.quantization.QuantizationConfig.model_validate(declared)
+    tensors, ours = load_file(out / "model.safetensors"), packed_values(out)
+    for name, (_, wanted) in ours.items():
+        module = name.removesuffix(".weight")
+        fits = [
+            scheme
+            for scheme in config.config_groups.values()
+            if any(ct.utils.match_name(module, target) for target in scheme.targets)
+        ]
+        assert len(fits) == 1, module
+        parts = {n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")}
+        got = BaseCompressor.load_from_registry(fits[0].format).decompress(parts, fits[0])["weight"]
+        torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=0)
+    assert not [name for name in config.ignore if f"{name}.weight" in ours]
+
+
+# Calibration
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return torch.randint(0, 256, (400,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_calibration_lowers_the_error_of_outputs(built, tmp_path, calibration, kind):
+    recipe = Recipe(attention="fp8", head="nvfp4")
+    result = quantize_folder(built(kind), tmp_path / "out", recipe, progress=False, calibration=calibration)
+    assert open_checkpoint(tmp_path / "out").has_mtp
+    seen = {name: error for name, error in result.errors.items() if "output" in error}
+    assert len(seen) > 0.7 * len(result.errors)
+    assert all(error["output"] <= error["output_uncalibrated"] for error in seen.values())
+    nvfp4 = [error for name, error in seen.items() if recipe.form(name) == "nvfp4"]
+    assert sum(e["output"] for e in nvfp4) < 0.95 * sum(e["output_uncalibrated"] for e in nvfp4)
+
+
+def test_what_calibration_sees_is_what_goes_in(tmp_path, calibration):
+    """Against the inputs of transformers' own modules."""
+    from transformers import Qwen3_5ForCausalLM
+
+    folder = build_tiny(tmp_path, "dense")
+    moments = collect(open_checkpoint(folder), calibration)
+    model = Qwen3_5ForCausalLM.from_pretrained(folder).eval()
+    inputs = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0][0]}))
+    with torch.inference_mode():
+        model(torch.tensor([calibration]))
+    names = [name for name in inputs if name in moments]
+    assert len(names) > 20
+    for name in names:
+        rows = inputs[name].float()
+        assert moments[name].num_rows == len(calibration)
+        torch.testing.assert_close(moments[name].importance, rows.square().mean(0), rtol=1e-3, atol=1e-6)
+        assert moments[name].largest == pytest.approx(float(rows.abs().max()), rel=1e-3)
+
+
+def test_modelopts_mixed_form(built, tmp_path, calibration):
+    recipe = Recipe(attention="fp8", writer="modelopt")
+    with pytest.raises(OptionError, match="--calibrate: want a text"):
+        quantize_folder(built("moe"), tmp_path / "out", recipe, progress=False)
+    quantize_folder(built("moe"), tmp_path / "out", recipe, progress=False, calibration=calibration)
+    quantize_folder(built("moe"), tmp_path / "ct", Recipe(attention="bf16"), progress=False, calibration=calibration)
+    ours, by_ct = packed_values(tmp_path / "out"), packed_values(tmp_path / "ct")
+    assert {layout for layout, _ in ours.values()} == {Layout.MODELOPT_NVFP4, Layout.FP8_TENSOR}
+    for name, (_, wanted) in by_ct.items():
+        # a factor in place of a divisor rounds elsewhere
+        torch.testing.assert_close(ours[name][1], wanted, rtol=1e-6, atol=0)
+    moments = collect(open_checkpoint(built("moe")), calibration)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.3.self_attn.o_proj"
+    assert float(tensors[f"{name}.input_scale"]) == pytest.approx(moments[name].largest / 448)
+    for home in ("config.json", "hf_quant_config.json"):
+        content = json.loads((tmp_path / "out" / home).read_text())
+        declared = content.get("quantization_config") or content["quantization"]
+        assert declared["quant_algo"] == "MIXED_PRECISION"
+        assert declared["quantized_layers"][name] == {"quant_algo": "FP8"}
+        experts = declared["quantized_layers"]["model.layers.0.mlp.experts"]
+        assert experts == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+
+
+def test_modelopt_decodes_it(built, tmp_path, calibration):
+    pytest.importorskip("modelopt", reason="nvidia-modelopt is no dependency")
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    recipe = Recipe(attention="fp8", writer="modelopt")
+    quantize_folder(built("moe"), tmp_path / "out", recipe, progress=False, calibration=calibration)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, (layout, ours) in packed_values(tmp_path / "out").items():
+        scale = tensors[name.replace(".weight", ".weight_scale")]
+        if layout is Layout.FP8_TENSOR:
+            got = FP8QTensor(ours.shape, torch.float32, tensors[name]).dequantize(torch.float32, scale=scale)
+        else:
+            scales = {"scale": scale, "double_scale": tensors[f"{name}_scale_2"]}
+            packed = NVFP4QTensor(ours.shape, torch.float32, tensors[name])
+            got = packed.dequantize(torch.float32, **scales, block_sizes={-1: 16})
+        # it multiplies the two scales first
+        torch.testing.assert_close(got, ours, rtol=1e-6, atol=0)
 
 
 # Interruption
@@ -214,7 +360,7 @@ def sharded(draft):
 def test_an_interrupted_run_goes_on(sharded, tmp_path, monkeypatch, calls):
     whole, out, partial = (tmp_path / name for name in ("whole", "out", "out.partial"))
     quantize_folder(sharded, whole, DEFAULT, progress=False)
-    pack, left = command._pack, calls
+    pack, left = command.pack, calls
 
     def pack_until_killed(*args):
         nonlocal left
@@ -224,7 +370,7 @@ def test_an_interrupted_run_goes_on(sharded, tmp_path, monkeypatch, calls):
         return pack(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "_pack", pack_until_killed)
+        patch.setattr(command, "pack", pack_until_killed)
         with pytest.raises(KeyboardInterrupt):
             quantize_folder(sharded, out, DEFAULT, progress=False)
     assert not out.exists()
