@@ -137,9 +137,18 @@ ERROR_TYPES = {
 }
 
 
+class Reason(Struct, frozen=True):
+    error_code: str
+
+
+NO_THREADS = Reason("thread_unsupported_request")
+"""Clients that let the server keep conversations go on without, told so in these words."""
+
+
 class ErrorDetail(Struct, frozen=True):
     type: str
     message: str
+    details: Reason | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorBody(Struct, frozen=True, tag_field="type", tag="error"):
@@ -152,7 +161,7 @@ def error_body(error: ApiError) -> bytes:
     if error.type == "overloaded_error":
         kind = error.type
     message = f"{error.param}: {error.message}" if error.param else error.message
-    return encode(ErrorBody(ErrorDetail(kind, message)))
+    return encode(ErrorBody(ErrorDetail(kind, message, NO_THREADS if error.param == "thread" else msgspec.UNSET)))
 
 
 # -- the format ----------------------------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
         "diagnostics": (None,),
         "fallbacks": (None, []),
         "mcp_servers": (None, []),
+        "thread": (None,),
     }
     UNUSED: ClassVar = unused.MESSAGES_FIELDS
     KINDS: ClassVar = {

@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 
 import anthropic
+import pydantic
 import pytest
 from serving import script, serving_in_thread
 
@@ -245,10 +246,40 @@ def test_thinking(client, prompt_of):
     assert "assistant\n<think>\nBoth € and 😀.\n</think>\n\nYes.<|im_end|>" in prompt
 
 
+def test_the_helper_that_runs_tools(client):
+    """It wants the server to keep the conversation, and does it itself once it is told that this one does not."""
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells the weather.
+
+        Args:
+            city: Where.
+        """
+        asked.append(city)
+        return "rain, " + script(reply="It rains.")
+
+    call = "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
+    runner = client.beta.messages.tool_runner(
+        model="scripted", max_tokens=300, tools=[weather], messages=asking(f"I look.\n{call}")
+    )
+    assert [answer.stop_reason for answer in runner] == ["tool_use", "end_turn"]
+    assert asked == ["Bern"]
+
+
 def test_structured_output(client):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     answer = create(client, '{"a": 1}', output_config={"format": {"type": "json_schema", "schema": schema}})
     assert json.loads(answer.content[0].text) == {"a": 1}
+
+    class Parsed(pydantic.BaseModel):
+        a: int
+
+    parsed = client.messages.parse(
+        model="scripted", max_tokens=50, messages=asking('{"a": 3}'), output_format=Parsed
+    ).parsed_output
+    assert parsed == Parsed(a=3)
 
 
 def test_what_claude_code_sends(server):

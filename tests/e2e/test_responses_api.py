@@ -4,6 +4,7 @@ import json
 import urllib.request
 
 import openai
+import pydantic
 import pytest
 from serving import script, serving_in_thread
 
@@ -230,6 +231,12 @@ def test_structured_output(client):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     assert json.loads(create(client, '{"a": 1}', text={"format": form}).output_text) == {"a": 1}
+
+    class Parsed(pydantic.BaseModel):
+        a: int
+
+    parsed = client.responses.parse(model="scripted", input=asking('{"a": 3}'), text_format=Parsed).output_parsed
+    assert parsed == Parsed(a=3)
 
 
 @pytest.mark.parametrize(
