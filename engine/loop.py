@@ -301,6 +301,7 @@ class EngineLoop:
             step_seconds=seconds,
             num_prefill_tokens=num_prefilled,
             graph=self._read_graph,
+            num_compiled=self.rounds.take_compiled(),
             num_audited_tokens=audited,
             num_audit_mismatches=mismatches,
             memory_bytes=0 if self._sequences else ledger.used(self.runner.model.device),

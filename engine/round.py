@@ -58,6 +58,10 @@ class Rounds(Protocol):
     @property
     def graph_bytes(self) -> int: ...
 
+    def take_compiled(self) -> int:
+        """Kernels compiled since the last call: once serving, each one has made a round wait."""
+        ...
+
     def launch(self, batch: Batch, next_depth: int) -> Round: ...
 
 
@@ -71,6 +75,10 @@ class EagerRounds:
     max_captured: int = 0
     buffer_bytes: int = 0
     graph_bytes: int = 0
+
+    def take_compiled(self) -> int:
+        """See Rounds: none of these are compiled here."""
+        return 0
 
     def launch(self, batch: Batch, next_depth: int) -> Round:
         """See Rounds."""

@@ -100,6 +100,7 @@ class Collector:
             series["memory_used_bytes"].set(stats.memory_bytes)
         if stats.num_prefill_tokens:
             series["prefill_tokens"].inc(stats.num_prefill_tokens)
+        series["kernels_compiled"].inc(stats.num_compiled)
         series["exactness_checked_tokens"].inc(stats.num_audited_tokens)
         series["exactness_mismatched_requests"].inc(stats.num_audit_mismatches)
         if stats.step_seconds:

@@ -192,6 +192,7 @@ DEFINITIONS = (
     Definition(
         PREFIX + "key_generation_tokens_total", "counter", "Tokens of answers, by the API key's label.", ("key",)
     ),
+    Definition(PREFIX + "kernels_compiled_total", "counter", "Kernels compiled while serving: rounds waited for them."),
     Definition(PREFIX + "prompt_tokens_total", "counter", "Prompt tokens of ended sequences."),
     Definition(PREFIX + "prefill_tokens_total", "counter", "Prompt tokens that the engine has processed."),
     Definition(PREFIX + "generation_tokens_total", "counter", "Tokens generated and counted."),

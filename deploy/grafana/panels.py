@@ -193,6 +193,12 @@ THROUGHPUT = Row(
             maximum=1,
         ),
         Panel(
+            "Kernels compiled while serving",
+            "Each one made a round wait; all ought to be compiled before the server is ready.",
+            "none",
+            (Query(PANEL.rate("kernels_compiled_total"), "kernels/s"),),
+        ),
+        Panel(
             "Busy share of the engine",
             "Time in steps over time passed; what is left is idle.",
             "percentunit",

@@ -20,6 +20,7 @@ from pilotfish.engine.device_round.mailbox import Letter, Mailbox
 from pilotfish.engine.device_round.runner import DeviceRunner
 from pilotfish.engine.device_round.shapes import Shape, Shapes
 from pilotfish.engine.runner import Batch, Runner, SequenceReport, token_logprobs
+from pilotfish.kernels.cuda.warm import Compilations, compile_all
 
 WHOLE, VERIFY, FINISH = "round", "verify", "finish"
 """What is captured for a shape: all of it, or the part before and the part after a grammar's masks."""
@@ -39,7 +40,13 @@ class DeviceRounds:
         device = runner.model.device
         self.graphs = Graphs(device)
         self.num_missed = 0
+        self._compilations = Compilations.now()
         self._report_mail = Mailbox((report_size(body.buffers.sizes),), torch.uint8, device)
+
+    def take_compiled(self) -> int:
+        """See Rounds."""
+        before, self._compilations = self._compilations, Compilations.now()
+        return (self._compilations - before).compiled
 
     @property
     def num_graphs(self) -> int:
@@ -62,9 +69,15 @@ class DeviceRounds:
         return self.graphs.counts.num_bytes
 
     def capture(self, shapes: Iterable[Shape] | None = None, progress: bool = True) -> None:
-        """Captures these shapes, by default every one; the null slot alone is in the batches that this runs."""
+        """Captures these shapes, by default every one, after compiling what they launch, in parallel.
+
+        The null slot alone is in the batches that this runs.
+        """
+        chosen = list(shapes or self.shapes)
         self.body.buffers.slots.zero_()
-        for shape in tqdm(list(shapes or self.shapes), desc="capturing rounds", unit="shape", disable=not progress):
+        if self.runner.model.device.type == "cuda":
+            compile_all(lambda: [self._work(shape, WHOLE) for shape in chosen])
+        for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
             for part in (WHOLE, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]
 
