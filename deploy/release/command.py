@@ -69,11 +69,17 @@ def _release(args: argparse.Namespace, layout: Layout, manager: Manager, relay: 
     )
     for number in SIGNALS:
         signal.signal(number, _interrupt)
-    release = Release(layout, manager, relay, settings, lambda text: print(time.strftime("%H:%M:%S"), text, flush=True))
+    release = Release(layout, manager, relay, settings, _tell)
     record = release.run(args.version, new, old, instead=args.instead)
     _write(layout.root / "releases.jsonl", record)
-    print(_summary(record))
+    _tell(_summary(record))
     return STATUS[record.outcome]
+
+
+def _tell(text: str) -> None:
+    """A terminal that has gone does not stop the way back."""
+    with contextlib.suppress(OSError):
+        print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
 def choose(slots: Sequence[Slot], running: Sequence[str], replace: str | None, into: str | None) -> tuple:

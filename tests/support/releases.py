@@ -26,9 +26,10 @@ CLI = [sys.executable, "-m", "pilotfish.server.cli"]
 SCRIPTED = "--core scripted_core:make_core"
 RELAY = Path(__file__).resolve().parents[2] / "deploy" / "relay" / "haproxy.cfg"
 GATES = """
-import json, sys, urllib.request
+import json, os, sys, urllib.request
 url, _, file = sys.argv[1:]
-with urllib.request.urlopen(url + "/v1/models") as response:
+headers = {"Authorization": "Bearer " + os.environ.get("PILOTFISH_API_KEY", "")}
+with urllib.request.urlopen(urllib.request.Request(url + "/v1/models", headers=headers)) as response:
     model = json.load(response)["data"][0]["id"]
 gates = [{"name": "port answers", "passed": True, "wanted": "200", "came": "200", "seconds": 0.1},
          {"name": "model", "passed": "bad" not in model, "wanted": "a good one", "came": model, "seconds": 0.0}]
