@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import msgspec
@@ -53,8 +54,25 @@ def make_core(options: EngineOptions) -> EngineLoop:
     # a rate of 0: requests of our own are not audited
     routes = probe.routes(EngineLoop(dataclasses.replace(engine, audit_rate=0.0)))
     assert engine.ready.execution is not None
-    execution = msgspec.structs.replace(engine.ready.execution, routes=routes)
+    execution = msgspec.structs.replace(
+        engine.ready.execution, routes=routes, break_even=_break_even(engine, options) if options.cost_table else {}
+    )
     return EngineLoop(dataclasses.replace(engine, ready=msgspec.structs.replace(engine.ready, execution=execution)))
+
+
+def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
+    """Timed on the loaded model; {} where nothing is drafted."""
+    from pilotfish.engine import cost_table  # it runs loops of its own
+
+    if engine.plan is None or engine.plan.depth == 0:
+        return {}
+    costs = cost_table.at_boot(engine.runner.model, engine.plan, Path(options.model))
+    for cost in costs:
+        logger.info(
+            "%d at once: a round takes %.2f ms at k = %d, %.2f ms at k = 0: it must commit %.2f tokens to gain",
+            *(cost.batch, 1e3 * cost.seconds, cost.k, 1e3 * cost.plain_seconds, cost.break_even),
+        )
+    return {cost.batch: cost.break_even for cost in costs}
 
 
 class EngineLoop:

@@ -178,6 +178,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `routes`: kernel and dtype -> the layers that took it in the requests of engine/probe.py. `head_weights`: the draft
     head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds.
+    `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0, timed at the start.
     """
 
     num_layers: int
@@ -186,6 +187,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_weights: tuple[int, int] = (0, 0)
     num_graphs: int = 0
     routes: dict[str, list[str]] = {}
+    break_even: dict[int, float] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -42,5 +42,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int | None = None
     num_threads: int | None = None
     audit_rate: float = 0.0
+    cost_table: bool = False
     kernels: Literal["auto", "torch", "fused"] = "auto"
     enforce_eager: bool = False

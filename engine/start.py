@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +16,8 @@ from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
-from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.load import Weight, load_weights
+from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.config import ModelConfig
@@ -57,6 +58,7 @@ class Engine:
     ready: Ready
     grammars: GrammarLibrary | None = None
     audit_rate: float = 0.0
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def start_engine(options: EngineOptions) -> Engine:
     weight_bytes = checkpoint.num_bytes
     if plan.depth == 0 or plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
-    head_weights = sum(name.startswith("mtp.") for name in weights), checkpoint.num_head_weights
+    head_weights = _num_head_weights(checkpoint, weights), checkpoint.num_head_weights
     # rounds of fused kernels keep pending rows of their own
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
     model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device, plan.fused)
@@ -113,7 +115,14 @@ def start_engine(options: EngineOptions) -> Engine:
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     tokenizer = Path(options.model) / "tokenizer.json"
     grammars = GrammarLibrary(tokenizer, checkpoint.config.vocab_size) if tokenizer.exists() else None
-    return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate)
+    return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate, plan=plan)
+
+
+def _num_head_weights(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> int:
+    """Of the head's modules those whose weights were loaded; fused experts were taken apart."""
+    loaded = [name for name in weights if is_mtp(name)]
+    stems = [name.removesuffix("gate_up_proj").removesuffix("experts.down_proj") for name in checkpoint.modules]
+    return sum(any(name.startswith(stem) for name in loaded) for stem in stems if is_mtp(stem))
 
 
 def _origin(checkpoint: Checkpoint, plan: Plan) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import eq
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +85,11 @@ def choices(model: Model, hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Agreement:
-    """agrees[s][d]: draft d + 1 from place s is the trunk's own greedy token after the text so far."""
+    """agrees[s][d]: draft d + 1 from place s is the trunk's own greedy token after the text so far. `trunk_top1`: share
+    of the text's tokens that the trunk itself ranks first."""
 
     agrees: list[list[bool]]
+    trunk_top1: float
 
     @property
     def num_places(self) -> int:
@@ -122,4 +125,4 @@ def agreement(model: Model, ids: list[int], depth: int, tell: Callable[[int], ob
         drafts = [first[start], *(choices(model, torch.cat(later)).tolist() if later else ())]
         found.append([draft == trunk[start + 1 + d] for d, draft in enumerate(drafts)])
         tell(1)
-    return Agreement(found[::-1])
+    return Agreement(found[::-1], sum(map(eq, trunk, ids[1:])) / len(trunk))

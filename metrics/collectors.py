@@ -61,6 +61,9 @@ class Collector:
         series["kv_pages"].set(ready.kv_pages_total)
         series["engine_load_seconds"].set(ready.load_seconds)
         series["engine_ready_timestamp_seconds"].set(time.time())
+        if ready.execution is not None:
+            for sequences, tokens in ready.execution.break_even.items():
+                series["spec_decode_break_even_acceptance_length"].labels(str(sequences)).set(tokens)
         self._on_capacity(ready)
         self._rounds["0"].prepare(ready.num_speculative_tokens)
         self.on_engine(True)

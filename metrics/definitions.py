@@ -124,6 +124,12 @@ DEFINITIONS = (
         ACCEPTANCE_LENGTH,
     ),
     Definition(SPEC + "k", "gauge", "Drafted tokens a round that are served (0: plain decoding)."),
+    Definition(
+        SPEC + "break_even_acceptance_length",
+        "gauge",
+        "Tokens a round must commit to a sequence to gain over k = 0, timed at the start (--cost-table), by sequences.",
+        ("sequences",),
+    ),
     Definition(SPEC + "disabled", "gauge", "1 while the engine decodes without speculation, by reason.", ("reason",)),
     Definition(PREFIX + "num_requests_running", "gauge", "Sequences that take part in rounds or prefill."),
     Definition(PREFIX + "num_requests_waiting", "gauge", "Sequences queued in the engine."),

@@ -18,6 +18,7 @@ from pilotfish.engine.speculation import speculative_config
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 OWN_PARSERS = {
+    "acceptance": "pilotfish.deploy.acceptance",
     "audit": "pilotfish.engine.audit",
     "bench": "pilotfish.engine.bench.command",
     "eval": "pilotfish.deploy.evaluate.command",
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     key = commands.add_parser("key", help="make an API key: itself to stderr, its line for --api-key-file to stdout")
     key.add_argument("label", metavar="LABEL", help="what metrics call it")
     key.set_defaults(run=make_key)
+    commands.add_parser("acceptance", help="how often a head is right on a text, and what it must be", add_help=False)
     commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
     commands.add_parser("bench", help="speed of rounds by k, batch and context", add_help=False)
     commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
@@ -120,6 +122,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SHARE",
         help="share of finished requests decoded again at k = 0 while idle, and compared (default: none)",
+    )
+    parser.add_argument(
+        "--cost-table",
+        action="store_true",
+        help="time rounds at k = 0 and k before serving: seconds of start for a measured break-even in metrics",
     )
     parser.add_argument(
         "--restart-engine",
@@ -286,6 +293,7 @@ def engine_options(args: argparse.Namespace) -> Any:
         enforce_eager=args.enforce_eager,
         num_threads=args.num_threads,
         audit_rate=getattr(args, "audit_rate", 0.0),
+        cost_table=getattr(args, "cost_table", False),
     )
 
 

@@ -39,6 +39,7 @@ def scraped(tmp_path_factory):
 
     model = build_tiny(write_model(tmp_path_factory.mktemp("tiny")), "moe")
     engine = {"num_speculative_tokens": 3, "max_model_len": 512, "num_threads": 1, "dtype": "float32"}
+    engine |= {"cost_table": True}
     with serving_in_thread(model, core=CORE, engine=engine, api_keys=("first", "second")) as server:
         target = server.url.removeprefix("http://")
         with api.scraping(target, DEPLOY / "prometheus" / "pilotfish.rules.yml") as prometheus:

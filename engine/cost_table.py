@@ -1,0 +1,131 @@
+"""What a round costs at each depth, number of sequences and context, timed on the loaded model.
+
+A round at depth k must commit t(k) / t(0) tokens a sequence, the break-even, before speculation gains anything. Both
+are whole engine steps, host work included, and at k = 0 the head is off, as in a server without one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from pilotfish.engine.head_check import text_of
+from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.messages import SamplingParams, Submit
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.start import Plan, assemble
+from pilotfish.kernels.attention import PAGE
+
+ROUNDS, BLOCKS = 8, 3
+"""Each depth is timed over BLOCKS times ROUNDS rounds, the depths in turn, so that all meet the same machine."""
+WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Median seconds of a round of `batch` sequences of about `context` tokens, with k drafts and without."""
+
+    k: int
+    batch: int
+    context: int
+    seconds: float
+    plain_seconds: float
+
+    @property
+    def break_even(self) -> float:
+        """Tokens that a round must commit to a sequence to be worth its time."""
+        return self.seconds / self.plain_seconds
+
+
+def room(depth: int, batch: int, context: int) -> int:
+    """Tokens that a timed sequence may write: it goes on while the others' prompts are read, chunk by chunk."""
+    return (WARM_UPS + ROUNDS + 2 + batch * -(-context // PAGE)) * (depth + 1)
+
+
+def fits(plan: Plan, batch: int, context: int) -> bool:
+    """Whether the plan's caches hold the timed sequences."""
+    tokens = context + room(plan.depth, batch, context)
+    # as a request reserves: its limit, and a last window past it
+    pages = -(-(tokens + plan.depth + 1) // PAGE)
+    return batch <= plan.max_num_seqs and tokens <= plan.max_model_len and batch * pages <= plan.num_pages
+
+
+@torch.inference_mode()
+def measure(
+    model: Model,
+    plan: Plan,
+    ids: Sequence[int],
+    depths: Sequence[int],
+    places: Iterable[tuple[int, int]],
+    tell: Callable[[str], object] = lambda _: None,
+) -> list[Cost]:
+    """For every (batch, context) that fits, each depth > 0 against 0. `ids` is text for the prompts; `tell` hears
+    what is done, once for each block of a depth."""
+    costs = []
+    for batch, context in places:
+        loops = {
+            depth: EngineLoop(
+                assemble(model, dataclasses.replace(plan, depth=depth, max_num_seqs=batch), batch, 0, 0.0)
+            )
+            for depth in (0, *depths)
+        }
+        times: dict[int, list[float]] = {depth: [] for depth in loops}
+        for _ in range(BLOCKS):
+            for depth, loop in loops.items():
+                times[depth] += _timed(loop, _prompts(ids, batch, context), depth)
+                tell(f"{batch} at once, {context} tokens, k = {depth}")
+        medians = {depth: statistics.median(found) for depth, found in times.items()}
+        costs += [Cost(depth, batch, context, medians[depth], medians[0]) for depth in depths]
+    return costs
+
+
+def _prompts(ids: Sequence[int], batch: int, context: int) -> list[list[int]]:
+    """Text for each sequence from a place of its own, over and over until it is long enough."""
+    repeated = [*ids] * (2 + context // len(ids))
+    return [repeated[b * len(ids) // batch :][:context] for b in range(batch)]
+
+
+def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float]:
+    """Seconds of ROUNDS steps in a row that each ran one round of all sequences."""
+    most = room(depth, len(prompts), len(prompts[0]))
+    sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+    waiting = {str(number) for number in range(len(prompts))}
+    for number, prompt in enumerate(prompts):
+        loop.submit(Submit(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+    while waiting:
+        report = loop.step()
+        for output in report.outputs if report else ():
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+            waiting.discard(output.request_id)
+    for _ in range(WARM_UPS):
+        loop.step()
+    times = []
+    for _ in range(ROUNDS):
+        began = perf_counter()
+        loop.step()
+        times.append(perf_counter() - began)
+    for number in range(len(prompts)):
+        loop.abort(str(number))
+    while loop.has_work():
+        loop.step()
+    return times
+
+
+def at_boot(model: Model, plan: Plan, folder: Path) -> list[Cost]:
+    """Of a text where the checkpoint has a tokenizer. The served depth, for one sequence, two, four, .. and as many as
+    may run, at a page of context or less."""
+    counts = sorted({1 << n for n in range(plan.max_num_seqs.bit_length())} | {plan.max_num_seqs})
+    for context in (PAGE, PAGE // 4, PAGE // 16):
+        places = [(count, context) for count in counts if fits(plan, count, context)]
+        if places:
+            vocab_size = model.config.vocab_size
+            ids = text_of(folder, vocab_size, PAGE) or [(7 * i + 1) % vocab_size for i in range(PAGE)]
+            return measure(model, plan, ids, [plan.depth], places)
+    return []

@@ -1,0 +1,64 @@
+"""Timed rounds are whole rounds of all sequences at the depth they stand for. What they took is nobody's business."""
+
+import pytest
+import torch
+
+from pilotfish.engine import cost_table
+from pilotfish.engine.cost_table import BLOCKS, ROUNDS, Cost
+from pilotfish.engine.loop import EngineLoop, make_core
+from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.start import start_engine
+from tests.support.tiny_models import build_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    return build_tiny(tmp_path_factory.mktemp("tiny"), "dense")
+
+
+def options(folder, **fields):
+    fields = {"num_speculative_tokens": 2, "max_num_seqs": 3, "max_model_len": 200, "num_threads": 1} | fields
+    return EngineOptions(model=str(folder), dtype="float32", **fields)
+
+
+def test_break_even():
+    assert Cost(3, 1, 256, seconds=0.030, plain_seconds=0.020).break_even == pytest.approx(1.5)
+
+
+def test_each_timed_step_is_a_round_of_all(folder, monkeypatch):
+    engine = start_engine(options(folder))
+    seen, step, clock = [], EngineLoop.step, iter(range(10**6))
+
+    def watched(loop):
+        report = step(loop)
+        seen.append((loop.depth, report))
+        return report
+
+    monkeypatch.setattr(EngineLoop, "step", watched)
+    # time passes by one second for each look at the clock
+    monkeypatch.setattr(cost_table, "perf_counter", lambda: float(next(clock)))
+    told = []
+    costs = cost_table.measure(
+        engine.runner.model, engine.plan, list(range(50)), [1, 2], [(1, 20), (3, 40)], told.append
+    )
+    assert [(c.k, c.batch, c.context) for c in costs] == [(1, 1, 20), (2, 1, 20), (1, 3, 40), (2, 3, 40)]
+    assert all(c.seconds == c.plain_seconds == 1.0 and c.break_even == 1.0 for c in costs)
+    assert len(told) == 2 * 3 * BLOCKS
+    for depth in (0, 1, 2):
+        rounds = [r for d, r in seen if d == depth and r and sum(o.round and bool(o.token_ids) for o in r.outputs) == 3]
+        assert len(rounds) >= BLOCKS * ROUNDS, "all three sequences in every timed round"
+        # a random head is wrong, so drafts are offered to the end
+        assert {output.num_drafted for r in rounds for output in r.outputs} == {depth}
+
+
+@pytest.mark.parametrize(("batch", "context", "fit"), [(3, 80, True), (4, 20, False), (1, 180, False)])
+def test_what_does_not_fit_is_known_before(folder, batch, context, fit):
+    assert cost_table.fits(start_engine(options(folder)).plan, batch, context) == fit
+
+
+def test_a_server_that_was_asked_times_itself(folder):
+    found = make_core(options(folder, cost_table=True)).ready.execution.break_even
+    assert list(found) == [1, 2, 3] and all(tokens > 0 for tokens in found.values())
+    assert make_core(options(folder)).ready.execution.break_even == {}
+    assert make_core(options(folder, cost_table=True, num_speculative_tokens=0)).ready.execution.break_even == {}
