@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from pilotfish.deploy.release.managers import Manager, Processes, Systemd
+from pilotfish.deploy.release.managers import Manager, ManagerError, Processes, Systemd
 from pilotfish.deploy.release.relay import HAProxy, NoRelay, Relay, RelayError
 from pilotfish.deploy.release.release import Record, Release, Settings
 from pilotfish.deploy.release.slots import Layout, LayoutError, Slot
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         with _one_at_a_time(layout.root):
             return _release(args, layout, manager, relay)
-    except (UsageError, LayoutError, RelayError) as error:
+    except (UsageError, LayoutError, ManagerError, RelayError) as error:
         print(f"pilotfish release: {error}", file=sys.stderr)
         return 2
 

@@ -67,7 +67,8 @@ class Systemd:
 
 def _output(command: list[str], *, check: bool) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # a session of its own: Ctrl-C is for the release, which may be on its way back
+        done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     except OSError as error:
         raise ManagerError(f"{command[0]}: {error}") from error
     if check and done.returncode != 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pilotfish.deploy.release.command import UsageError, choose
+from pilotfish.deploy.release.command import UsageError, choose, main
 from pilotfish.deploy.release.managers import ManagerError, Systemd
 from pilotfish.deploy.release.relay import HAProxy, RelayError
 from pilotfish.deploy.release.slots import Layout, LayoutError, Slot, read_environment
@@ -110,10 +110,13 @@ def test_systemd_is_told_to_start_and_stop_units(systemctl):
         manager.start(TWO)
 
 
-def test_a_machine_without_systemd_is_told_so(monkeypatch, tmp_path):
+def test_a_machine_without_systemd_is_told_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ManagerError, match=r"systemctl: .*No such file"):
         Systemd().start(ONE)
+    (tmp_path / "one.env").write_text("PILOTFISH_PORT=1\n")
+    assert main(["--root", str(tmp_path), "--config", str(tmp_path)]) == 2
+    assert "pilotfish release: systemctl: " in capsys.readouterr().err
 
 
 @pytest.fixture
