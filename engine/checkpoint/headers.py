@@ -20,6 +20,10 @@ from typing import Any, BinaryIO
 from pilotfish.engine.errors import HeaderError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_TENSORS = 120_000
+"""In one file: a 35B model in single experts has 92 000 in all. A tensor has at most this many marks in JSON:"""
+MAX_MARKS = {b":": 4, b",": 16, b"[": 2, b"{": 1}
+MARKS_TO_SPARE = 1000  # in metadata
 MAX_NAME_LENGTH = 512
 MAX_DIMS = 8
 
@@ -93,6 +97,9 @@ def _read_json(path: Path, file: BinaryIO, file_size: int) -> tuple[dict[str, An
     body = file.read(length)
     if len(body) != length or body[:1] != b"{":
         raise HeaderError(f"{path}: want a header of {length} bytes that begins with '{{', got {body[:16]!r}")
+    # a small file can hold a header that takes minutes and gigabytes to parse
+    if any(body.count(mark) > MARKS_TO_SPARE + most * MAX_TENSORS for mark, most in MAX_MARKS.items()):
+        raise HeaderError(f"{path}: want a header of at most {MAX_TENSORS} tensors, got one of {length} bytes")
     try:
         entries = json.loads(body, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:

@@ -73,6 +73,12 @@ def ct_nvfp4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return parts, (_products(packed) / divisor.double()).float()
 
 
+def ct_nvfp4_w4a4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """With a scale of the inputs, which 16-bit activations do not need."""
+    parts, values = ct_nvfp4(weight)
+    return parts | {".input_global_scale": torch.tensor([300.0])}, values
+
+
 def modelopt_nvfp4(static: bool = False) -> Form:
     def form(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         packed = quantize(weight)
@@ -239,6 +245,7 @@ def lynn_config(names: list[list[str]], kept: list[str]) -> tuple[dict[str, Any]
 _F32, _BF16 = torch.float32, torch.bfloat16
 RECIPES = (
     Recipe("compressed-tensors NVFP4", ((USUAL, ct_nvfp4),), ct_config("nvfp4")),
+    Recipe("compressed-tensors NVFP4, W4A4", ((USUAL, ct_nvfp4_w4a4),), ct_config("nvfp4")),
     Recipe("compressed-tensors NVFP4, every Linear", ((EVERY_LINEAR, ct_nvfp4),), ct_config("nvfp4")),
     Recipe("FP8 block, BF16 weight_scale_inv", ((USUAL, fp8_block()),), fp8_config),
     Recipe("FP8 block, F32 weight_scale_inv", ((USUAL, fp8_block(dtype=_F32)),), fp8_config),
@@ -254,6 +261,11 @@ RECIPES = (
         "compressed-tensors mixed: FP8 block, NVFP4",
         ((ATTENTION, fp8_block(".weight_scale", _F32)), (MLP, ct_nvfp4)),
         ct_config("block", "nvfp4"),
+    ),
+    Recipe(
+        "compressed-tensors mixed: FP8 per tensor, NVFP4",
+        ((ATTENTION, fp8_tensor(_BF16, (1,), True)), (MLP, ct_nvfp4)),
+        ct_config("tensor", "nvfp4"),
     ),
     Recipe("ModelOpt NVFP4", ((USUAL, modelopt_nvfp4(True)),), modelopt_config("NVFP4")),
     Recipe("ModelOpt W4A16_NVFP4", ((USUAL, modelopt_nvfp4()),), modelopt_config("W4A16_NVFP4", "file")),

@@ -148,6 +148,26 @@ def test_refuses_headers_above_the_limit(path, monkeypatch):
         read_header(write(path, {"a": ENTRY}))
 
 
+@pytest.mark.parametrize(
+    "bomb",
+    [b'{"a":[' + b"0," * 10_000 + b"0]}", b'{"a":[' + b"[]" * 3000 + b"]}", b"{" + b'"a":1,' * 3000 + b'"b":1}'],
+    ids=["numbers", "lists", "keys"],
+)
+def test_a_header_with_too_much_in_it_is_not_parsed(path, monkeypatch, bomb):
+    monkeypatch.setattr(headers, "MAX_TENSORS", 500)
+    monkeypatch.setattr(headers.json, "loads", None)
+    with pytest.raises(HeaderError, match="want a header of at most 500 tensors"):
+        read_header(write(path, bomb))
+
+
+def test_as_many_tensors_as_may_be_are_read(path, monkeypatch):
+    monkeypatch.setattr(headers, "MAX_TENSORS", 2000)
+    monkeypatch.setattr(headers, "MARKS_TO_SPARE", 1)  # the outer brace
+    shape = [1] * headers.MAX_DIMS
+    many = {f"a.{n}": {"dtype": "U8", "shape": shape, "data_offsets": [n, n + 1]} for n in range(2000)}
+    assert len(read_header(write(path, many, bytes(2000))).tensors) == 2000
+
+
 def test_refuses_what_is_no_file(path, tmp_path):
     os.mkfifo(path)  # opening it would wait for ever
     (tmp_path / "folder").mkdir()
