@@ -23,8 +23,9 @@ UNIT = 64
 """Positions of one product; a chunk is the fold of its units in order, whoever folds them."""
 TILE = 32
 """Query rows (window rows x heads of a group) of one product."""
-FEW_ITEMS = 48
-"""With fewer chunks than this in a whole batch, each unit is an item of its own, and the merge folds."""
+FEW_ITEMS = 96
+"""Fewer chunks than this in a whole batch would leave multiprocessors idle: each unit is then an item of its own, and
+the merge folds."""
 MERGED = 32
 """Chunks that the merge folds side by side."""
 MAX_SEQUENCES = 256

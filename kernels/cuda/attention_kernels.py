@@ -264,23 +264,27 @@ def merge_kernel(
     best = tl.full((MERGED,), float("-inf"), tl.float32)
     mass = tl.zeros((MERGED,), tl.float32)
     total = tl.zeros((MERGED, BLOCK_D), tl.float32)
-    for first in range(0, position // CHUNK + 1, MERGED):
-        chunk = first + lane
-        if span == UNIT:
+    if span == UNIT:
+        for first in range(0, position // CHUNK + 1, MERGED):
             part_best = tl.full((MERGED,), float("-inf"), tl.float32)
             part_mass = tl.zeros((MERGED,), tl.float32)
             part_total = tl.zeros((MERGED, BLOCK_D), tl.float32)
             for u in tl.static_range(UNITS):
-                index = chunk * UNITS + u
+                index = (first + lane) * UNITS + u
                 place = (base + index * stride).to(tl.int64) * TILE + flat % TILE
                 unit_best, unit_mass, unit_total = _load_part(partial, stats, place, index < spans, d, D)
                 part_best, part_mass, part_total = _fold(
                     part_best, part_mass, part_total, unit_best, unit_mass, unit_total
                 )
-        else:
-            place = (base + chunk * stride).to(tl.int64) * TILE + flat % TILE
-            part_best, part_mass, part_total = _load_part(partial, stats, place, chunk < spans, d, D)
-        best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
+            best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
+    else:
+        for first in range(0, spans, 2 * MERGED):
+            # two, so that their loads are on their way together
+            for half in tl.static_range(2):
+                index = first + half * MERGED + lane
+                place = (base + index * stride).to(tl.int64) * TILE + flat % TILE
+                part_best, part_mass, part_total = _load_part(partial, stats, place, index < spans, d, D)
+                best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
     weight = tl.exp2(best - tl.max(best, 0))
     attended = tl.sum(total * weight[:, None], 0) / tl.sum(mass * weight, 0) * v_scale
     gated = attended / (1.0 + tl.exp(-gate.to(tl.float32)))

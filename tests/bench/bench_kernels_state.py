@@ -247,6 +247,13 @@ def bench_attention(
                 report(title, case.num_bytes, *time_both(call, launches), **about)
             attention.STAGES = kept
         del case
+        if tune:
+            kept = attention.FEW_ITEMS
+            for attention.FEW_ITEMS in (0, 1 << 20):
+                other = Contexts(ATTENTION[model], KV[kind], context, batch, width)
+                title = f"{model} {'units' if attention.FEW_ITEMS else 'chunks'} as items"
+                report(title, other.num_bytes, *time_both(other.call, launches), **about)
+            attention.FEW_ITEMS = kept
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
