@@ -37,7 +37,7 @@ def compile_only() -> Iterator[None]:
         JITFunction.run = launch
 
 
-def compile_all(launch: Callable[[], None], num_threads: int | None = None) -> int:
+def compile_all(launch: Callable[[], object], num_threads: int | None = None) -> int:
     """Compiles every kernel that `launch` launches, on several threads; the number of those that were not on disk.
 
     The kernels of the process that called are ready afterwards: its next launches neither compile nor read the disk.
