@@ -104,8 +104,8 @@ def max_items(
     # a window may end max_width rows past the last position of the model
     each = -(-(max_model_len + max_width) // CHUNK)
     chunks = min(max_sequences * each, num_pages // (CHUNK // PAGE) + max_sequences)
-    few = (FEW_ITEMS - 1) * (CHUNK // UNIT)
-    return max(chunks * num_kv_heads * num_tiles(max_width, num_heads // num_kv_heads), few)
+    items = chunks * num_kv_heads * num_tiles(max_width, num_heads // num_kv_heads)
+    return max(items, min(items, FEW_ITEMS - 1) * (CHUNK // UNIT))
 
 
 def plan_rows(
