@@ -90,11 +90,12 @@ class GroupedExperts:
         if not 1 <= top_k <= len(experts):
             raise ValueError(f"want at least {top_k} experts, got {len(experts)}")
         self.top_k, self.num_experts, self.hidden = top_k, len(experts), int(experts[0].gate.shape[1])
-        routed = [_pack_expert(f"expert {number}", expert, self.hidden) for number, expert in enumerate(experts)]
-        for number, group in enumerate(routed):
+        names = [f"expert {number}" for number in range(len(experts))]
+        routed = _pack_experts(names, experts, self.hidden)
+        for name, group in zip(names, routed, strict=True):
             if _kind(group) != _kind(routed[0]):
-                raise ValueError(f"expert {number}: want the shape and format of expert 0, as for all routed ones")
-        last = _pack_expert("shared expert", shared, self.hidden)
+                raise ValueError(f"{name}: want the shape and format of expert 0, as for all routed ones")
+        (last,) = _pack_experts(["shared expert"], [shared], self.hidden)
         groups = [[*routed, last]] if _kind(last) == _kind(routed[0]) else [routed, [last]]
         self.groups = [_join(group) for group in groups]
         self.num_bytes = sum(group.num_bytes for group in self.groups)
@@ -267,24 +268,26 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     return fill(Shape(warps, 2, row_tiles, 0, 0), format, num_units)
 
 
-def _pack_expert(name: str, expert: ExpertWeights, hidden: int) -> Group:
-    width = int(expert.gate.shape[0])
-    wanted = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    packed = {}
-    for part, shape in wanted.items():
-        weight = getattr(expert, part)
-        if tuple(weight.shape) != shape:
-            raise ValueError(f"{name}: {part}: want {list(shape)}, got {list(weight.shape)}")
+def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[Group]:
+    for name, expert in zip(names, experts, strict=True):
+        width = int(expert.gate.shape[0])
+        if width % 8 or hidden % 8:
+            raise ValueError(f"{name}: want widths that are multiples of 8 (16 bytes of x), got {width} and {hidden}")
+        for part, shape in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
+            if tuple(getattr(expert, part).shape) != shape:
+                raise ValueError(f"{name}: {part}: want {list(shape)}, got {list(getattr(expert, part).shape)}")
+    packed: dict[str, list[Packed]] = {}
+    for part in ("gate", "up", "down"):
         try:
-            packed[part] = packing.pack(weight)
+            packed[part] = packing.pack_all([getattr(expert, part) for expert in experts])
         except ValueError as error:
-            raise ValueError(f"{name}: {part}: {error}") from error
-    if packed["gate"].kind != packed["up"].kind:
-        got = [packed[part].format.value for part in ("gate", "up")]
-        raise ValueError(f"{name}: want gate and up of one format, got {got}")
-    if width % 8 or hidden % 8:
-        raise ValueError(f"{name}: want widths that are multiples of 8 (16 bytes of x), got {width} and {hidden}")
-    return Group(packing.interleave(packed["gate"], packed["up"]), packed["down"], 1, width)
+            raise ValueError(f"{names[0]} to {names[-1]}: {part}: {error}") from error
+    groups = []
+    for name, expert, gate, up, down in zip(names, experts, *packed.values(), strict=True):
+        if gate.kind != up.kind:
+            raise ValueError(f"{name}: want gate and up of one format, got {[gate.format.value, up.format.value]}")
+        groups.append(Group(packing.interleave(gate, up), down, 1, int(expert.gate.shape[0])))
+    return groups
 
 
 def _kind(group: Group) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ import torch
 TILE = 16
 UNIT = 128
 GROUP = 16
-WORK = 1 << 22  # weights re-ordered at a time
+WORK = 1 << 24  # weights re-ordered at a time
 
 # Where the sign, the two exponent bits and the mantissa bit of a code lie in the 16 bits of each half of a word, for
 # the pairs (k, k+1) = (0, 1), (2, 3), (4, 5), (6, 7); even columns in the low half. 16 + b: bit b of the other half.
@@ -105,6 +105,21 @@ def pack(weight: Any, first_column: int = 0) -> Packed:
     if hasattr(weight, "block"):
         return _pack_fp8_weight(weight, first_column)
     raise ValueError(f"want a bf16 tensor, NVFP4 or FP8, got {type(weight).__name__}")
+
+
+def pack_all(weights: Sequence[Any]) -> list[Packed]:
+    """`pack` of each. NVFP4 matrices of one shape are re-ordered together: experts are many and small."""
+    first = weights[0]
+    together = all(hasattr(w, "packed") and w.scale.dtype == torch.float8_e4m3fn for w in weights)
+    if not together or len({tuple(w.shape) for w in weights}) > 1 or len(first.packed) % TILE:
+        return [pack(weight) for weight in weights]
+    codes, scales = (torch.cat([getattr(w, part).view(torch.uint8) for w in weights]) for part in ("packed", "scale"))
+    data = _by_rows(_pack_nvfp4, codes, scales).chunk(len(weights))
+    packed = []
+    for weight, part in zip(weights, data, strict=True):
+        packed.append(_packed(Format.NVFP4, part, len(weight.packed), 0, divides=not weight.multiplies))
+        packed[-1].number.fill_(weight.global_scale)
+    return packed
 
 
 def _packed(

@@ -70,9 +70,18 @@ def test_gate_and_up_come_apart_again(kind):
 def test_packs_some_rows_at_a_time(monkeypatch, rows):
     weight = nvfp4(rows, 256)
     whole = packing.pack(weight)
-    monkeypatch.setattr(packing, "WORK", 16 * 256)
+    monkeypatch.setattr(packing, "WORK", 16 * 256 * 2)
     parts = packing.pack(weight)
     assert torch.equal(whole.data, parts.data) and torch.equal(packing.unpack(parts, 256)[:rows], values(weight))
+
+
+@pytest.mark.parametrize("rows", [48, 40])
+def test_many_packed_together_are_each_as_alone(rows):
+    parts = [nvfp4(rows, 256, multiplies, seed) for seed, multiplies in enumerate((False, True, False))]
+    for one, weight in zip(packing.pack_all(parts), parts, strict=True):
+        alone = packing.pack(weight)
+        assert one.kind == alone.kind and torch.equal(one.data, alone.data)
+        assert torch.equal(one.number, alone.number) and torch.equal(one.place, alone.place)
 
 
 def test_needs_no_more_bytes_than_the_checkpoint():
