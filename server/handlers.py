@@ -15,6 +15,7 @@ from pilotfish.engine.messages import Ready
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import unused
 from pilotfish.server.auth import NO_KEY
+from pilotfish.server.chat_prompt import tokens_of
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status, renamed
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.limits import Limiter
@@ -22,7 +23,8 @@ from pilotfish.server.messages_api import request as messages_request
 from pilotfish.server.messages_api.answer import MessagesFormat, TokenCount
 from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.plan import Context, Plan, check_ids, count_prompt, plan_chat, plan_completion, tokens_of
+from pilotfish.server.plan import Context, Plan, count_prompt, plan_chat, plan_completion
+from pilotfish.server.prompts import check_ids
 from pilotfish.server.protocol import (
     AnyRequest,
     ChatRequest,
