@@ -3,9 +3,9 @@
 Three launches: gate_up with SwiGLU, down, combine. A program of the first two takes some tiles of one expert; the rows
 that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others are
 masked. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the first pair
-of its expert, so that nothing has to be counted before; beyond, a kernel first lists the rows of each expert. The
-shared expert is one more, chosen by all rows. Results go to their own (row, rank): nothing is added across experts
-before `combine`, which adds in rank order.
+of its expert, so that nothing has to be counted before; beyond, two kernels first list the rows of each expert, and a
+program takes up to 16 of them. The shared expert is one more, chosen by all rows. Results go to their own (row, rank):
+nothing is added across experts before `combine`, which adds in rank order.
 
 R = rows, E = experts, k = experts a token, H = hidden, I = expert width.
 Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform routing. No atomics.
@@ -25,7 +25,7 @@ from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.linear import MAX_ROWS, Shape, fill
 from pilotfish.kernels.cuda.mma import FORMATS
-from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, list_kernel
+from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, items_kernel, list_kernel
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 FAST_ROWS = 16
@@ -45,7 +45,7 @@ class Scratch:
     """What a layer writes between its launches, for up to `rows` rows; layers of one model may share it.
 
     inner bf16 [rows, k + 1, I]; out bf16 [rows, k + 1, H], rank k the shared expert's; lists int32, for more than
-    FAST_ROWS rows: for each of E experts the number of its rows, then its (row, rank).
+    FAST_ROWS rows: for each of E experts the number of its rows, then its (row, rank); then the items of the launches.
     """
 
     inner: torch.Tensor
@@ -57,7 +57,7 @@ class Scratch:
         """num_experts, width: the largest of any layer, of the routed experts and the shared one."""
         inner = torch.zeros((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
         out = torch.zeros((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
-        listed = num_experts * (rows + 1) if rows > FAST_ROWS else 1
+        listed = num_experts * (rows + 1) + _num_items(rows, top_k, num_experts) if rows > FAST_ROWS else 1
         return Scratch(inner, out, torch.zeros(listed, dtype=torch.int32, device=device))
 
     @property
@@ -124,7 +124,6 @@ class GroupedExperts:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
         assert scratch.out.shape[1:] == (self.top_k + 1, self.hidden) and scratch.inner.shape[2] >= self.width
         if num_rows > FAST_ROWS:
-            assert scratch.lists.numel() >= self.num_experts * (num_rows + 1), scratch.lists.shape
             list_experts(ids, self.num_experts, scratch.lists, pdl)
         for down in (False, True):
             for group in self.groups:
@@ -182,12 +181,12 @@ class GroupedExperts:
         tiles = part.num_tiles // group.num_experts
         shape = choose_shape(part.format, tiles, part.num_units, num_rows)
         routed, lists = group is self.groups[0], num_rows > FAST_ROWS
-        listed = self.num_experts if lists else num_rows * self.top_k
+        listed = _num_items(num_rows, self.top_k, self.num_experts) if lists else num_rows * self.top_k
+        num_routed = listed if routed else 0
         shared = group is self.groups[-1]
         grid = (
             -(-tiles // shape.tiles),
-            (listed if routed else 0) + shared,
-            -(-num_rows // (8 * shape.row_tiles)),
+            num_routed + (-(-num_rows // FAST_ROWS) if shared else 0),
         )
         source, target = (scratch.inner, scratch.out) if down else (x, scratch.inner)
         experts_kernel[grid](
@@ -200,6 +199,7 @@ class GroupedExperts:
             scratch.lists,
             target,
             num_rows,
+            num_routed,
             source.shape[-1] // 8,
             target.shape[-1],
             NUM_EXPERTS=self.num_experts,
@@ -215,7 +215,6 @@ class GroupedExperts:
             SPAN=1 if down else 2,
             DOWN=down,
             ROUTED=routed,
-            SHARED=shared,
             LISTS=lists,
             TOP_K=self.top_k,
             PAIRS=max(32, triton.next_power_of_2(FAST_ROWS * self.top_k)),
@@ -248,14 +247,33 @@ class GroupedExperts:
         return gate_up_values, packing.unpack(down, group.width)[: self.hidden]
 
 
+def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
+    """At most so many times FAST_ROWS rows of one expert: one begun by each, and those that are full."""
+    return num_experts + num_rows * top_k // FAST_ROWS
+
+
 def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: bool = False) -> None:
-    """lists int32 [E, R + 1], flat: the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank."""
+    """lists int32, flat: [E, R + 1], the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank; then
+    items, each up to FAST_ROWS rows of an expert: expert * 16 + which of them, and -1 past the last."""
+    num_rows, top_k = ids.shape
+    num_items = _num_items(num_rows, top_k, num_experts)
+    assert lists.numel() >= num_experts * (num_rows + 1) + num_items, lists.shape
     list_kernel[(num_experts,)](
         ids,
         lists,
         ids.numel(),
         TOP_K=ids.shape[1],
         BLOCK=triton.next_power_of_2(ids.numel()),
+        PDL=pdl,
+        launch_pdl=pdl,
+    )
+    items_kernel[(1,)](
+        lists,
+        num_rows,
+        num_experts,
+        num_items,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK=triton.next_power_of_2(num_items),
         PDL=pdl,
         launch_pdl=pdl,
     )

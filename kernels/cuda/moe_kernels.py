@@ -30,6 +30,25 @@ def list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(target + place, pair + pair // TOP_K, chosen == 1)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_experts", "num_items"])
+def items_kernel(
+    lists, num_rows, num_experts, num_items, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Lists 16 rows at a time of each expert, as expert * 16 + which, after the experts' own lists; -1 past them."""
+    expert = tl.arange(0, BLOCK_E)
+    item = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    rows = tl.load(lists + expert * (num_rows + 1), expert < num_experts, other=0)
+    groups = (rows + 15) // 16
+    start = tl.cumsum(groups, 0) - groups
+    items = lists + num_experts * (num_rows + 1)
+    tl.store(items + item, -1, (item >= tl.sum(groups, 0)) & (item < num_items))
+    for group in range(0, (num_rows + 15) // 16):
+        tl.store(items + start + group, expert * 16 + group, group < groups)
+
+
 @gluon.jit
 def _columns(
     ids,
@@ -64,7 +83,7 @@ def _columns(
         return column * (TOP_K + 1) + rank, there & (rank >= 0)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["num_rows", "num_routed"])
 def experts_kernel(
     data,
     block_scale,
@@ -75,6 +94,7 @@ def experts_kernel(
     lists,
     out,
     num_rows,
+    num_routed,
     x_stride,
     out_stride,
     NUM_EXPERTS: gl.constexpr,
@@ -90,7 +110,6 @@ def experts_kernel(
     SPAN: gl.constexpr,
     DOWN: gl.constexpr,
     ROUTED: gl.constexpr,
-    SHARED: gl.constexpr,
     LISTS: gl.constexpr,
     TOP_K: gl.constexpr,
     PAIRS: gl.constexpr,
@@ -98,7 +117,8 @@ def experts_kernel(
     X_AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (i, p, j): tiles i MT ... of the expert of pair p (or of expert p, with LISTS), columns j NT 8 ...
+    """Program (i, p): tiles i MT ... of the expert of pair p, all rows; with LISTS of item p, 16 rows of an expert. The
+    programs after those are the shared expert's.
 
     x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...]. x_stride is in 16 bytes.
     """
@@ -111,29 +131,38 @@ def experts_kernel(
             gdc_wait()
         gdc_launch_dependents()
     p = gl.program_id(1)
-    first = gl.program_id(2) * (NT * 8)
+    first = 0
     expert = 0
     count = num_rows
-    # the last program is the shared expert's, if this launch has it
-    is_shared = p == (gl.num_programs(1) - 1 if SHARED else gl.num_programs(1))
+    is_shared = p >= num_routed
     own_list = lists
+    if LISTS:
+        first = (p - num_routed) * 16
     if ROUTED:
         if LISTS:
-            expert = p
-            own_list += p * (num_rows + 1)
-            if not is_shared:
-                count = gl.load(own_list, cache_modifier=".cg")
-            own_list += 1
+            if is_shared:
+                expert = NUM_EXPERTS
+            else:
+                item = gl.load(lists + NUM_EXPERTS * (num_rows + 1) + p, cache_modifier=".cg")
+                first = item % 16 * 16
+                expert = item // 16
+                if item < 0:
+                    count = 0
+                    expert = 0
+                    first = 0
+                else:
+                    count = gl.load(lists + expert * (num_rows + 1), cache_modifier=".cg")
+            own_list += expert * (num_rows + 1) + 1
         else:
-            expert = gl.load(ids + gl.minimum(p, num_rows * TOP_K - 1), cache_modifier=".cg")
+            expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=".cg")
             # every warp looks at all of them: no barrier
             pair = gl.arange(0, PAIRS, gl.BlockedLayout([PAIRS // 32], [32], [warps], [0]))
             others = gl.load(ids + pair, mask=pair < p, other=-1, cache_modifier=".cg")
             repeated = gl.max((others == expert).to(gl.int32), 0) > 0
-            if repeated & (p < num_rows * TOP_K):
-                count = 0
             if is_shared:
                 expert = NUM_EXPERTS
+            elif repeated:
+                count = 0
     if first >= count:
         return
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4

@@ -6,17 +6,23 @@ import torch
 from pilotfish.kernels.cuda import moe
 
 
-@pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(17, 8, 2), (40, 6, 3)])
+@pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(17, 8, 2), (40, 6, 3), (256, 5, 4)])
 def test_lists_each_experts_pairs_in_order(rows, num_experts, top_k):
     generator = torch.Generator().manual_seed(rows)
     ids = torch.rand(rows, num_experts, generator=generator).topk(top_k, -1).indices.int()
-    ids[ids == 4] = 5  # an expert that nobody chose; a pair that is there twice harms nothing here
-    lists = torch.full((num_experts * (rows + 1),), -7, dtype=torch.int32)
-    moe.list_experts(ids, num_experts, lists)
+    ids = torch.where(ids == 4, -1, ids)  # an expert that nobody chose
+    num_items = num_experts + rows * top_k // 16
+    memory = torch.full((num_experts * (rows + 1) + num_items + 3,), -7, dtype=torch.int32)
+    moe.list_experts(ids, num_experts, memory)
+    lists, items, after = memory.split((num_experts * (rows + 1), num_items, 3))
+    wanted_items = []
     for expert, row in enumerate(lists.view(num_experts, rows + 1).tolist()):
-        want = [r * (top_k + 1) + k for r in range(rows) for k in range(top_k) if ids[r, k] == expert][:rows]
+        want = [r * (top_k + 1) + k for r in range(rows) for k in range(top_k) if ids[r, k] == expert]
         assert row[0] == len(want) and row[1 : 1 + len(want)] == want
         assert row[1 + len(want) :] == [-7] * (rows - len(want))
+        wanted_items += [expert * 16 + group for group in range(-(-len(want) // 16))]
+    assert items.tolist() == wanted_items + [-1] * (num_items - len(wanted_items))
+    assert after.tolist() == [-7] * 3
 
 
 @pytest.mark.parametrize("norm", [False, True])
