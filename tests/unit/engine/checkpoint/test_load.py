@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import CheckpointError
-from tests.support.tiny_models import KINDS, fuse_experts, split_experts
+from tests.support.tiny_models import KINDS, build_tiny, fuse_experts, split_experts
 
 
 def text_tensors(folder):
@@ -202,3 +205,56 @@ def test_a_folder_from_transformers_save_pretrained_loads(tmp_path, built):
     fused = state["model.layers.1.mlp.experts.gate_up_proj"]
     assert torch.equal(weights["model.layers.1.mlp.experts.5.gate_proj.weight"], fused[5, :32])
     assert torch.equal(weights["model.layers.1.mlp.experts.5.up_proj.weight"], fused[5, 32:])
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from pilotfish.engine.checkpoint import load
+from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
+
+place = load._place
+
+def place_and_read(tensor, suffix, device):
+    load._bytes(tensor)[::512].sum()  # as a copy to a device does, and "meta" does not
+    return place(tensor, suffix, device)
+
+load._place = place_and_read
+
+def kilobytes(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+checkpoint = open_checkpoint(sys.argv[1])
+load_weights(open_checkpoint(sys.argv[2]), sys.argv[3], progress=False)  # what a first load takes once
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+before = kilobytes("VmRSS:")
+weights = load_weights(checkpoint, sys.argv[3], progress=False)
+print((kilobytes("VmHWM:") - before) * 1024)
+"""
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Five shards, and the size of the largest and of all."""
+    folder = build_tiny(tmp_path_factory.mktemp("sharded"), "dense", dtype="bfloat16", intermediate_size=32768)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = [{n: tensors.pop(n) for n in [*tensors] if n.startswith(f"model.layers.{i}.mlp.")} for i in range(4)]
+    for number, shard in enumerate((*shards, tensors)):
+        save_file(shard, folder / f"{number}.safetensors", metadata={"format": "pt"})
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    return folder, max(sizes), sum(sizes)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory are read from Linux's /proc")
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_beyond_the_result_one_shard_is_in_memory(built, sharded, device):
+    """A device with memory of its own ("meta" stands for it) takes one shard of the host's; a CPU the weights too."""
+    folder, largest, total = sharded
+    command = [sys.executable, "-c", MEASURE, str(folder), str(built("dense")), device]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    result = 0 if device == "meta" else total
+    # nothing less, or the measurement is broken
+    assert result + 0.9 * largest < peak < result + 1.4 * largest < 0.5 * total + result, (peak, largest, total)
