@@ -218,6 +218,7 @@ def _finish_kernel(
     """One program for the channels of one head of q, k or v of a sequence, and that value head's output."""
     C: tl.constexpr = 2 * HK * DK + HV * DV
     COLUMNS: tl.constexpr = C + HV * DV + 2 * HV
+    HELD: tl.constexpr = C + 2 * HV
     PARTS: tl.constexpr = 2 * HK + HV
     part = tl.program_id(0) % PARTS
     b = tl.program_id(0) // PARTS
@@ -234,7 +235,7 @@ def _finish_kernel(
     count = tl.minimum(tl.maximum(tl.load(counts + slot).to(tl.int32), 0), MOST)
     column = tl.where(head < 0, part * DK, 2 * HK * DK + head * DV)
     source = projected + (b * W).to(tl.int64) * COLUMNS
-    target = pending + slot * (MOST * (C + 2 * HV))
+    target = pending + slot * (MOST * HELD)
     old = history + slot * (_HISTORY * C)
     mask = (w < W) & live[None, :]
     u = tl.load(source + w * COLUMNS + column + d, mask, other=0.0)
@@ -243,22 +244,23 @@ def _finish_kernel(
     order = count + tap
     kept = (tap < _HISTORY) & live[None, :]
     earlier = tl.load(old + order * C + column + d, kept & (order < _HISTORY), other=0.0)
-    later = tl.load(target + (order - _HISTORY) * (C + 2 * HV) + column + d, kept & (order >= _HISTORY), other=0.0)
+    later = tl.load(target + (order - _HISTORY) * HELD + column + d, kept & (order >= _HISTORY), other=0.0)
     newest = tl.where(order < _HISTORY, earlier, later)
-    # nothing is overwritten before every thread has read what it moves
+    is_value = head >= 0
+    shown, counted = mask & is_value, (w < W) & is_value
+    gates = source + w * COLUMNS + C + HV * DV + head
+    beta, a = tl.load(gates, counted, other=0.0), tl.load(gates + HV, counted, other=0.0)
+    cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
+    o = tl.load(read + cells, shown, other=0.0)
+    z = tl.load(source + w * COLUMNS + C + head * DV + d, shown, other=0.0).to(tl.float32)
+    # every thread has read what it moves before anything is overwritten; and all loads are on their way together
     tl.debug_barrier()
     tl.store(old + tap * C + column + d, newest, kept)
-    tl.store(target + w * (C + 2 * HV) + column + d, u, mask)
-    if head >= 0:
-        gates = source + w * COLUMNS + C + HV * DV + head
-        own = target + w * (C + 2 * HV) + C + head
-        tl.store(own, tl.load(gates, w < W, other=0.0), w < W)
-        tl.store(own + HV, tl.load(gates + HV, w < W, other=0.0), w < W)
-        cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
-        o = tl.load(read + cells, mask, other=0.0)
-        z = tl.load(source + w * COLUMNS + C + head * DV + d, mask, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
-        tl.store(out + cells, (o * scale[:, None] * norm[None, :] * _silu(z)).to(out.dtype.element_ty), mask)
+    tl.store(target + w * HELD + column + d, u, mask)
+    tl.store(target + w * HELD + C + head, beta, counted)
+    tl.store(target + w * HELD + C + HV + head, a, counted)
+    scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
+    tl.store(out + cells, (o * scale[:, None] * norm[None, :] * _silu(z)).to(out.dtype.element_ty), shown)
 
 
 def pending_width(num_channels: int, num_value_heads: int) -> int:
