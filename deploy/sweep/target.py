@@ -70,7 +70,8 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def last_words(log: str) -> str:
-    """The line that says what was wrong: the last error, else the last line."""
+    """The line that says what was wrong: why the engine failed, else the last error, else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or line.startswith("pilotfish")]
-    return (errors or lines or ["the server said nothing"])[-1][-300:]
+    reasons = [line for line in errors if "engine failed (" in line]
+    return (reasons or errors or lines or ["the server said nothing"])[-1][-300:]
