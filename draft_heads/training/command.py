@@ -42,6 +42,8 @@ HEAD_FILE, REPORT_FILE, STATE = "mtp.safetensors", "training.json", ".train-head
 NUM_PROMPTS, NUM_TOKENS, BATCH = 16, 64, 4
 """Of the measurement by decoding: prompts from the held-out text, tokens after each, sequences at once."""
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.002}
+REFINING = 0.1
+"""Of these rates, what a head takes that is there already."""
 
 
 @dataclass(frozen=True)
@@ -146,27 +148,28 @@ class _Report:
 
 
 def _read_rows(source: Path, args: argparse.Namespace) -> Rows:
-    file = source / "tokenizer.json"
-    if not file.is_file():
-        raise OptionError(f"{source}: has no tokenizer.json, so a text cannot be read")
-    tokenizer = Tokenizer.from_file(str(file))
-    render = _renderer(source)
     # config.json is read again with the weights; here only the id that ends a document
     eos = open_checkpoint(source).config.eos_token_ids
     separator = eos[0] if eos else None
 
-    def tokens(paths: list[Path]) -> list[list[int]]:
-        documents = read_documents(paths, render)
-        return [encoding.ids for encoding in tokenizer.encode_batch(documents, add_special_tokens=False)]
-
     if args.heldout_text is None:
-        return make_rows(tokens(args.text), separator, args.row_tokens, args.seed)
-    heldout = cut_rows(stream_of(tokens(args.heldout_text), separator), args.row_tokens)
-    train = cut_rows(stream_of(tokens(args.text), separator), args.row_tokens)
+        return make_rows(document_ids(source, args.text), separator, args.row_tokens, args.seed)
+    heldout = cut_rows(stream_of(document_ids(source, args.heldout_text), separator), args.row_tokens)
+    train = cut_rows(stream_of(document_ids(source, args.text), separator), args.row_tokens)
     for rows, flag in ((train, "--text"), (heldout, "--heldout-text")):
         if not len(rows):
             raise OptionError(f"{flag}: want at least {args.row_tokens} tokens")
     return Rows(train, heldout)
+
+
+def document_ids(source: Path, paths: list[Path]) -> list[list[int]]:
+    """Token ids of each text. Raises OptionError naming the file."""
+    file = source / "tokenizer.json"
+    if not file.is_file():
+        raise OptionError(f"{source}: has no tokenizer.json, so a text cannot be read")
+    documents = read_documents(paths, _renderer(source))
+    encodings = Tokenizer.from_file(str(file)).encode_batch(documents, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def _renderer(source: Path) -> Render:
@@ -245,7 +248,8 @@ def _hidden_states(trunk: Trunk, rows: Rows, args: argparse.Namespace, part: str
 
 
 def _options(args: argparse.Namespace, dtype: torch.dtype) -> FitOptions:
-    rate = args.learning_rate or LEARNING_RATES[args.optimizer]
+    usual = LEARNING_RATES[args.optimizer] * (REFINING if args.init == "head" else 1.0)
+    rate = args.learning_rate if args.learning_rate is not None else usual
     return FitOptions(args.steps, args.batch_size, rate, args.depths, args.seed, args.target, args.optimizer, dtype)
 
 
@@ -315,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--row-tokens", type=int, default=512, metavar="N", help="tokens of a row (default: %(default)s)")
     add("--depths", type=int, default=3, metavar="K", help="drafts to train for (default: %(default)s)")
     add("--optimizer", choices=tuple(LEARNING_RATES), default="muon", help="for the matrices (default: %(default)s)")
-    add("--learning-rate", type=float, metavar="RATE", help="at its height (default: 0.02 for muon, 0.002 for adamw)")
+    add("--learning-rate", type=float, metavar="RATE", help="(default: muon 0.02, adamw 0.002; of a head, a tenth)")
     add("--cache", type=Path, metavar="DIR", help="keep the trunk's hidden states here for later epochs and runs")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--seed", type=int, default=0)
