@@ -16,9 +16,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     `num_speculative_tokens` is k (3 where there is a head); 0 is plain decoding. `speculative_method` "ngram" drafts
     what followed the newest prompt_lookup_max .. prompt_lookup_min tokens where they stood before (default 5 .. 5, or
     the one that is given), and needs no head. `draft_head` is a file or folder with a head to use in place of the
-    checkpoint's. `head_check`: a head that cannot tell a known text is refused, warned about, or not tested.
-    `max_num_seqs` caps running
-    sequences (default: the fast path's rows over k + 1). `prefill_chunk` is part of the exactness contract: tokens of a
+    checkpoint's, `draft_vocab` a file with the ids that drafts are chosen from. `head_check`: a head that cannot tell a
+    known text is refused, warned about, or not tested. `max_num_seqs` caps running sequences (default: the fast path's
+    rows over k + 1). `prefill_chunk` is part of the exactness contract: tokens of a
     prompt are cut at its multiples, whatever the load. `kv_cache_tokens` sizes the page pool, else
     `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of max_model_len, at most 2 GiB, on a CPU.
     `kernels`: "fused" multiplies packed weights on the GPU and runs rounds from captured graphs, "torch" expands each
@@ -31,6 +31,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     draft_head: str | None = None
+    draft_vocab: str | None = None
     head_check: Literal["refuse", "warn", "off"] = "refuse"
     max_num_seqs: int | None = None
     max_model_len: int | None = None

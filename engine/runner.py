@@ -239,7 +239,7 @@ class Runner:
         drafts = next_positions.new_zeros((batch, depth))
 
         def choose_draft(rows: torch.Tensor, step: int) -> torch.Tensor:
-            logits = self.model.trunk.logits(rows)[:batch]
+            logits = self.model.draft_logits(rows)[:batch]
             positions = next_positions + step
             sampling = state.sampling_rows(slots, features, positions, drafts[:, :step])
             chosen = choose(logits, sampling, positions[:, 0])

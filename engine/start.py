@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 
 from pilotfish.draft_heads.lookup.head import LookupHead
+from pilotfish.draft_heads.vocabulary import read_draft_vocab
 from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
@@ -107,7 +108,9 @@ def start_engine(options: EngineOptions) -> Engine:
     head_weights = _num_head_weights(checkpoint, weights), checkpoint.num_head_weights
     # rounds of fused kernels keep pending rows of their own
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
-    model = build_model(weights, checkpoint.config, sizes, plan.dtype, plan.device, plan.fused)
+    model = build_model(
+        weights, checkpoint.config, sizes, plan.dtype, plan.device, plan.fused, _draft_ids(options, plan, checkpoint)
+    )
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
     report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options), head_weights)
@@ -116,6 +119,16 @@ def start_engine(options: EngineOptions) -> Engine:
     tokenizer = Path(options.model) / "tokenizer.json"
     grammars = GrammarLibrary(tokenizer, checkpoint.config.vocab_size) if tokenizer.exists() else None
     return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate, plan=plan)
+
+
+def _draft_ids(options: EngineOptions, plan: Plan, checkpoint: Checkpoint) -> list[int] | None:
+    if options.draft_vocab is None:
+        return None
+    if plan.depth == 0 or plan.lookup is not None:
+        raise OptionError("draft_vocab: want a head that drafts with an lm_head")
+    ids = read_draft_vocab(Path(options.draft_vocab), checkpoint.config.vocab_size)
+    logger.info("drafts are chosen from %d of %d ids", len(ids), checkpoint.config.vocab_size)
+    return ids
 
 
 def _num_head_weights(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> int:

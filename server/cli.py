@@ -21,6 +21,7 @@ OWN_PARSERS = {
     "acceptance": "pilotfish.deploy.acceptance",
     "audit": "pilotfish.engine.audit",
     "bench": "pilotfish.engine.bench.command",
+    "draft-vocab": "pilotfish.draft_heads.training.draft_vocab",
     "eval": "pilotfish.deploy.evaluate.command",
     "gate": "pilotfish.deploy.gate.command",
     "quantize": "pilotfish.engine.checkpoint.quantize",
@@ -184,6 +185,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft-head", metavar="PATH", help="a folder, .safetensors or .gguf file with an MTP head")
     parser.add_argument(
+        "--draft-vocab", metavar="FILE", help="ids that drafts are chosen from, of `pilotfish draft-vocab`"
+    )
+    parser.add_argument(
         "--head-check", choices=("refuse", "warn", "off"), default="refuse", help="what to do about a dead head"
     )
     parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="cap on running sequences")
@@ -281,6 +285,7 @@ def engine_options(args: argparse.Namespace) -> Any:
     return EngineOptions(
         model=args.model,
         **speculation,
+        draft_vocab=args.draft_vocab,
         head_check=args.head_check,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,

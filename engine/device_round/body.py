@@ -89,14 +89,18 @@ class RoundBody:
         """Drafts of `count` sequences, from their rows in head_hidden on; the head's cache follows."""
         head, b, ops = self.model.head, self.buffers, self.ops
         assert isinstance(head, MtpHead)
-        slots, hidden, logits = b.slots[:count], b.head_hidden[:count], b.draft_logits[:count]
+        slots, hidden = b.slots[:count], b.head_hidden[:count]
+        vocabulary = self.model.draft_vocabulary
+        lm_head = self.model.trunk.lm_head if vocabulary is None else vocabulary.lm_head
+        kept = None if vocabulary is None else vocabulary.ids
+        logits = b.drafting(count, lm_head.out_features)
         for step in range(next_depth):
             if step:
                 self._plan(slots, 1, step - 1)
                 self._head_rows(head, b.draft[:count], hidden, count, 1)
                 ops.add_norm(b.x[:count], None, head.norm.scale, head.norm.eps, hidden)
-            ops.linear(self.model.trunk.lm_head, hidden, logits)
-            ops.choose(logits, slots, self.state, 1, b.draft[:count], b.choice, first=step, draft=True)
+            ops.linear(lm_head, hidden, logits)
+            ops.choose(logits, slots, self.state, 1, b.draft[:count], b.choice, kept=kept, first=step, draft=True)
         if self.batch_state.oracle is not None:
             self.batch_state.oracle.replace(self.state.drafts, slots, self.state.length, next_depth)
 

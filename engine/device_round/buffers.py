@@ -104,6 +104,10 @@ class RoundBuffers:
         """What a mixer's output product reads, [rows, width]."""
         return _matrix(self._mixed, rows, width)
 
+    def drafting(self, rows: int, width: int) -> torch.Tensor:
+        """fp32 [rows, width]: logits to choose drafts from."""
+        return _matrix(self.draft_logits.flatten(), rows, width)
+
     def inner(self, rows: int, width: int) -> torch.Tensor:
         """Between the products of a dense MLP, [rows, width]."""
         return _matrix(self._inner, rows, width)

@@ -14,6 +14,7 @@ import torch
 
 from pilotfish.draft_heads.head import DraftHead
 from pilotfish.draft_heads.mtp.head import MtpHead
+from pilotfish.draft_heads.vocabulary import DraftVocabulary
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.checkpoint.load import Weight
 from pilotfish.engine.config import FULL, ModelConfig
@@ -28,7 +29,8 @@ from pilotfish.kernels.rope import inverse_frequencies
 
 @dataclass(frozen=True)
 class Model:
-    """A trunk, its draft head if there is one, and the tables both use."""
+    """A trunk, its draft head if there is one, and the tables both use. `draft_vocabulary`: what drafts are chosen
+    from, None for all ids."""
 
     config: ModelConfig
     trunk: Trunk
@@ -36,6 +38,13 @@ class Model:
     inv_freq: torch.Tensor
     dtype: torch.dtype
     device: torch.device
+    draft_vocabulary: DraftVocabulary | None = None
+
+    def draft_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """fp32 [R, V], of the head's hidden rows, padded to whole tiles."""
+        if self.draft_vocabulary is None:
+            return self.trunk.logits(hidden_RH)
+        return self.draft_vocabulary.logits(hidden_RH, self.config.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -54,14 +63,15 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     fused: bool = False,
+    draft_ids: Sequence[int] | None = None,
 ) -> Model:
     """Consumes `weights`. The head is built when its tensors are there. `fused`: weights in the order of the kernels
-    in kernels.cuda."""
+    in kernels.cuda. `draft_ids`: a vocabulary for drafts."""
     if fused:
         from pilotfish.engine.model.build_fused import FusedBuilder  # imports Triton
 
-        return FusedBuilder(weights, config, sizes, dtype, device).model()
-    return Builder(weights, config, sizes, dtype, device).model()
+        return FusedBuilder(weights, config, sizes, dtype, device).model(draft_ids)
+    return Builder(weights, config, sizes, dtype, device).model(draft_ids)
 
 
 def with_head(model: Model, weights: dict[str, Weight], num_pages: int) -> Model:
@@ -85,9 +95,13 @@ class Builder:
     ):
         self.weights, self.config, self.sizes, self.dtype, self.device = weights, config, sizes, dtype, device
 
-    def model(self) -> Model:
+    def model(self, draft_ids: Sequence[int] | None = None) -> Model:
         config = self.config
         embedding = self.plain("model.embed_tokens.weight").to(self.device, self.dtype)
+        draft_vocabulary = None
+        if draft_ids is not None:
+            whole = embedding if config.tie_word_embeddings else self.weights["lm_head.weight"]
+            draft_vocabulary = self.draft_vocabulary(whole, draft_ids)
         lm_head = self.product([embedding]) if config.tie_word_embeddings else self.linear("lm_head")
         layers = [self.layer(f"model.layers.{i}", kind == FULL) for i, kind in enumerate(config.layer_types)]
         kv = [self.kv_cache() for _ in config.full_layers]
@@ -96,7 +110,13 @@ class Builder:
         head = self.mtp_head(trunk) if "mtp.fc.weight" in self.weights else None
         assert not self.weights, f"weights that no module took: {sorted(self.weights)[:3]}"
         inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
-        return Model(config, trunk, head, inv_freq, self.dtype, self.device)
+        return Model(config, trunk, head, inv_freq, self.dtype, self.device, draft_vocabulary)
+
+    def draft_vocabulary(self, lm_head: Weight, draft_ids: Sequence[int]) -> DraftVocabulary:
+        """Rows of their own beside the whole matrix: a product reads them in one piece."""
+        rows = torch.tensor(draft_ids, device=lm_head.device)
+        taken = lm_head[rows] if isinstance(lm_head, torch.Tensor) else lm_head.take_rows(rows)
+        return DraftVocabulary(rows.int().to(self.device), self.product([taken]))
 
     def mtp_head(self, trunk: Trunk) -> MtpHead:
         return MtpHead(

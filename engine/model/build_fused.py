@@ -18,9 +18,9 @@ from pilotfish.kernels.linear import AnyLinear
 class FusedBuilder(Builder):
     """Packs each product once; the parts are let go as they are packed."""
 
-    def model(self) -> Model:
+    def model(self, draft_ids: Sequence[int] | None = None) -> Model:
         self.scratch = BulkScratch(self.device)
-        return super().model()
+        return super().model(draft_ids)
 
     def product(self, parts: Sequence[Weight]) -> AnyLinear:
         return FusedLinear(PackedLinear(self.packable(parts)), self.scratch)

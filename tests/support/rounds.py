@@ -66,12 +66,14 @@ def make_engine(
     num_pages: int = 12,
     prefill_chunk: int = 64,
     max_waiting: int = 8,
+    draft_ids: Sequence[int] | None = None,
 ) -> Engine:
     """An engine with caches of its own, full of NaN. depth 0: no head."""
     config, weights = _checkpoint(kind, dtype)
     kept = {name: weight for name, weight in weights.items() if depth or not name.startswith("mtp.")}
     torch_dtype = getattr(torch, dtype)
-    model = build_model(kept, config, CacheSizes(num_pages + 1, max_num_seqs + 1, depth + 1), torch_dtype, CPU)
+    sizes = CacheSizes(num_pages + 1, max_num_seqs + 1, depth + 1)
+    model = build_model(kept, config, sizes, torch_dtype, CPU, draft_ids=draft_ids)
     plan = Plan(CPU, torch_dtype, depth, None, max_model_len, max_num_seqs, "configured", num_pages, prefill_chunk)
     return assemble(model, plan, max_waiting, 0, 0.0)
 
