@@ -47,6 +47,7 @@ gpu-test: $(VENV)/.installed
 
 gpu-bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/bench_kernels_linear.py
+	$(BIN)/python tests/bench/bench_kernels_state.py
 	$(BIN)/python -m tests.bench.bench_kernels_small
 	$(BIN)/python tests/bench/bench_decode.py $(MODEL) --device cuda --no-http
 
