@@ -42,27 +42,42 @@ class Manager(Protocol):
 class Systemd:
     """Units of the template pilotfish@.service."""
 
+    def __init__(self) -> None:
+        self._started: dict[str, int] = {}
+
     def start(self, slot: Slot) -> None:
+        self._started[slot.name] = int(time.time())
         # earlier failures would count against this start
         self._run("reset-failed", slot, check=False)
         self._run("start", slot)
 
     def stop(self, slot: Slot) -> None:
         self._run("stop", slot)
+        # it was stopped on purpose: no failed unit is to be found by who looks for them
+        self._run("reset-failed", slot, check=False)
 
     def is_up(self, slot: Slot) -> bool:
         """One that waits to be started again is not."""
         return self._run("is-active", slot, check=False) == "active"
 
     def last_words(self, slot: Slot) -> str:
-        command = ["journalctl", "--no-pager", "--output=cat", f"--lines={LOG_LINES}", "--unit", UNIT.format(slot.name)]
-        return last_words(_output(command, check=False))
+        """Of this start, and systemd's word for the end: exit-code, signal, oom-kill."""
+        command = [
+            "journalctl",
+            "--no-pager",
+            "--output=cat",
+            f"--lines={LOG_LINES}",
+            f"--unit={UNIT.format(slot.name)}",
+        ]
+        command.append(f"--since=@{self._started.get(slot.name, 0)}")
+        result = self._run("show --property=Result --value", slot, check=False)
+        return f"{last_words(_output(command, check=False))} ({result})"
 
     def at_boot(self, slot: Slot, wanted: bool) -> None:
         self._run("enable" if wanted else "disable", slot)
 
     def _run(self, verb: str, slot: Slot, *, check: bool = True) -> str:
-        return _output(["systemctl", verb, UNIT.format(slot.name)], check=check)
+        return _output(["systemctl", *verb.split(), UNIT.format(slot.name)], check=check)
 
 
 def _output(command: list[str], *, check: bool) -> str:

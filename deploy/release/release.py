@@ -22,7 +22,7 @@ import msgspec
 
 from pilotfish.deploy.ports import is_taken
 from pilotfish.deploy.release import probe
-from pilotfish.deploy.release.managers import Manager
+from pilotfish.deploy.release.managers import Manager, ManagerError
 from pilotfish.deploy.release.relay import Relay, RelayError
 from pilotfish.deploy.release.slots import Layout, Slot
 from pilotfish.deploy.sweep.target import last_words
@@ -136,10 +136,9 @@ class Release:
             self._manager.stop(old)
         self._check("port", f"port {new.port} free", lambda: self._port(new))
         self._tell(f"starting {version} in slot {new.name}, port {new.port}")
-        self._manager.start(new)
-        if old is not None:
-            self._watch_over(new)
-        self._check("start", f"ready within {self._settings.start:g} s", lambda: self._wait_ready(new))
+        self._check(
+            "start", f"ready within {self._settings.start:g} s", lambda: self._start(new, alone=old is not None)
+        )
         ready = time.monotonic()
         self._run_gates(new)
         steady = self._settings.steady
@@ -209,6 +208,15 @@ class Release:
         if is_taken(slot.port):
             raise GateFailed("another process listens there")
         return "free"
+
+    def _start(self, slot: Slot, *, alone: bool) -> str:
+        try:
+            self._manager.start(slot)
+        except ManagerError as error:
+            raise GateFailed(f"{error}; its log: {self._manager.last_words(slot)}") from error
+        if alone:
+            self._watch_over(slot)
+        return self._wait_ready(slot)
 
     def _wait_ready(self, slot: Slot) -> str:
         began = time.monotonic()

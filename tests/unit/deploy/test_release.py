@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ case "{name} $1 $2" in
     "systemctl start "*) touch {tmp_path}/"$2" ;;
     "systemctl stop "*) rm -f {tmp_path}/"$2" ;;
     "systemctl is-active "*) if [ -e {tmp_path}/"$2" ]; then echo active; else echo activating; exit 3; fi ;;
+    "systemctl show "*) echo oom-kill ;;
     "systemctl reset-failed "*) echo "Unit $2 not loaded." >&2; exit 1 ;;
     "journalctl "*) printf 'INFO fine\\nERROR no memory\\nINFO bye\\n' ;;
 esac
@@ -102,8 +104,11 @@ def test_systemd_is_told_to_start_and_stop_units(systemctl):
     manager.at_boot(TWO, False)
     manager.stop(ONE)
     assert not manager.is_up(ONE)
-    assert manager.last_words(ONE) == "ERROR no memory"
+    assert manager.last_words(ONE) == "ERROR no memory (oom-kill)"
     told = systemctl()
+    # not the words of an earlier version in the same slot
+    (read,) = (line for line in told if line.startswith("journalctl"))
+    assert 0 <= time.time() - int(read.split("--since=@")[1]) < 300
     for line in ("start pilotfish@one", "enable pilotfish@one", "disable pilotfish@two", "stop pilotfish@one"):
         assert f"systemctl {line}.service" in told
     with pytest.raises(ManagerError, match=r"systemctl start pilotfish@two.service: Job failed"):
