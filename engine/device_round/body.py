@@ -21,6 +21,7 @@ from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp
+from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.trunk import Layer, Trace
 
 
@@ -55,8 +56,9 @@ class RoundBody:
                 kind = "linear_attn"
                 self._delta_net(layer.mixer, number, shape)
                 number += 1
-            self._see(f"layers.{index}.{kind}", b.delta[:rows])
-            ops.add_norm(x, b.delta[:rows], layer.post_norm.scale, eps, h)
+            mixed = sum_over_ranks(b.delta[:rows])
+            self._see(f"layers.{index}.{kind}", mixed)
+            ops.add_norm(x, mixed, layer.post_norm.scale, eps, h)
             last = index == len(norms) - 1
             self._feed_forward(layer, rows, norm.scale, b.hidden[:rows] if last else h)
             self._see(f"layers.{index}.mlp", x)
@@ -123,7 +125,7 @@ class RoundBody:
         ops.add_norm(x, None, layer.input_norm.scale, layer.input_norm.eps, h)
         assert isinstance(layer.mixer, GatedAttention)
         self._attention(layer.mixer, head.cache, count, width)
-        ops.add_norm(x, b.delta[:rows], layer.post_norm.scale, layer.post_norm.eps, h)
+        ops.add_norm(x, sum_over_ranks(b.delta[:rows]), layer.post_norm.scale, layer.post_norm.eps, h)
         self._feed_forward(layer, rows, None, None)
 
     def _attention(self, mixer: GatedAttention, cache: Any, count: int, width: int) -> None:
@@ -158,17 +160,18 @@ class RoundBody:
             inner = b.inner(rows, mlp.down.in_features)
             ops.gate_up(mlp, h, inner)
             ops.linear(mlp.down, inner, b.delta[:rows])
+            added = sum_over_ranks(b.delta[:rows])
             if scale is None or out is None:
-                x += b.delta[:rows]
+                x += added
             else:
-                ops.add_norm(x, b.delta[:rows], scale, eps, out)
+                ops.add_norm(x, added, scale, eps, out)
             return
         moe = layer.mlp
         weights, ids, gate = b.expert_weights[:rows], b.expert_ids[:rows], b.shared_gate[:rows]
         logits = b.router_logits(rows, moe.router.out_features)
         ops.linear(moe.router, h, logits)
         ops.route(logits, moe.router.out_features - 1, weights, ids, gate)
-        parts = ops.experts(moe, h, ids, b.experts)
+        parts = sum_over_ranks(ops.experts(moe, h, ids, b.experts))
         ops.combine(parts, weights, gate, x, scale, eps, out)
 
     def _see(self, name: str, rows: torch.Tensor) -> None:

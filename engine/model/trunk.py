@@ -15,6 +15,7 @@ from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp
+from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.window import Span, Window
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.norm import rms_norm
@@ -51,16 +52,19 @@ class Layer:
 
     def mix_attention(self, x: torch.Tensor, window: Window, cache: KvCache) -> torch.Tensor:
         assert isinstance(self.mixer, GatedAttention)
-        return self.mixer.rows(self.input_norm(x), window, cache)
+        return sum_over_ranks(self.mixer.rows(self.input_norm(x), window, cache))
 
     def feed_forward(self, x: torch.Tensor, window: Window) -> torch.Tensor:
-        return self.mlp.rows(self.post_norm(x), window.num_rows)
+        return sum_over_ranks(self.mlp.rows(self.post_norm(x), window.num_rows))
 
     def attention_bulk(self, x: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
         """A full-attention layer over a prompt span."""
         assert isinstance(self.mixer, GatedAttention)
-        x = x + self.mixer.bulk(self.input_norm(x), span, cache)
-        return x + self.mlp.bulk(self.post_norm(x))
+        x = x + sum_over_ranks(self.mixer.bulk(self.input_norm(x), span, cache))
+        return x + self.feed_forward_bulk(x)
+
+    def feed_forward_bulk(self, x: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(self.mlp.bulk(self.post_norm(x)))
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Trunk:
             else:
                 state, history = states[len(pending)], histories[len(pending)]
                 mixed, rows = layer.mixer.rows(layer.input_norm(x), window, state, history)
+                mixed = sum_over_ranks(mixed)
                 pending.append(rows)
                 kind = "linear_attn"
             x = x + mixed
@@ -116,8 +121,8 @@ class Trunk:
             state.copy_(after)
             history.copy_(inputs)
             number += 1
-            x = x + mixed
-            x = x + layer.mlp.bulk(layer.post_norm(x))
+            x = x + sum_over_ranks(mixed)
+            x = x + layer.feed_forward_bulk(x)
         return self.norm(x)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
