@@ -60,6 +60,8 @@ def choose_shape(part: Packed, num_rows: int, swiglu: bool = False) -> Shape:
     row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
     # two tiles share what is loaded of x, the more so the more rows; where programs are few, more of them pay more
     tiles = 2 if swiglu or part.num_tiles >= (3 if row_tiles == 1 else 2) * SM_COUNT else 1
+    if part.format is Format.BF16 and row_tiles == 4 and not swiglu:
+        tiles = 1  # two would spill
     return fill(Shape(warps, tiles, row_tiles, 0, 0), part.format, part.num_units)
 
 
@@ -68,6 +70,10 @@ def fill(shape: Shape, format: Format, num_units: int) -> Shape:
     steps = num_units // shape.warps
     in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[format] // (2 if shape.row_tiles == 4 else 1)
     stages = max(1, min(steps, in_flight // shape.tiles))
+    if shape.row_tiles == 2 and steps >= 3 * stages:
+        stages = -(
+            -stages // 2
+        )  # a loop takes more registers: more would spill, and room for programs is worth as much
     # a step of x takes 16 registers for each tile of rows
     x_ahead = min(steps - 1, stages, {1: 3 if shape.tiles == 1 else 1, 2: 1, 4: 0}[shape.row_tiles])
     return replace(shape, stages=stages, x_ahead=x_ahead)

@@ -280,8 +280,8 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
 
 
 def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> Shape:
-    """As linear.choose_shape, for the tiles of one expert: there are many of them, each of few units."""
-    warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= 2 * warps))
+    """As linear.choose_shape, for the tiles of one expert: programs are many, and have few units."""
+    warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= 4 * warps))
     row_tiles = 1 if num_rows <= 8 else 2
     return fill(Shape(warps, 2, row_tiles, 0, 0), format, num_units)
 
