@@ -17,15 +17,15 @@ import logging
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pilotfish.engine.bench.measure import Run, random_prompts, run_batch
+from pilotfish.engine.bench.measure import Case, Run, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
+from pilotfish.engine.bench.profile import profile
 from pilotfish.engine.bench.roof import Frame, distinct_experts, memory_rate, round_bytes
 from pilotfish.engine.bench.sizes import SIZES, released_config
 from pilotfish.engine.checkpoint.dummy import dummy_weights
@@ -49,21 +49,13 @@ REPLAYS = 50
 WARM_UP_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class Case:
-    """A batch to be measured."""
-
-    depth: int
-    batch: int
-    context: int
-
-
 def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row for each k, batch and context. Raises PilotfishError."""
     config, weights = _weights(args)
     plan = _plan(args, config)
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
-    model = build_model(weights, config, sizes, plan.dtype, plan.device, plan.fused)
+    draft_ids = None if args.draft_vocab_size is None else range(min(args.draft_vocab_size, config.vocab_size))
+    model = build_model(weights, config, sizes, plan.dtype, plan.device, plan.fused, draft_ids)
     rate = memory_rate(plan.device) if plan.device.type == "cuda" else None
     frame = {
         "model": args.model,
@@ -163,7 +155,7 @@ def _row(
     args: argparse.Namespace, model: Model, loop: EngineLoop, case: Case, run: Run, rate: float | None
 ) -> dict[str, Any]:
     frame = Frame(case.batch, case.depth, case.context + args.tokens // 2)
-    floor = round_bytes(model, frame)
+    floor = round_bytes(model, frame, args.draft_vocab_size)
     floor_ms = 1e3 * floor / rate if rate else None
     config = model.config
     row: dict[str, Any] = {
@@ -185,7 +177,8 @@ def _row(
     }
     if config.is_moe:
         row["distinct_experts_uniform"] = distinct_experts(config.num_experts, config.num_experts_per_tok, frame.rows)
-    return row | _device_times(loop, case)
+    row["draft_vocab_size"] = args.draft_vocab_size
+    return row | _device_times(loop, case) | (profile(loop, case) if args.profile else {})
 
 
 def _device_times(loop: EngineLoop, case: Case) -> dict[str, Any]:
@@ -256,6 +249,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--kernels", choices=("torch", "fused"), default="torch")
     parser.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch between kernels")
+    parser.add_argument(
+        "--draft-vocab-size", type=int, metavar="N", help="drafts are chosen from the first N ids alone"
+    )
+    parser.add_argument("--profile", action="store_true", help="launches a round, and the GPU's idle share, by tracing")
     parser.add_argument("--prefill-chunk", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON line a row, too")

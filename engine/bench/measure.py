@@ -14,6 +14,15 @@ from pilotfish.engine.messages import SamplingParams, StepReport, Submit
 WARM_UP_ROUNDS = 4
 
 
+@dataclass(frozen=True)
+class Case:
+    """A batch to be measured."""
+
+    depth: int
+    batch: int
+    context: int
+
+
 @dataclass
 class Run:
     """One batch. `texts`: what each request wrote. Times are the host's, in seconds; a round's is from one report to
