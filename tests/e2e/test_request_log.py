@@ -30,9 +30,8 @@ def logging_server(folder, *flags):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with logging_server(
-        write_model(tmp_path_factory.mktemp("model")), "--log-requests", "--api-key", "sesame", "--root-path", "/llm"
-    ) as started:
+    flags = ("--log-requests", "--api-key", "sesame", "--root-path", "/llm", "--served-model-name", "logged")
+    with logging_server(write_model(tmp_path_factory.mktemp("model")), *flags) as started:
         yield started
 
 
@@ -56,6 +55,18 @@ def post(url, path="/v1/completions", key="sesame", headers=None, timeout=PATIEN
     return urllib.request.urlopen(request, timeout=timeout)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"input": "Hi", "max_output_tokens": 3}), ("/v1/messages", {"max_tokens": 3})],
+)
+def test_the_other_apis_have_lines_too(server, log, path, body):
+    messages = {"messages": [{"role": "user", "content": "Hi"}]} if path == "/v1/messages" else {}
+    with post(server[0], path, **body, **messages) as response:
+        assert response.status == 200
+    (line,) = log()
+    assert (line["endpoint"], line["model"], line["completion_tokens"]) == (path, "logged", 3)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_stands_in_a_line(server, log, stream):
     prompt = script(SECRET, reply="abcdefghij", runs=[3, 1], drafted=3)
@@ -71,7 +82,7 @@ def test_what_stands_in_a_line(server, log, stream):
     }
     assert (line["status"], line["error"], line["finish_reasons"]) == (200, None, ["length"])
     assert (line["endpoint"], line["key"], line["client_id"]) == ("/v1/completions", "1", "mine")
-    assert (line["model"], line["stream"], line["prompt_tokens"]) == ("model0", stream, len(prompt.encode()))
+    assert (line["model"], line["stream"], line["prompt_tokens"]) == ("logged", stream, len(prompt.encode()))
     assert 0 < line["ttft_seconds"] < line["seconds"] < PATIENCE
     assert f'"{line["id"]}"' in text
     assert SECRET not in json.dumps(line)
