@@ -195,14 +195,16 @@ def _draw_kernel(
         gdc_wait()
     row, slot, flags, depth, position, temperature, filtered = row_of(slots, s, W, first)
     if filtered:
-        cols, valid, ids = chunk_ids(kept, tl.program_id(1), num_logits, CHUNK)
-        x = scaled(
-            logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
-            V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
-        )  # fmt: skip
-        survives = valid & (pack(key_of(x), cols, BITS) >= tl.load(scratch.threshold + row))
+        threshold = tl.load(scratch.threshold + row)
         best = tl.full((), -1, tl.int64)
-        if tl.max(survives.to(tl.int32), 0) > 0:
+        # the chunk's largest score says whether any of it survives
+        if tl.load(scratch.partials + row * CHUNKS + tl.program_id(1)) >= threshold:
+            cols, valid, ids = chunk_ids(kept, tl.program_id(1), num_logits, CHUNK)
+            x = scaled(
+                logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
+                V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+            )  # fmt: skip
+            survives = valid & (pack(key_of(x), cols, BITS) >= threshold)
             x += noise(noise_key(s, slot, position), ids)
             best = tl.max(tl.where(survives, pack(key_of(x), cols, BITS), -1), 0)
         _merge_and_store(
