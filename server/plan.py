@@ -51,6 +51,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stops: StopRules
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
     return_token_ids: bool = False
     include_reasoning: bool = True
     include_metrics: bool = False
@@ -142,6 +143,7 @@ def _plan(
         stops=_stop_rules(request, sampling),
         stream=stream,
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         include_metrics=bool(request.include_metrics),
         speculative_k=_speculative_k(request, context.ready),

@@ -82,7 +82,10 @@ class Body(Struct, frozen=True, kw_only=True):
 
 
 class StreamOptions(Struct, frozen=True):
+    """`continuous_usage_stats` is vLLM's: with `include_usage`, each chunk has its choice's usage so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):

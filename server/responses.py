@@ -127,8 +127,12 @@ class _Base:
             seed=self._plan.seed,
         )
 
-    def _chunk(self, choices: list) -> Response:
-        return self._response(choices, None if self._plan.include_usage else UNSET, chunk=True)
+    def _chunk(self, choices: list, of: Choice | None = None) -> Response:
+        """Of one choice, or before any text."""
+        usage: Usage | msgspec.UnsetType | None = None if self._plan.include_usage else UNSET
+        if self._plan.include_usage and self._plan.continuous_usage:
+            usage = usage_of(self._plan, [of] if of is not None else [])
+        return self._response(choices, usage, chunk=True)
 
     def event(self, chunk: msgspec.Struct) -> bytes:
         return b"data: " + encode(chunk) + b"\n\n"
@@ -179,7 +183,7 @@ class CompletionFormat(_Base):
         return [self._chunk([choice]) for choice in choices]
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
-        return [self._chunk([self._choice(choice.index, piece, piece.text)])]
+        return [self._chunk([self._choice(choice.index, piece, piece.text)], choice)]
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Response:
         shown: list[CompletionChoice] = []
@@ -246,7 +250,7 @@ class ChatFormat(_Base):
         choices[-1] = msgspec.structs.replace(
             choices[-1], finish_reason=piece.finish_reason, stop_reason=piece.stop_reason
         )
-        return [self._chunk([entry]) for entry in choices]
+        return [self._chunk([entry], choice) for entry in choices]
 
     def _delta(self, part: Part) -> ChatDelta | None:
         """What a client sees of a part, if anything."""

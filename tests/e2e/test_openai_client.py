@@ -62,6 +62,29 @@ def test_chat_stream(client):
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-2:] == [None, "stop"]
 
 
+def test_continuous_usage_grows_with_the_text(client):
+    """vLLM's option; load generators ask for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for chat in (True, False):
+        if chat:
+            chunks = list(
+                client.chat.completions.create(
+                    model="scripted", messages=ask(runs=[3], delay=0.02), stream=True, stream_options=options
+                )
+            )
+        else:
+            prompt = script(reply=EURO, runs=[3], delay=0.02)
+            chunks = list(
+                client.completions.create(
+                    model="scripted", prompt=prompt, max_tokens=99, stream=True, stream_options=options
+                )
+            )
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts) and len(set(counts)) > 3
+        assert counts[-2] == counts[-1] == len(EURO.encode())
+        assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+
+
 def test_without_include_usage_no_chunk_has_any(client):
     chunks = list(client.chat.completions.create(model="scripted", messages=ask(), stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
@@ -89,7 +112,7 @@ def test_the_events_of_a_stream_byte_by_byte(server, usage):
 
 
 def test_completion_and_its_stream_agree(client):
-    prompt = script(reply=EURO, runs=[3])
+    prompt = script(reply=EURO, runs=[3], delay=0.02)
     whole = client.completions.create(model="scripted", prompt=prompt, max_tokens=99)
     assert whole.id.startswith("cmpl-") and whole.choices[0].text == EURO
     parts = client.completions.create(model="scripted", prompt=prompt, max_tokens=99, stream=True)
