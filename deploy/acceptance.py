@@ -25,6 +25,7 @@ from tqdm import tqdm
 from pilotfish.deploy.prompts import domains, long_text
 from pilotfish.engine import cost_table, teacher_forcing
 from pilotfish.engine.checkpoint.hub import resolve_model
+from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.cost_table import Cost
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
@@ -83,8 +84,9 @@ def load(args: argparse.Namespace, longest: int) -> Engine:
     """An engine with room for the longest text and for the timed rounds. Raises PilotfishError."""
     depth, most = max(args.k), max(args.batch)
     contexts = [] if args.no_cost else [c + cost_table.room(depth, most, c) for c in args.contexts]
-    limit = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
-    limit = (limit.get("text_config") or limit).get("max_position_embeddings", 1 << 30)
+    limit = ModelConfig.load(Path(args.model)).max_position_embeddings
+    if longest + depth + 1 > limit:
+        raise OptionError(f"--max-tokens: want at most {limit - depth - 1} for this model, got a text of {longest}")
     wanted = max([longest + depth + 1, *contexts])
     engine = start_engine(
         EngineOptions(

@@ -14,6 +14,7 @@ from serving import serving_in_thread
 
 from pilotfish.deploy.evaluate import harness, quality
 from pilotfish.deploy.evaluate.command import main as evaluate
+from pilotfish.deploy.gate import requests
 from pilotfish.deploy.gate.command import main
 
 CORE = "pilotfish.engine.loop:make_core"
@@ -44,6 +45,7 @@ def test_a_sound_server_passes_every_gate(sound, tmp_path, capsys, monkeypatch):
     ten = quality.items()[20:30]
     monkeypatch.setattr(quality, "items", lambda: ten)
     monkeypatch.setattr(harness, "is_installed", lambda: False)
+    monkeypatch.setattr(requests, "EXACT_TOKENS", 8)
     status, gates = gate(tmp_path, sound.url, "--k", "3", "--score", "0.5", "--score-margin", "0")
     assert failed(gates) == [] and status == 0
     assert len(gates) == 18 and "all gates passed" in capsys.readouterr().out

@@ -84,12 +84,17 @@ def test_a_model_is_measured(model, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "flags", "words"),
-    [("nowhere.txt", [], "nowhere.txt"), (None, ["--k", "8"], "want at least 10 tokens, got 3")],
+    [
+        (None, [], "nowhere.txt"),
+        ("abc", ["--k", "8"], "want at least 10 tokens, got 3"),
+        ("abc " * 600, ["--max-tokens", "4000"], "--max-tokens: want at most 2044 for this model, got a text of 2400"),
+    ],
 )
 def test_a_text_that_cannot_be_used_is_told_before_the_work(model, tmp_path, capsys, text, flags, words):
-    short = tmp_path / "short.txt"
-    short.write_text("abc")
-    assert acceptance.main([str(model), "--text", text or str(short), *flags]) == 2
+    file = tmp_path / ("there.txt" if text else "nowhere.txt")
+    if text:
+        file.write_text(text)
+    assert acceptance.main([str(model), "--text", str(file), *flags]) == 2
     assert words in capsys.readouterr().err
 
 
