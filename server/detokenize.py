@@ -27,6 +27,11 @@ class Detokenizer:
             return ""
         return self._decoder.decode(self._token_bytes[token_id])
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens make certain."""
+        table, skipped = self._token_bytes, self._skipped
+        return self._decoder.decode(b"".join([table[i] for i in token_ids if i not in skipped and 0 <= i < len(table)]))
+
     def flush(self) -> str:
         """U+FFFD for a character that was never finished, else nothing."""
         return self._decoder.decode(b"", True)

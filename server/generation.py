@@ -74,6 +74,7 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer.token_bytes, _hidden_ids(tokenizer, rules))
         self._stops = StopMatcher(rules.strings, include=rules.include)
         self._parser = AnswerParser(rules.answer) if rules.answer is not None else None
+        self._is_plain = not rules.strings and self._parser is None and not rules.keep_tokens
         self._parts: list[Part] = []
         self._num_chars = self._num_shown = 0
         self._unsettled: deque[ShownToken] = deque()
@@ -93,9 +94,13 @@ class Choice:
 
     def feed(self, output: RequestOutput) -> RequestOutput:
         """Takes one output in and returns it as it counts."""
-        kept, matched = self._read_tokens(output)
-        if matched is not None or self._is_complete():
-            output = _trim(output, kept)
+        matched = None
+        if self._is_plain:
+            self._read_plain(output)
+        else:
+            kept, matched = self._read_tokens(output)
+            if matched is not None or self._is_complete():
+                output = _trim(output, kept)
         self._count(output)
         if output.finish_reason is not None:
             self._finish(output, matched)
@@ -103,6 +108,16 @@ class Choice:
         self._count_reasoning(ended=self.ended)
         self.wake()
         return output
+
+    def _read_plain(self, output: RequestOutput) -> None:
+        """All tokens at once, where nothing can end the text but the engine, and no one asks for single tokens."""
+        ids = output.token_ids
+        hides_last = output.stop_token_id is not None and not self.rules.include
+        text = self._detokenizer.push_all(ids[:-1] if hides_last else ids)
+        self._show(text)
+        self._num_chars += len(text)
+        self.num_tokens += len(ids)
+        self.num_accepted += min(output.num_accepted, len(ids))
 
     def _read_tokens(self, output: RequestOutput) -> tuple[int, str | None]:
         """How many tokens would have been generated one by one, and the stop string that the last of them completed.
