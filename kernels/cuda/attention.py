@@ -30,7 +30,8 @@ MERGED = 32
 """Chunks that the merge folds side by side."""
 MAX_SEQUENCES = 256
 STAGES = 5
-"""Of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152 KB), 7 three."""
+"""Of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152 KB), 7 three. Where
+multiprocessors have less shared memory, 4: one buffer. No bit depends on it."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -191,8 +192,7 @@ def attention_window(
     heads, half, batch = len(qk_norm) - kv, plan.cos.shape[1], len(slots)
     num_rows, fp8 = batch * width, k_cache.element_size() == 1
     _check(projected, tables, k_cache, v_cache, qk_norm, scratch, out, num_rows)
-    if num_programs is None:
-        num_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    most_programs, stages = _limits(out.device)
     sizes = {"H": heads, "KV": kv, "D": dim, "PDL": pdl}
     options = _options(pdl)
     project_kernel[(num_rows * (heads + kv),)](
@@ -200,16 +200,24 @@ def attention_window(
         eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, width, tables.shape[1],
         HALF=half, PAGE=PAGE, FP8=fp8, num_warps=1, **sizes, **options,
     )  # fmt: skip
-    items_kernel[(num_programs,)](
+    items_kernel[(num_programs or most_programs,)](
         scratch.q, slots, plan.positions, plan.items, tables, k_cache, v_cache, scratch.partial, scratch.stats,
         k_scale, batch, width, tables.shape[1],
-        PAGE=PAGE, UNIT=UNIT, TILE=TILE, FP8=fp8, num_warps=8, num_stages=STAGES, **sizes, **options,
+        PAGE=PAGE, UNIT=UNIT, TILE=TILE, FP8=fp8, num_warps=8, num_stages=stages, **sizes, **options,
     )  # fmt: skip
     block = min(dim, 64)
     merge_kernel[(num_rows * heads * (dim // block),)](
         projected, plan.positions, plan.items, scratch.partial, scratch.stats, out, v_scale, width,
         BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, num_warps=4, **sizes, **options,
     )  # fmt: skip
+
+
+def _limits(device: torch.device) -> tuple[int, int]:
+    """Programs that run at once, and the stages that fit."""
+    if device.type != "cuda":
+        return 1, STAGES
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, STAGES if properties.shared_memory_per_block_optin >= 160 << 10 else 4
 
 
 def _options(pdl: bool) -> dict[str, bool]:

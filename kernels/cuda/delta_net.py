@@ -61,17 +61,19 @@ def _dot_rows(a, b, x, y):
 
 
 @triton.jit
+def _halves(row, columns, DK: tl.constexpr):
+    """The two halves of a head's k or q; of 16 dimensions the second is empty: zeros."""
+    first = tl.load(row + columns)
+    second = tl.load(row + columns + DK // 2) if DK > 16 else tl.zeros_like(first)
+    return first, second
+
+
+@triton.jit
 def _operands(row, gates, k_columns, q_columns, v_columns, DK: tl.constexpr):
     """k and q in halves, v, beta and decay of a row."""
-    return (
-        tl.load(row + k_columns),
-        tl.load(row + k_columns + DK // 2),
-        tl.load(row + q_columns),
-        tl.load(row + q_columns + DK // 2),
-        tl.load(row + v_columns),
-        tl.load(gates),
-        tl.load(gates + 1),
-    )
+    ka, kb = _halves(row, k_columns, DK)
+    qa, qb = _halves(row, q_columns, DK)
+    return ka, kb, qa, qb, tl.load(row + v_columns), tl.load(gates), tl.load(gates + 1)
 
 
 @triton.jit(do_not_specialize=["W"])
@@ -119,7 +121,8 @@ def _rows_kernel(
     # The state in two halves of axes (DK / 32, GROUPS, 16, 8). The compiler deals registers, lanes and warps out to the
     # axes by their contiguity: a warp shall have one group, its lanes the 16 and the 8 by fours. Only the last axis is
     # contiguous; the other hints are not true of the memory, they put the axes in that order in every release.
-    high = tl.arange(0, DK // 32)[:, None, None, None]
+    HIGH: tl.constexpr = max(DK // 32, 1)
+    high = tl.arange(0, HIGH)[:, None, None, None]
     group = tl.arange(0, GROUPS)[None, :, None, None]
     low = tl.arange(0, 16)[None, None, :, None]
     column = tl.arange(0, 8)[None, None, None, :]
@@ -128,7 +131,8 @@ def _rows_kernel(
     cells = state + (slot * HV + head) * (DK * DV) + tile * BLOCK_V
     cells_a = tl.max_contiguous(cells + (i * DV + j), [1, 2, 4, 8])
     cells_b = tl.max_contiguous(cells + ((i + DK // 2) * DV + j), [1, 2, 4, 8])
-    sa, sb = tl.load(cells_a), tl.load(cells_b)
+    sa = tl.load(cells_a)
+    sb = tl.load(cells_b) if DK > 16 else tl.zeros_like(sa)
 
     # q, k and v of all rows, a row a warp; the programs of a head write the same values to the same places
     old = history + slot * (_HISTORY * C)
@@ -165,7 +169,7 @@ def _rows_kernel(
     tl.debug_barrier()
 
     # the one step of replay and window
-    ia = tl.arange(0, DK // 32)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    ia = tl.arange(0, HIGH)[:, None] * 16 + tl.arange(0, 16)[None, :]
     jv = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     out = read + (b * W * HV + head).to(tl.int64) * DV + tile * BLOCK_V
     places = tl.max_contiguous(out + (low * DV + j), [1, 2, 4, 8])
@@ -173,7 +177,8 @@ def _rows_kernel(
     for t in range(0, count + W):
         if (t == count) & (count > 0):
             tl.store(cells_a, sa)
-            tl.store(cells_b, sb)
+            if DK > 16:
+                tl.store(cells_b, sb)
         # the next row's operands, on their way while this one's step runs
         after = tl.minimum(t + 1, count + W - 1)
         row, own = mixed + after * C, gates + after * (2 * HV)
@@ -345,8 +350,8 @@ def gdn_window(
 def check_sizes(key_heads: int, heads: int, dk: int, dv: int, taps: int) -> None:
     """Raises ValueError naming the first size that the kernels do not hold."""
     for name, value in (("linear_key_head_dim", dk), ("linear_value_head_dim", dv)):
-        if value not in (32, 64, 128, 256):
-            raise ValueError(f"{name}: the GPU kernels want 32, 64, 128 or 256, got {value}")
+        if value not in (16, 32, 64, 128, 256):
+            raise ValueError(f"{name}: the GPU kernels want 16, 32, 64, 128 or 256, got {value}")
     if taps != TAPS:
         raise ValueError(f"linear_conv_kernel_dim: the GPU kernels want {TAPS}, got {taps}")
     if heads % key_heads:

@@ -64,7 +64,7 @@ def test_kernels_in_the_interpreter():
     ("sizes", "field"),
     (
         ((2, 4, 48, 64, 4), "linear_key_head_dim"),
-        ((2, 4, 64, 16, 4), "linear_value_head_dim"),
+        ((2, 4, 64, 8, 4), "linear_value_head_dim"),
         ((2, 4, 64, 64, 3), "linear_conv_kernel_dim"),
     ),
 )
