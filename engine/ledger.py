@@ -1,8 +1,9 @@
 """Where the memory went and what caps concurrency, as facts a person can add up.
 
-    weights + KV cache + recurrent state + pending + buffers + other + free = total
+    weights + KV cache + recurrent state + pending + buffers + rounds + other + free = total
 
-The first five are the bytes of tensors that this process holds. On a GPU `other` is all else that is in use there (the
+The first six are the bytes of tensors that this process holds; `rounds` are the static buffers of captured rounds and
+their graphs, and prefill's scratch is part of the weights. On a GPU `other` is all else that is in use there (the
 CUDA context, the allocator's reserve, other processes). On a CPU it is what the process has resident beyond its
 tensors, and `total` is what the process has or could get: pages that were allocated and never touched count as used.
 """
@@ -21,7 +22,7 @@ from pilotfish.engine.messages import Ready
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round import Rounds
 
-PARTS = ("weights", "kv_cache", "recurrent_state", "pending", "buffers", "graphs", "other", "free")
+PARTS = ("weights", "kv_cache", "recurrent_state", "pending", "buffers", "rounds", "other", "free")
 """The ledger's lines in the order in which they are shown; `total` is their sum."""
 GIB = 1 << 30
 MIB = 1 << 20
@@ -36,9 +37,10 @@ def measure(model: Model, state: BatchState, rounds: Rounds, device: torch.devic
         "weights": tensor_bytes(model),
         "kv_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
         "recurrent_state": trunk.state.s.nbytes + trunk.state.conv.nbytes,
-        "pending": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u)),
-        "buffers": tensor_bytes(state) + rounds.buffer_bytes,
-        "graphs": rounds.graph_bytes,
+        "pending": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u))
+        + rounds.pending_bytes,
+        "buffers": tensor_bytes(state),
+        "rounds": rounds.buffer_bytes + rounds.graph_bytes,
     }
     other, free = _rest(sum(held.values()), device)
     parts = held | {"other": other, "free": free}

@@ -51,8 +51,13 @@ class Rounds(Protocol):
         ...
 
     @property
+    def pending_bytes(self) -> int:
+        """Pending rows that rounds keep themselves."""
+        ...
+
+    @property
     def buffer_bytes(self) -> int:
-        """What rounds hold beside the model's and the batch's own memory, graphs apart."""
+        """What rounds hold beside the model's and the batch's own memory, pending rows and graphs apart."""
         ...
 
     @property
@@ -73,6 +78,7 @@ class EagerRounds:
     asynchronous: bool = False
     num_graphs: int = 0
     max_captured: int = 0
+    pending_bytes: int = 0
     buffer_bytes: int = 0
     graph_bytes: int = 0
 

@@ -59,9 +59,14 @@ class DeviceRounds:
         return max((shape.num_sequences for shape in self.shapes if (shape, WHOLE) in self.graphs), default=0)
 
     @property
+    def pending_bytes(self) -> int:
+        """See Rounds."""
+        return self.body.buffers.pending.nbytes
+
+    @property
     def buffer_bytes(self) -> int:
         """See Rounds."""
-        return num_bytes(self.body.buffers)
+        return num_bytes(self.body.buffers) - self.pending_bytes
 
     @property
     def graph_bytes(self) -> int:
@@ -76,10 +81,14 @@ class DeviceRounds:
         chosen = list(shapes or self.shapes)
         self.body.buffers.slots.zero_()
         if self.runner.model.device.type == "cuda":
-            compile_all(lambda: [self._work(shape, WHOLE) for shape in chosen])
+            compile_all(lambda: self._work_each(chosen))
         for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
             for part in (WHOLE, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]
+
+    def _work_each(self, shapes: Iterable[Shape]) -> None:
+        for shape in shapes:
+            self._work(shape, WHOLE)
 
     def _work(self, shape: Shape, part: str) -> None:
         if part != FINISH:
