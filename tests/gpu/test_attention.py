@@ -34,7 +34,7 @@ def sizes(request):
 
 
 # the windows cross a page's, a unit's and a chunk's end; with the second list chunks are items, not units
-@pytest.fixture(params=[[PAGE - 2, 2 * PAGE - 1, 5], [3 * CHUNK - 2, 20 * CHUNK - 3, 700]], ids=str)
+@pytest.fixture(params=[[PAGE - 2, 2 * PAGE - 1, 5], [3 * CHUNK - 2, 48 * CHUNK - 3, 700]], ids=str)
 def lengths(request):
     return request.param
 
