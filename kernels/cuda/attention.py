@@ -216,8 +216,9 @@ def _limits(device: torch.device) -> tuple[int, int]:
     """Programs that run at once, and the stages that fit."""
     if device.type != "cuda":
         return 1, STAGES
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, STAGES if properties.shared_memory_per_block_optin >= 160 << 10 else 4
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties["multiprocessor_count"], STAGES if properties["max_shared_mem"] >= 160 << 10 else 4
 
 
 def _options(pdl: bool) -> dict[str, bool]:
