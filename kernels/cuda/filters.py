@@ -147,23 +147,25 @@ def threshold_kernel(
         bound = tl.maximum(bound, floor)
 
         candidates = scratch.candidates + row * num_logits
-        own = row * CHUNKS + tl.program_id(1)
         # of a chunk without a candidate only the sum may be wanted, where top_p is one of the whole row
-        if (tl.load(scratch.partials + own) >> BITS >= bound) | ((flags & (_TOP_K | _TOP_P)) == _TOP_P):
-            cols, valid, ids = chunk_ids(kept, tl.program_id(1), num_logits, CHUNK)
-            x = scaled(
-                logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
-                V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
-            )  # fmt: skip
-            key = key_of(x)
-            valid = valid & (key >= floor)
-            tl.store(scratch.masses + own, tl.sum(tl.where(valid, _mass(key, top), 0), 0))
-            listed = valid & (key >= bound)
-            count = listed.to(tl.int32)
-            start = tl.atomic_add(scratch.counters + 2 * num_rows + row, tl.sum(count, 0))
-            tl.store(candidates + start + tl.cumsum(count, 0) - 1, pack(key, cols, BITS), listed)
+        needs_sum = (flags & (_TOP_K | _TOP_P)) == _TOP_P
+        for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
+            own = row * CHUNKS + chunk
+            if needs_sum | ((tl.load(scratch.partials + own) >> BITS) >= bound):
+                cols, valid, ids = chunk_ids(kept, chunk, num_logits, CHUNK)
+                x = scaled(
+                    logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
+                    V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+                )  # fmt: skip
+                key = key_of(x)
+                valid = valid & (key >= floor)
+                tl.store(scratch.masses + own, tl.sum(tl.where(valid, _mass(key, top), 0), 0))
+                listed = valid & (key >= bound)
+                count = listed.to(tl.int32)
+                start = tl.atomic_add(scratch.counters + 2 * num_rows + row, tl.sum(count, 0))
+                tl.store(candidates + start + tl.cumsum(count, 0) - 1, pack(key, cols, BITS), listed)
         tl.debug_barrier()
-        if tl.atomic_add(scratch.counters + num_rows + row, 1, sem="acq_rel") == CHUNKS - 1:
+        if tl.atomic_add(scratch.counters + num_rows + row, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             num_candidates = tl.load(scratch.counters + 2 * num_rows + row, volatile=True)
             threshold = floor << BITS
             # no probabilities where the largest is infinite or NaN: it is chosen whatever is cut

@@ -35,6 +35,8 @@ from pilotfish.kernels.cuda.slots import SlotState
 
 CHUNK = 2048
 """Logits of one program, more for over 128 chunks; no result depends on it."""
+PROGRAMS = 256
+"""Of the launches that most requests have no use for."""
 _THINKING = tl.constexpr(slots.THINKING)
 
 
@@ -44,7 +46,7 @@ class Scratch(NamedTuple):
     partials: torch.Tensor
     """int64 [R, chunks]: the best of each chunk."""
     masses: torch.Tensor
-    """int64 [R, chunks]: each chunk's sum of probabilities."""
+    """int64 [R, chunks]: each chunk's sum of probabilities, then each program's best draw."""
     counters: torch.Tensor
     """int32 [3, R]: chunks arrived (two launches), candidates."""
     threshold: torch.Tensor
@@ -70,6 +72,8 @@ def _chunk(num_logits: int) -> int:
 @triton.jit
 def _merge_and_store(
     best,
+    partials,
+    num_programs,
     logits,
     kept,
     out,
@@ -89,12 +93,12 @@ def _merge_and_store(
     BLOCK_CHUNKS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Adds this chunk's best; the last chunk to arrive writes the row's token."""
-    tl.store(scratch.partials + row * CHUNKS + tl.program_id(1), best)
+    """Adds this program's best; the last program to arrive writes the row's token."""
+    tl.store(partials + row * CHUNKS + tl.program_id(1), best)
     tl.debug_barrier()
-    if tl.atomic_add(scratch.counters + row, 1, sem="acq_rel") == CHUNKS - 1:
-        chunks = tl.arange(0, BLOCK_CHUNKS)
-        all_best = tl.load(scratch.partials + row * CHUNKS + chunks, chunks < CHUNKS, other=-1, cache_modifier=".cg")
+    if tl.atomic_add(scratch.counters + row, 1, sem="acq_rel") == num_programs - 1:
+        programs = tl.arange(0, BLOCK_CHUNKS)
+        all_best = tl.load(partials + row * CHUNKS + programs, programs < num_programs, other=-1, cache_modifier=".cg")
         column = index_of(tl.max(all_best, 0), BITS)
         token = column
         if kept is not None:
@@ -157,8 +161,8 @@ def _choose_kernel(
         tl.store(scratch.partials + row * CHUNKS + tl.program_id(1), best)
     else:
         _merge_and_store(
-            best, logits, kept, out, nan_out, scratch, s, row, slot, flags, depth, position, stride,
-            DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
+            best, scratch.partials, CHUNKS, logits, kept, out, nan_out, scratch, s, row, slot, flags, depth, position,
+            stride, DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
         )  # fmt: skip
 
 
@@ -196,20 +200,22 @@ def _draw_kernel(
     row, slot, flags, depth, position, temperature, filtered = row_of(slots, s, W, first)
     if filtered:
         threshold = tl.load(scratch.threshold + row)
+        key = noise_key(s, slot, position)
         best = tl.full((), -1, tl.int64)
-        # the chunk's largest score says whether any of it survives
-        if tl.load(scratch.partials + row * CHUNKS + tl.program_id(1)) >= threshold:
-            cols, valid, ids = chunk_ids(kept, tl.program_id(1), num_logits, CHUNK)
-            x = scaled(
-                logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
-                V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
-            )  # fmt: skip
-            survives = valid & (pack(key_of(x), cols, BITS) >= threshold)
-            x += noise(noise_key(s, slot, position), ids)
-            best = tl.max(tl.where(survives, pack(key_of(x), cols, BITS), -1), 0)
+        for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
+            # the chunk's largest score says whether any of it survives
+            if tl.load(scratch.partials + row * CHUNKS + chunk) >= threshold:
+                cols, valid, ids = chunk_ids(kept, chunk, num_logits, CHUNK)
+                x = scaled(
+                    logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
+                    V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+                )  # fmt: skip
+                survives = valid & (pack(key_of(x), cols, BITS) >= threshold)
+                x += noise(key, ids)
+                best = tl.maximum(best, tl.max(tl.where(survives, pack(key_of(x), cols, BITS), -1), 0))
         _merge_and_store(
-            best, logits, kept, out, nan_out, scratch, s, row, slot, flags, depth, position, stride,
-            DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
+            best, scratch.masses, tl.num_programs(1), logits, kept, out, nan_out, scratch, s, row, slot, flags, depth,
+            position, stride, DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
         )  # fmt: skip
 
 
@@ -268,5 +274,7 @@ def choose(
     _choose_kernel[grid](*inputs, out, has_nan, scratch, width, first, *sizes, **rules, **ending)
     if filters:
         num_rows = scratch.counters.shape[1]
+        # few programs, that all may leave at once: chunks in turn
+        grid = (rows, max(1, min(chunks, PROGRAMS // rows)))
         threshold_kernel[grid](*inputs, scratch, width, first, num_rows, *sizes, **rules)
         _draw_kernel[grid](*inputs, out, has_nan, scratch, width, first, *sizes, **rules, **ending)

@@ -31,6 +31,8 @@ INF, NAN = float("inf"), float("nan")
 def small_chunks(monkeypatch):
     """6 chunks of the small vocabulary, the last one short."""
     monkeypatch.setattr(sample, "CHUNK", CHUNK)
+    # some take several chunks in turn
+    monkeypatch.setattr(sample, "PROGRAMS", 8)
 
 
 def draw(*shape, seed=0, scale=1.0):
