@@ -1,0 +1,71 @@
+"""Kernels are compiled from launches that run nothing, found again on disk, and every compilation is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from pilotfish.kernels.cuda.warm import Compilations, compile_all, compile_only, use_cache
+from tests.support.compiled import compiling
+
+
+@triton.jit
+def add(x, y, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i) + tl.load(y + i))
+
+
+def launch_two_kinds():
+    x, y = torch.ones(256), torch.ones(256, dtype=torch.int32)
+    for block in (64, 256):
+        add[(1,)](x, y, x, BLOCK=block)
+        add[(1,)](x, y, x, BLOCK=block)
+    assert (x == 1).all()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    add.device_caches.clear()
+    with compiling():
+        yield tmp_path
+    add.device_caches.clear()
+
+
+def test_each_kernel_is_compiled_once_and_then_read_from_disk(cache):
+    assert compile_all(launch_two_kinds, 2) == 2
+    before = Compilations.now()
+    assert compile_all(launch_two_kinds) == 0
+    with compile_only():
+        launch_two_kinds()
+    # ready in this process: neither compiled nor read
+    assert vars(Compilations.now() - before) == {"compiled": 0, "loaded": 0}
+    add.device_caches.clear()
+    assert compile_all(launch_two_kinds) == 0
+    assert vars(Compilations.now() - before) == {"compiled": 0, "loaded": 2}
+
+
+def test_a_kernel_that_was_not_foreseen_is_counted(cache):
+    compile_all(launch_two_kinds)
+    before = Compilations.now()
+    x = torch.ones(256)
+    add[(1,)](x, x, x, BLOCK=128)
+    assert vars(Compilations.now() - before) == {"compiled": 1, "loaded": 0}
+
+
+def test_a_launch_that_fails_leaves_launches_as_they_were(cache):
+    with pytest.raises(ZeroDivisionError):
+        compile_all(lambda: 1 / 0)
+    assert compile_all(launch_two_kinds) == 2
+
+
+def test_the_user_s_own_folder_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    use_cache(tmp_path)
+    assert triton.knobs.cache.dir == "mine"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    use_cache(tmp_path)
+    assert triton.knobs.cache.dir == str(tmp_path)
+    monkeypatch.undo()
