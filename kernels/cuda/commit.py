@@ -35,8 +35,9 @@ class Verdicts(NamedTuple):
     @classmethod
     def empty(cls, batch: int, device: torch.device | str) -> Verdicts:
         # at addresses of 16 bytes for every batch: Triton compiles anew for others
-        counts = torch.zeros((5, batch + batch % 2), dtype=torch.int64, device=device)[:, :batch]
-        return cls(*counts, torch.zeros(batch, dtype=torch.int32, device=device))
+        rows = torch.zeros((5, batch + batch % 2), dtype=torch.int64, device=device)[:, :batch]
+        accepted, committed, offered, stopped, done = rows
+        return cls(accepted, committed, offered, stopped, done, torch.zeros(batch, dtype=torch.int32, device=device))
 
 
 @triton.jit
