@@ -32,6 +32,14 @@ _HISTORY = tl.constexpr(TAPS - 1)
 
 
 @triton.jit
+def _prefetch(pointers):
+    """Asks for the lines at the pointers to come to L2. A hint: nothing is read, so it may stand before the wait."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
@@ -113,6 +121,19 @@ def _rows_kernel(
     rate, bias = tl.load(decay_rate + head), tl.load(dt_bias + head)
     if PDL:
         gdc_launch_dependents()
+        # Lines of 128 bytes of what no kernel of this round has written: the state, the taps, the history. A slot read
+        # too early would only make the hint useless.
+        early = tl.load(slots + b).to(tl.int64)
+        line = tl.arange(0, DK)
+        _prefetch(state + ((early * HV + head) * DK + line) * DV + tile * BLOCK_V)
+        tap = tl.arange(0, 4)[:, None]
+        chunk = tl.arange(0, 4)[None, :] * (DK // 4)
+        _prefetch(conv_weight + tap * C + q_first + chunk)
+        _prefetch(conv_weight + tap * C + k_first + chunk)
+        _prefetch(conv_weight + tap * C + v_first + chunk % BLOCK_V)
+        past = history + early * (_HISTORY * C) + tl.minimum(tap, _HISTORY - 1) * C
+        _prefetch(past + q_first + chunk)
+        _prefetch(past + k_first + chunk)
         gdc_wait()
 
     slot = tl.load(slots + b).to(tl.int64)

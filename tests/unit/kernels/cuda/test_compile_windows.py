@@ -45,6 +45,8 @@ def test_delta_net():
     code = checked(rows, 128)
     # a warp holds its columns whole: sums over dk are shuffles, and the one barrier stands between rows and steps
     assert rows.metadata.shared == 0 and code.count("BAR") == 1
+    # state, taps and history are asked for before the wait, and read after it
+    assert code.before("CCTL.E.PF2", "ACQBULK") == code.count("CCTL") == 6 and code.before("LDG.E.128", "ACQBULK") == 0
     # one step for accepted rows and the window's: two sums over 16 lanes of 4 columns; and q's and k's norm once each
     assert code.count("SHFL") == 2 * 4 * 4 + 2 * 5 and code.count("MUFU.RSQ") == 2
     # the state: 128 x 32 numbers in fours, by 128 threads
