@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from pilotfish.draft_heads.training.module import TrainableHead
 from pilotfish.draft_heads.training.texts import Render, Rows, cut_rows, make_rows, read_documents, stream_of
 from pilotfish.engine.acceptance import PROMPT_TOKENS, Acceptance, cut_prompts, measure_acceptance
 from pilotfish.engine.checkpoint.hub import resolve_model
+from pilotfish.engine.checkpoint.layouts import Module
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pilotfish: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\npilotfish: stopped; --resume goes on from {args.out / STATE}", file=sys.stderr)
+        print("\npilotfish: stopped; --resume goes on from the last step that was saved", file=sys.stderr)
         return 130
     return 0
 
@@ -148,10 +149,10 @@ class _Report:
 
 
 def _read_rows(source: Path, args: argparse.Namespace) -> Rows:
-    # config.json is read again with the weights; here only the id that ends a document
-    eos = open_checkpoint(source).config.eos_token_ids
-    separator = eos[0] if eos else None
-
+    config = open_checkpoint(source).config
+    separator = config.eos_token_ids[0] if config.eos_token_ids else None
+    if args.row_tokens > config.max_position_embeddings:
+        raise OptionError(f"--row-tokens: the model takes {config.max_position_embeddings}, got {args.row_tokens}")
     if args.heldout_text is None:
         return make_rows(document_ids(source, args.text), separator, args.row_tokens, args.seed)
     heldout = cut_rows(stream_of(document_ids(source, args.heldout_text), separator), args.row_tokens)
@@ -169,7 +170,11 @@ def document_ids(source: Path, paths: list[Path]) -> list[list[int]]:
         raise OptionError(f"{source}: has no tokenizer.json, so a text cannot be read")
     documents = read_documents(paths, _renderer(source))
     encodings = Tokenizer.from_file(str(file)).encode_batch(documents, add_special_tokens=False)
-    return [encoding.ids for encoding in encodings]
+    ids = [encoding.ids for encoding in encodings]
+    largest, vocab_size = max(map(max, filter(None, ids)), default=0), open_checkpoint(source).config.vocab_size
+    if largest >= vocab_size:
+        raise OptionError(f"{file}: gives token {largest}, the model has {vocab_size}")
+    return ids
 
 
 def _renderer(source: Path) -> Render:
@@ -243,7 +248,9 @@ def _hidden_states(trunk: Trunk, rows: Rows, args: argparse.Namespace, part: str
     if args.cache is None:
         return HiddenStates(trunk.model, numbers)
     width, dtype = trunk.checkpoint.config.hidden_size, trunk.plan.dtype
-    cache = HiddenCache(args.cache / part, numbers, width, dtype, _files(trunk.checkpoint))
+    # a head from elsewhere changes no hidden state
+    files = _files(module for name, module in trunk.checkpoint.modules.items() if not is_mtp(name))
+    cache = HiddenCache(args.cache / part, numbers, width, dtype, files)
     return HiddenStates(trunk.model, numbers, cache)
 
 
@@ -256,9 +263,9 @@ def _options(args: argparse.Namespace, dtype: torch.dtype) -> FitOptions:
 # The folder
 
 
-def _files(checkpoint: Checkpoint) -> str:
-    """What tells whether the trunk is still the same."""
-    files = {part.file for module in checkpoint.modules.values() for part in module.parts.values()}
+def _files(modules: Iterable[Module]) -> str:
+    """What tells whether these are still the same."""
+    files = {part.file for module in modules for part in module.parts.values()}
     return json.dumps([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)])
 
 
@@ -266,7 +273,7 @@ def _stamp(checkpoint: Checkpoint, rows: Rows, options: FitOptions, args: argpar
     """What must not change between a run and its continuation."""
     text = hashlib.blake2b(rows.train.tobytes() + rows.heldout.tobytes(), digest_size=16).hexdigest()
     fit = {name: str(value) for name, value in dataclasses.asdict(options).items()}
-    return json.dumps({"files": _files(checkpoint), "text": text, "init": args.init, "fit": fit})
+    return json.dumps({"files": _files(checkpoint.modules.values()), "text": text, "init": args.init, "fit": fit})
 
 
 def _claim(args: argparse.Namespace, stamp: str) -> None:

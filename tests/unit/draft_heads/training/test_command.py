@@ -103,8 +103,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(model, text, tmp_path, mon
 
 
 def test_a_head_that_is_there_is_where_it_starts(model, text, trained, tmp_path, capsys):
-    flags = ("--draft-head", str(trained), "--steps", "1", "--learning-rate", "1e-9", "--optimizer", "adamw")
-    assert train(model, text, tmp_path / "same", *flags, "--target", "text") == 0
+    flags = ["--draft-head", str(trained), "--steps", "1", "--learning-rate", "1e-9", "--optimizer", "adamw"]
+    # another head, the same hidden states
+    flags += ["--cache", str(trained.parent / "cache"), "--target", "text"]
+    assert train(model, text, tmp_path / "same", *flags) == 0
     first, second = (load_file(folder / "mtp.safetensors") for folder in (trained, tmp_path / "same"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     report = json.loads((tmp_path / "same" / "training.json").read_text())
@@ -119,6 +121,7 @@ def test_a_head_that_is_there_is_where_it_starts(model, text, trained, tmp_path,
         (("--row-tokens", "3"), "--row-tokens: want at least 4"),
         (("--learning-rate", "nan"), "--learning-rate: want above 0"),
         (("--learning-rate", "1e30", "--steps", "4"), "--learning-rate: the loss of step"),
+        (("--row-tokens", "4096"), "--row-tokens: the model takes 2048"),
         (("--resume",), "has no interrupted run"),
         (("--heldout-text", "missing.txt"), "missing.txt: cannot be read"),
     ],
@@ -136,6 +139,14 @@ def test_refuses_to_refine_a_head_that_is_not_there(text, tmp_path, capsys):
     assert "no MTP head; want scratch" in capsys.readouterr().err
     assert train(folder, text, tmp_path / "out", "--init", "scratch", "--steps", "1") == 0
     assert attach_head(open_checkpoint(folder), tmp_path / "out").has_mtp
+
+
+def test_refuses_a_tokenizer_with_more_ids_than_the_model(text, tmp_path, capsys):
+    folder = build_tiny(tmp_path / "model", "tied", vocab_size=70)
+    write_tokenizer(folder)
+    assert train(folder, text, tmp_path / "out") == 2
+    assert "the model has 70" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_chat_is_read_through_the_checkpoints_template(model, tmp_path):
