@@ -43,6 +43,7 @@ HEAD_FILE, REPORT_FILE, STATE = "mtp.safetensors", "training.json", ".train-head
 NUM_PROMPTS, NUM_TOKENS, BATCH = 16, 64, 4
 """Of the measurement by decoding: prompts from the held-out text, tokens after each, sequences at once."""
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.002}
+ENCODED_AT_ONCE = 256
 REFINING = 0.1
 """Of these rates, what a head takes that is there already."""
 
@@ -169,8 +170,11 @@ def document_ids(source: Path, paths: list[Path]) -> list[list[int]]:
     if not file.is_file():
         raise OptionError(f"{source}: has no tokenizer.json, so a text cannot be read")
     documents = read_documents(paths, _renderer(source))
-    encodings = Tokenizer.from_file(str(file)).encode_batch(documents, add_special_tokens=False)
-    ids = [encoding.ids for encoding in encodings]
+    tokenizer, ids = Tokenizer.from_file(str(file)), []
+    # some at a time: what the library gives takes far more room than the ids
+    for begin in range(0, len(documents), ENCODED_AT_ONCE):
+        part = tokenizer.encode_batch(documents[begin : begin + ENCODED_AT_ONCE], add_special_tokens=False)
+        ids += [encoding.ids for encoding in part]
     largest, vocab_size = max(map(max, filter(None, ids)), default=0), open_checkpoint(source).config.vocab_size
     if largest >= vocab_size:
         raise OptionError(f"{file}: gives token {largest}, the model has {vocab_size}")
