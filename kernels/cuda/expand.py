@@ -85,16 +85,19 @@ def _expand_kernel(
             gl.store(target + column, value, mask=column < K // 2)
 
 
-def expand(part: Packed, tiles: slice, out: torch.Tensor, group: int = 0) -> torch.Tensor:
+def expand(
+    part: Packed, tiles: slice, out: torch.Tensor, group: int = 0, on_device: bool | None = None
+) -> torch.Tensor:
     """bf16 [tiles * 16, K] in `out`, which has at least so many numbers; K is `out`'s last axis. Padding rows are 0.
 
-    With group > 0 tiles are gate and up in turn: of each `group` of them gate's rows come first, then up's.
+    With group > 0 tiles are gate and up in turn: of each `group` of them gate's rows come first, then up's. on_device:
+    by the kernel; if not given, where the weights are on a GPU.
     """
     data, number = part.data[tiles], part.number[tiles]
     scale = None if part.block_scale is None else part.block_scale[tiles]
     chosen = Packed(part.format, data, part.place[tiles], number, part.divides, scale)
     width = out.shape[1]
-    if not data.is_cuda:
+    if not (data.is_cuda if on_device is None else on_device):
         values = packing.unpack(chosen, width).to(out.dtype)
         if group:
             values = values.view(-1, group // 2, 2, TILE, width).transpose(1, 2).reshape(-1, width)

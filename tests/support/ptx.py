@@ -1,0 +1,461 @@
+"""Runs compiled kernels on the CPU, by their PTX: for kernels that Triton's interpreter cannot run (Gluon, bf16).
+
+All threads of a program go through the instructions together, each register an array over them; of threads that parted
+those furthest behind go first, which is what brings them together again. Only the instructions are there that our
+kernels compile to; another is an error that names it. Loads and stores outside of the tensors given, or of shared
+memory never written, are errors too. Programs run one after the other: what one must not see of another is not checked,
+nor is anything about time. Results are those of a GPU but for approximations (ex2, rsqrt, div.full, exact here) and the
+order of additions inside mma, which is exact here and rounded once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tests.support.compiled import _NoDevice
+
+DTYPES = {"b8": "u1", "u8": "u1", "b16": "u2", "u16": "u2", "s16": "i2", "b32": "u4", "u32": "u4", "s32": "i4"}
+DTYPES |= {"b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "bf16": "u2"}
+BASE, GAP = 1 << 16, 256
+
+
+class Memory:
+    """Device memory: tensors in it, with gaps between."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(BASE, np.uint8)
+        self.valid = np.zeros(BASE, bool)
+        self.places: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def place(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor's first element; all of its storage is there."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.places:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            start = len(self.bytes)
+            room = np.zeros(-(-len(whole) // GAP) * GAP + GAP, np.uint8)
+            room[: len(whole)] = whole.numpy()
+            self.bytes = np.concatenate((self.bytes, room))
+            self.valid = np.concatenate((self.valid, np.arange(len(room)) < len(whole)))
+            self.places[storage.data_ptr()] = (whole, start)
+        return self.places[storage.data_ptr()][1] + tensor.storage_offset() * tensor.element_size()
+
+    def copy_back(self) -> None:
+        for whole, start in self.places.values():
+            whole.numpy()[:] = self.bytes[start : start + len(whole)]
+
+
+@contextmanager
+def running(arch: int = 90) -> Iterator[list[str]]:
+    """Within it launches run here, at once; the list takes the kernels' names. Tensors must be on the CPU."""
+    names: list[str] = []
+    compile_and_launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **kwargs)
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        values = [given[name] for name, kind in kernel.src.signature.items() if kind != "constexpr"]
+        launch(kernel.asm["ptx"], kernel.metadata.shared, kernel.metadata.num_warps, grid, values)
+        names.append(kernel.metadata.name)
+        return kernel
+
+    before = driver._active
+    driver.set_active(_NoDevice(arch))
+    JITFunction.run = run
+    try:
+        yield names
+    finally:
+        JITFunction.run = compile_and_launch
+        driver._active = before
+
+
+def launch(ptx: str, shared_bytes: int, num_warps: int, grid: tuple[int, ...], values: list[Any]) -> None:
+    memory = Memory()
+    parameters = [memory.place(value) if isinstance(value, torch.Tensor) else value for value in values]
+    code = _parsed(ptx)
+    for z, y, x in product(*(range(size) for size in reversed((*grid, 1, 1)[:3]))):
+        Program(code, memory, parameters, shared_bytes, num_warps, (x, y, z), (*grid, 1, 1)[:3]).run()
+    memory.copy_back()
+
+
+@lru_cache(maxsize=64)
+def _parsed(ptx: str) -> Code:
+    return Code(ptx)
+
+
+class Code:
+    """Instructions as (predicate, wanted value, op, operands), and where labels point."""
+
+    def __init__(self, ptx: str):
+        body = ptx[ptx.index(".entry") :]
+        body = body[body.index("\n{") + 2 :].split("\n\t.file")[0]
+        body = body[: body.rindex("\n}")]
+        lines = [line.split("//")[0] for line in body.split("\n")]
+        text = "\n".join(line for line in lines if not re.match(r"\s*\.(loc|pragma)\b", line))
+        self.labels: dict[str, int] = {}
+        self.instructions: list[tuple[str | None, bool, list[str], list[str]]] = []
+        for statement in text.split(";"):
+            rest = statement.strip()
+            while found := re.match(r"(?:[{}]|(\$\w+):)\s*", rest):
+                if found[1]:
+                    self.labels[found[1]] = len(self.instructions)
+                rest = rest[found.end() :]
+            if not rest or rest.startswith(".reg"):
+                continue
+            predicate = re.match(r"@(!?)(%p\d+)\s+", rest)
+            if predicate:
+                rest = rest[predicate.end() :]
+            op, _, operands = rest.partition(" ") if " " in rest else rest.partition("\t")
+            op, _, more = op.partition("\t")
+            name, wanted = (predicate[2], not predicate[1]) if predicate else (None, True)
+            self.instructions.append((name, wanted, op.split("."), _split(f"{more} {operands}")))
+
+
+def _split(operands: str) -> list[str]:
+    """At commas outside of brackets and braces."""
+    return [part.strip() for part in re.split(r",(?![^{\[]*[}\]])", operands) if part.strip()]
+
+
+class Program:
+    def __init__(
+        self,
+        code: Code,
+        memory: Memory,
+        parameters: list[int],
+        shared_bytes: int,
+        num_warps: int,
+        place: tuple[int, ...],
+        grid: tuple[int, ...],
+    ):
+        self.code, self.memory, self.parameters = code, memory, parameters
+        self.size = num_warps * 32
+        self.shared, self.written = np.zeros(shared_bytes, np.uint8), np.zeros(shared_bytes, bool)
+        self.lane = np.arange(self.size) % 32
+        self.registers: dict[str, np.ndarray] = {"%tid.x": np.arange(self.size, dtype=np.uint32)}
+        for axis, at, of in zip("xyz", place, grid, strict=True):
+            self.registers[f"%ctaid.{axis}"] = np.full(self.size, at, np.uint32)
+            self.registers[f"%nctaid.{axis}"] = np.full(self.size, of, np.uint32)
+        self.at = np.zeros(self.size, np.int64)
+        self.active = np.ones(self.size, bool)
+
+    def run(self) -> None:
+        end = len(self.code.instructions)
+        with np.errstate(all="ignore"):
+            while (now := int(self.at.min())) < end:
+                predicate, wanted, op, operands = self.code.instructions[now]
+                here = self.at == now
+                self.at[here] = now + 1
+                self.active = here if predicate is None else here & (self.registers[predicate] == wanted)
+                if op[0] == "bra":
+                    self.at[self.active] = self.code.labels[operands[0]]
+                elif op[0] in ("ret", "exit"):
+                    self.at[self.active] = end
+                elif self.active.any():
+                    try:
+                        getattr(self, f"op_{op[0]}")(op, operands)
+                    except AttributeError as error:
+                        raise NotImplementedError(f"{'.'.join(op)} {', '.join(operands)}") from error
+
+    # registers
+
+    def get(self, operand: str, kind: str) -> np.ndarray:
+        """An operand's value, as its type."""
+        dtype = np.dtype(bool) if kind == "pred" else np.dtype(DTYPES[kind])
+        if operand in self.registers:
+            value = self.registers[operand]
+            if value.dtype.itemsize != dtype.itemsize:
+                value = value.astype(f"u{dtype.itemsize}")
+            return value.view(dtype)
+        if operand == "global_smem":
+            return np.zeros(self.size, dtype)
+        if operand.startswith("0f"):
+            return np.full(self.size, int(operand[2:], 16), np.uint32).view(np.float32)
+        if dtype.itemsize > 1 or kind != "pred":
+            return np.full(self.size, int(operand, 0) % (1 << 8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
+        return np.full(self.size, bool(int(operand)))
+
+    def put(self, operand: str, value: np.ndarray, wide: bool = False) -> None:
+        """To where threads are active; integers are kept without sign, `wide` as 64 bits."""
+        if value.dtype != bool:
+            value = value.astype(np.int64).view(np.uint64) if wide else value.view(f"u{value.dtype.itemsize}")
+        if operand == "_":
+            return
+        if operand in self.registers and self.registers[operand].dtype == value.dtype:
+            value = np.where(self.active, value, self.registers[operand])
+        self.registers[operand] = value
+
+    def binary(self, op: list[str], operands: list[str], function: Callable[..., np.ndarray]) -> None:
+        self.put(operands[0], function(*(self.get(operand, op[-1]) for operand in operands[1:])))
+
+    # moves and conversions
+
+    def op_mov(self, op: list[str], operands: list[str]) -> None:
+        target, source = operands
+        if source.startswith("{"):
+            parts = [self.get(part, "b16").astype(np.uint32) for part in _split(source[1:-1])]
+            self.put(target, parts[0] | parts[1] << 16)
+        elif target.startswith("{"):
+            value = self.get(source, "b32")
+            for place, part in enumerate(_split(target[1:-1])):
+                self.put(part, (value >> (16 * place)).astype(np.uint16))
+        else:
+            self.put(target, self.get(source, op[1]).copy())
+
+    def op_cvt(self, op: list[str], operands: list[str]) -> None:
+        to, source = op[-2], op[-1]
+        if to == "bf16x2":
+            high, low = (_to_bf16(self.get(operand, "f32")).astype(np.uint32) for operand in operands[1:])
+            return self.put(operands[0], high << 16 | low)
+        value = self.get(operands[1], source)
+        if (to, source) == ("bf16", "f32"):
+            return self.put(operands[0], _to_bf16(value))
+        if (to, source) == ("f32", "bf16"):
+            return self.put(operands[0], (value.astype(np.uint32) << 16).view(np.float32))
+        return self.put(operands[0], value.astype(DTYPES[to]))
+
+    def op_selp(self, op: list[str], operands: list[str]) -> None:
+        first, second = (self.get(operand, op[1]) for operand in operands[1:3])
+        self.put(operands[0], np.where(self.get(operands[3], "pred"), first, second))
+
+    def op_setp(self, op: list[str], operands: list[str]) -> None:
+        compare = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+        compare |= {"eq": np.equal, "ne": np.not_equal}
+        self.binary(op, operands, compare[op[1]])
+
+    # integers and bits
+
+    def op_and(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.bitwise_and)
+
+    def op_or(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.bitwise_or)
+
+    def op_xor(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.bitwise_xor)
+
+    def op_not(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.logical_not if op[1] == "pred" else np.invert)
+
+    def op_shl(self, op: list[str], operands: list[str]) -> None:
+        value, count = self.get(operands[1], op[1]), self.get(operands[2], "u32")
+        self.put(operands[0], np.where(count < value.dtype.itemsize * 8, value << count.astype(value.dtype), 0))
+
+    def op_shr(self, op: list[str], operands: list[str]) -> None:
+        value, count = self.get(operands[1], op[1]), self.get(operands[2], "u32")
+        most = value.dtype.itemsize * 8 - 1
+        shifted = value >> np.minimum(count, most).astype(value.dtype)
+        self.put(operands[0], shifted if op[1][0] == "s" else np.where(count <= most, shifted, 0).astype(value.dtype))
+
+    def op_bfe(self, op: list[str], operands: list[str]) -> None:
+        value, start, width = (self.get(operand, "u32") for operand in operands[1:])
+        assert op[1] == "u32", op
+        self.put(operands[0], value >> start & (np.uint32(1) << width) - np.uint32(1))
+
+    def op_shf(self, op: list[str], operands: list[str]) -> None:
+        low, high, count = (self.get(operand, "u32").astype(np.uint64) for operand in operands[1:])
+        both = high << np.uint64(32) | low
+        count = count % np.uint64(32)
+        moved = both >> count if op[1] == "r" else both << count >> np.uint64(32)
+        self.put(operands[0], moved.astype(np.uint32))
+
+    def op_lop3(self, op: list[str], operands: list[str]) -> None:
+        a, b, c = (self.get(operand, "b32") for operand in operands[1:4])
+        out = np.zeros_like(a)
+        for index in range(8):
+            if int(operands[4], 0) >> index & 1:
+                out |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+        self.put(operands[0], out)
+
+    def op_prmt(self, op: list[str], operands: list[str]) -> None:
+        a, b, selector = (self.get(operand, "b32") for operand in operands[1:])
+        source = np.stack([value >> 8 * i & 0xFF for value in (a, b) for i in range(4)])
+        out = np.zeros_like(a)
+        for i in range(4):
+            pick = selector >> 4 * i & 0xF
+            byte = source[pick & 7, np.arange(self.size)]
+            byte = np.where(pick & 8, np.where(byte & 0x80, 0xFF, 0), byte).astype(np.uint32)
+            out |= byte << 8 * i
+        self.put(operands[0], out)
+
+    def op_mad(self, op: list[str], operands: list[str]) -> None:
+        self._multiply(op, operands, operands[3])
+
+    def op_mul(self, op: list[str], operands: list[str]) -> None:
+        if op[-1] == "f32":
+            return self.binary(op, operands, np.multiply)
+        return self._multiply(op, operands, None)
+
+    def _multiply(self, op: list[str], operands: list[str], added: str | None) -> None:
+        first, second = (self.get(operand, op[-1]) for operand in operands[1:3])
+        if op[1] == "wide":
+            kind = "s64" if op[-1][0] == "s" else "u64"
+            value = first.astype(DTYPES[kind]) * second.astype(DTYPES[kind])
+            return self.put(operands[0], value if added is None else value + self.get(added, kind))
+        if op[1] == "hi":
+            kind = "s64" if op[-1][0] == "s" else "u64"
+            both = first.astype(DTYPES[kind]) * second.astype(DTYPES[kind])
+            return self.put(operands[0], (both >> 32).astype(DTYPES[op[-1]]))
+        value = first * second
+        return self.put(operands[0], value if added is None else value + self.get(added, op[-1]))
+
+    # numbers
+
+    def op_add(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.add)
+
+    def op_sub(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.subtract)
+
+    def op_min(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.fmin if op[-1] == "f32" else np.minimum)
+
+    def op_max(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.fmax if op[-1] == "f32" else np.maximum)
+
+    def op_neg(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.negative)
+
+    def op_div(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.divide)
+
+    def op_ex2(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.exp2)
+
+    def op_rsqrt(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, lambda value: (1 / np.sqrt(value.astype(np.float64))).astype(np.float32))
+
+    def op_fma(self, op: list[str], operands: list[str]) -> None:
+        if op[-1] == "f32":
+            a, b, c = (self.get(operand, "f32").astype(np.float64) for operand in operands[1:])
+            return self.put(operands[0], (a * b + c).astype(np.float32))
+        a, b, c = (_halves(self.get(operand, "b32")) for operand in operands[1:])
+        low, high = (_to_bf16((a * b + c)[..., half].astype(np.float32)).astype(np.uint32) for half in range(2))
+        return self.put(operands[0], high << 16 | low)
+
+    def op_mma(self, op: list[str], operands: list[str]) -> None:
+        assert op[3:] == ["m16n8k16", "row", "col", "f32", "bf16", "bf16", "f32"], op
+        assert self.active.reshape(-1, 32).all(1)[self.active.reshape(-1, 32).any(1)].all(), "mma of half a warp"
+        names = [_split(operand[1:-1]) for operand in operands]
+        a, b = ([_halves(self.get(name, "b32")).reshape(-1, 32, 2) for name in names[part]] for part in (1, 2))
+        c = np.stack([self.get(name, "f32") for name in names[3]], -1).reshape(-1, 32, 4).astype(np.float64)
+        lane = np.arange(32)
+        g, q = lane // 4, lane % 4
+        left, right = np.zeros((len(c), 16, 16)), np.zeros((len(c), 16, 8))
+        for i in range(2):
+            for part, value in enumerate(a):
+                left[:, g + 8 * (part % 2), 2 * q + 8 * (part // 2) + i] = value[..., i]
+            for part, value in enumerate(b):
+                right[:, 2 * q + 8 * part + i, g] = value[..., i]
+        sums = left @ right
+        for part, name in enumerate(names[0]):
+            value = c[..., part] + sums[:, g + 8 * (part // 2), 2 * q + part % 2]
+            self.put(name, value.astype(np.float32).reshape(-1))
+
+    # between lanes
+
+    def op_shfl(self, op: list[str], operands: list[str]) -> None:
+        value = self.get(operands[1], "b32")
+        by, clamp = (int(operand, 0) for operand in operands[2:4])
+        source = {"bfly": self.lane ^ by, "up": self.lane - by, "down": self.lane + by, "idx": self.lane * 0 + by}[
+            op[2]
+        ]
+        assert clamp == (0 if op[2] == "up" else 31), operands
+        source = np.where((source < 0) | (source > 31), self.lane, source)
+        self.put(operands[0].split("|")[0], value[np.arange(self.size) - self.lane + source])
+
+    def op_redux(self, op: list[str], operands: list[str]) -> None:
+        assert self.active.all(), "redux of some threads"
+        value = self.get(operands[1], op[-1]).reshape(-1, 32)
+        reduced = {"max": value.max(1), "min": value.min(1), "add": value.sum(1)}[op[2]].astype(value.dtype)
+        self.put(operands[0], reduced.repeat(32))
+
+    # memory
+
+    def _address(self, operand: str) -> np.ndarray:
+        base, _, offset = operand.strip("[] ").partition("+")
+        kind = "b64" if base.strip().startswith("%rd") else "b32"
+        return self.get(base.strip(), kind).astype(np.int64) + int(offset or 0)
+
+    def _read(self, space: str, address: np.ndarray, kind: str) -> np.ndarray:
+        dtype = np.dtype(DTYPES[kind])
+        memory, there = (self.memory.bytes, self.memory.valid) if space == "global" else (self.shared, self.written)
+        where = address[self.active][:, None] + np.arange(dtype.itemsize)
+        assert (where >= 0).all() and (where < len(memory)).all() and there[where].all(), f"{space}: read outside"
+        out = np.zeros(self.size, dtype)
+        out[self.active] = np.ascontiguousarray(memory[where]).view(dtype)[:, 0]
+        return out
+
+    def _write(self, space: str, address: np.ndarray, value: np.ndarray) -> None:
+        value = np.ascontiguousarray(value[self.active])
+        where = address[self.active][:, None] + np.arange(value.dtype.itemsize)
+        memory = self.memory.bytes if space == "global" else self.shared
+        assert (where >= 0).all() and (where < len(memory)).all(), f"{space}: written outside"
+        if space == "global":
+            assert self.memory.valid[where].all(), "global: written outside"
+        else:
+            self.written[where] = True
+        memory[where] = value[:, None].view(np.uint8)
+
+    def op_ld(self, op: list[str], operands: list[str]) -> None:
+        if op[1] == "param":
+            found = re.search(r"_param_(\d+)", operands[1])
+            assert found is not None
+            value = np.full(self.size, self.parameters[int(found[1])], np.int64)
+            narrow = value.astype(DTYPES[op[2]])
+            return self.put(operands[0], narrow, wide=operands[0].startswith("%rd"))
+        address, step = self._address(operands[1]), np.dtype(DTYPES[op[-1]]).itemsize
+        for place, name in enumerate(_split(operands[0].strip("{} "))):
+            self.put(name, self._read(op[1], address + place * step, op[-1]))
+        return None
+
+    def op_st(self, op: list[str], operands: list[str]) -> None:
+        address, step = self._address(operands[0]), np.dtype(DTYPES[op[-1]]).itemsize
+        for place, name in enumerate(_split(operands[1].strip("{} "))):
+            self._write(op[1], address + place * step, self.get(name, op[-1]))
+
+    def _rows(self, address: np.ndarray, matrix: int) -> np.ndarray:
+        """Where each lane's word of an 8x8 matrix of 16 bits is: lanes 8 m .. hold the addresses of its rows."""
+        return address.reshape(-1, 32)[:, 8 * matrix + np.arange(32) // 4].reshape(-1) + 4 * (self.lane % 4)
+
+    def op_ldmatrix(self, op: list[str], operands: list[str]) -> None:
+        assert op[1:4:2] == ["sync", op[3]] and "trans" not in op and self.active.all(), op
+        address = self._address(operands[1])
+        for matrix, name in enumerate(_split(operands[0].strip("{} "))):
+            self.put(name, self._read("shared", self._rows(address, matrix), "b32"))
+
+    def op_stmatrix(self, op: list[str], operands: list[str]) -> None:
+        assert "trans" not in op and self.active.all(), op
+        address = self._address(operands[0])
+        for matrix, name in enumerate(_split(operands[1].strip("{} "))):
+            self._write("shared", self._rows(address, matrix), self.get(name, "b32"))
+
+    # what changes no value here
+
+    def op_bar(self, op: list[str], operands: list[str]) -> None:
+        assert op[1] == "warp" or self.active.all(), "a barrier that some threads do not reach"
+
+    def _nothing(self, op: list[str], operands: list[str]) -> None:
+        pass
+
+    op_createpolicy = op_griddepcontrol = op_pmevent = _nothing
+
+
+def _halves(words: np.ndarray) -> np.ndarray:
+    """fp64 [..., 2] of bf16 pairs, the low half first."""
+    pairs = np.stack((words & 0xFFFF, words >> 16), -1).astype(np.uint32) << 16
+    return pairs.view(np.float32).astype(np.float64)
+
+
+def _to_bf16(values: np.ndarray) -> np.ndarray:
+    """uint16 bits, rounded to nearest, ties to even."""
+    return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy().view(np.uint16)

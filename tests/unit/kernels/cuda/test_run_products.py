@@ -1,0 +1,157 @@
+"""Products and experts as compiled for a GPU, run on the CPU by their PTX (tests/support/ptx.py): values and bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.kernels.cuda import linear
+from pilotfish.kernels.cuda.expand import expand
+from pilotfish.kernels.cuda.linear import PackedLinear, Shape
+from pilotfish.kernels.cuda.moe import GroupedExperts, Scratch, combine, combine_reference
+from tests.support.ptx import running
+from tests.unit.kernels.cuda.test_experts import expert
+from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
+
+KINDS = ["nvfp4", "modelopt", "fp8 tensor", "fp8 channel", "fp8 block", "bf16"]
+NAN = float("nan")
+
+
+def draw(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * scale).bfloat16()
+
+
+def run(product: PackedLinear, x: torch.Tensor, rows: int | None = None, dtype=torch.float32, pdl=True) -> torch.Tensor:
+    out = torch.full((rows or len(x), product.out_features), NAN, dtype=dtype)
+    with running() as names:
+        product.rows(x, out, pdl)
+    assert len(names) == len(product.ranges)
+    return out
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+def close(got: torch.Tensor, want: torch.Tensor, error: float) -> None:
+    assert ((got.double() - want.double()).abs().max() / want.double().abs().max()) < error
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("nvfp4", 3), ("nvfp4", 20), *((kind, 13) for kind in KINDS)])
+def test_values(kind, rows):
+    """A width and a height that are no whole units and tiles; one, two and four tiles of rows."""
+    weight, x = weights(40, 400)[kind], draw(rows, 400)
+    close(run(PackedLinear([weight]), x), x.double() @ values(weight).double().T, 1e-6)
+
+
+def test_a_rows_bits_depend_on_no_other_row():
+    product, x = PackedLinear([weights(32, 512)["nvfp4"]]), draw(20, 512)
+    all_rows = run(product, x)
+    for row in (0, 7, 8, 19):
+        assert same_bits(run(product, x[row : row + 1].contiguous(), pdl=False)[0], all_rows[row])
+        others = torch.full_like(x, NAN)
+        others[row] = x[row]
+        assert same_bits(run(product, others)[row], all_rows[row])
+    assert same_bits(run(product, x, 9), all_rows[:9])
+
+
+def test_bits_depend_on_no_launch_shape_but_the_warps():
+    """With a loop and without, several depths of prefetching, one tile a program and four, some past the last."""
+    product, x = PackedLinear([weights(40, 1024)["nvfp4"]]), draw(9, 1024)
+    results = []
+    for tiles, row_tiles, stages, ahead in ((1, 1, 1, 0), (2, 2, 3, 1), (4, 4, 1, 0), (1, 1, 4, 3)):
+        out = torch.full((9, 40), NAN)
+        with running():
+            linear.launch(product.ranges[0], x, out, Shape(2, tiles, row_tiles, stages, ahead), False, True)
+        results.append(out)
+    assert all(same_bits(results[0], other) for other in results[1:])
+    close(results[0], x.double() @ product.dequantize().double().T, 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("modelopt", 12), ("fp8 channel", 5)])
+def test_swiglu(kind, rows):
+    parts, x = [weights(40, 256)[kind], weights(40, 256)[kind]], draw(rows, 256, 1e-3)
+    gate, up = (x.double() @ values(part).double().T for part in parts)
+    close(run(PackedLinear(parts, swiglu=True), x), torch.nn.functional.silu(gate) * up, 1e-5)
+
+
+def test_parts_of_several_kinds_into_columns_of_a_wider_output():
+    parts = [nvfp4(24, 256), nvfp4(16, 256, seed=5), weights(20, 256)["bf16"], weights(7, 256)["fp8 channel"]]
+    product, x = PackedLinear(parts), draw(4, 256)
+    wide = torch.full((4, 100), -1.0).bfloat16()
+    with running() as names:
+        product.rows(x, wide[:, 16:83])
+    assert len(names) == 3
+    close(wide[:, 16:83], x.double() @ torch.cat([values(part) for part in parts]).double().T, 0.005)
+    assert (wide[:, :16] == -1).all() and (wide[:, 83:] == -1).all()
+
+
+@pytest.mark.parametrize(("kind", "group"), [("nvfp4", 4), ("modelopt", 0), ("fp8 block", 2), ("bf16", 0)])
+def test_expands_to_what_the_format_says(kind, group):
+    part = PackedLinear([weights(64, 400)[kind]]).ranges[0]
+    want = expand(part, slice(None), torch.empty(64, 400).bfloat16(), group)
+    got = torch.full_like(want, NAN)
+    with running():
+        expand(part, slice(None), got, group, on_device=True)
+    assert same_bits(got, want)
+
+
+H, WIDTH, E, TOP_K = 256, 48, 5, 2
+
+
+def make_experts(kind: str, shared_kind: str, shared_width: int) -> GroupedExperts:
+    return GroupedExperts([expert(kind, n, WIDTH) for n in range(E)], expert(shared_kind, 99, shared_width), TOP_K)
+
+
+def choose(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return draw(rows, H), torch.rand(rows, E - 1, generator=generator).topk(TOP_K, -1).indices.int()
+
+
+def run_experts(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor, pdl: bool = True) -> torch.Tensor:
+    scratch = Scratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
+    scratch.inner.fill_(NAN)
+    scratch.out.fill_(NAN)
+    scratch.lists.fill_(1 << 20)
+    with running():
+        return packed.rows(x, ids, scratch, pdl)
+
+
+def check_experts(packed: GroupedExperts, rows: int) -> torch.Tensor:
+    x, ids = (tensor[:rows].contiguous() for tensor in choose(20))
+    got = run_experts(packed, x, ids)
+    # the inner activations are rounded to bf16, where an ulp may differ
+    want = packed.rows_reference(x, ids, Scratch.make(rows, TOP_K, E, packed.width, H, x.device))
+    close(got, want, 0.01)
+    return got
+
+
+def test_experts_and_bits_of_rows_alone():
+    """Programs by pair and by list; of the 20 rows some experts have many and one has none."""
+    packed = make_experts("nvfp4", "nvfp4", WIDTH)
+    many, few = check_experts(packed, 20), check_experts(packed, 11)
+    assert same_bits(many[:11], few)
+    x, ids = choose(20)
+    assert same_bits(run_experts(packed, x[:3].contiguous(), ids[:3].contiguous()), few[:3])
+    others = torch.full_like(x[:11], NAN)
+    others[6] = x[6]
+    assert same_bits(run_experts(packed, others, ids[:11].contiguous(), False)[6], few[6])
+
+
+def test_a_shared_expert_of_another_kind_and_width():
+    check_experts(make_experts("fp8 channel", "modelopt", 80), 2)
+
+
+def test_combine():
+    generator = torch.Generator().manual_seed(1)
+    parts = torch.randn(3, TOP_K + 1, H, generator=generator).bfloat16()
+    chosen, gate = torch.rand(3, TOP_K, generator=generator), torch.rand(3, generator=generator)
+    x, scale = torch.randn(4, H, generator=generator), torch.rand(H, generator=generator)
+    want, got = x.clone(), x.clone()
+    outs = [torch.full((4, H), NAN).bfloat16() for _ in range(2)]
+    combine_reference(parts, chosen, gate, want, scale, 1e-6, outs[0])
+    with running():
+        combine(parts, chosen, gate, got, scale, 1e-6, outs[1], True)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outs[1][:3].float(), outs[0][:3].float(), rtol=0.01, atol=0.001)
+    assert outs[1][3].isnan().all()
