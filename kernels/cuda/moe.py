@@ -281,7 +281,8 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
 
 def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> Shape:
     """As linear.choose_shape, for the tiles of one expert: programs are many, and have few units."""
-    warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= 4 * warps))
+    least = 1 if format is Format.BF16 else 4  # units a warp: of BF16 registers hold no more
+    warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= least * warps))
     row_tiles = 1 if num_rows <= 8 else 2
     return fill(Shape(warps, 2, row_tiles, 0, 0), format, num_units)
 
