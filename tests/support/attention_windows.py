@@ -36,7 +36,7 @@ def bits(values):
     return values.cpu().contiguous().view(torch.uint8)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=12)
 def written_pages(kv, dim, lengths, cache_dtype, scales):
     """Page tables int32 of slot 0 and one for each length, and the caches, keys and values."""
     each = (max(lengths) + 2 * WIDEST) // PAGE + 1
