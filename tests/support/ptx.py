@@ -257,9 +257,11 @@ class Program:
         self.put(operands[0], shifted if op[1][0] == "s" else np.where(count <= most, shifted, 0).astype(value.dtype))
 
     def op_bfe(self, op: list[str], operands: list[str]) -> None:
-        value, start, width = (self.get(operand, "u32") for operand in operands[1:])
-        assert op[1] == "u32", op
-        self.put(operands[0], value >> start & (np.uint32(1) << width) - np.uint32(1))
+        value = self.get(operands[1], op[1])
+        start, width = (self.get(operand, "u32").astype(value.dtype) for operand in operands[2:])
+        assert op[1][0] == "u", op
+        one = value.dtype.type(1)
+        self.put(operands[0], value >> start & (one << width) - one)
 
     def op_shf(self, op: list[str], operands: list[str]) -> None:
         low, high, count = (self.get(operand, "u32").astype(np.uint64) for operand in operands[1:])
