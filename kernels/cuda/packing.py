@@ -296,8 +296,9 @@ def _unpack_nvfp4(data: torch.Tensor) -> torch.Tensor:
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=data.device)
     values = magnitudes[(codes & 7).int()] * (1 - 2 * (codes >> 3).float())
     groups = data[..., 1024:].reshape(tiles, units, 8, 4, 2, 2).permute(0, 1, 4, 2, 5, 3)  # row half, g, half, q
-    exponent = (groups >> 3).int() - SCALE_EXPONENT
-    scales = torch.ldexp(1 + (groups & 7).float() / 8, exponent)
+    # from a table: not every device's power of two is exact
+    table = torch.tensor([(1 + byte % 8 / 8) * 2.0 ** (byte // 8 - SCALE_EXPONENT) for byte in range(256)])
+    scales = table.to(data.device)[groups.int()]
     return _from_lanes(values * scales[..., None, None])
 
 

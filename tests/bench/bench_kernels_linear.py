@@ -157,7 +157,9 @@ def tuned_shapes(part: Packed, rows: int) -> Iterator[Shape]:
     most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
     row_tiles = choose_shape(part, rows).row_tiles
     for warps, tiles, stages, ahead in combinations((4, 8, 16), (1, 2, 4), (1, 2, 3, 4, 6, 8), (0, 1, 3)):
-        if part.num_units % warps or tiles * stages > most or tiles * row_tiles > 4 or ahead * row_tiles > 3:
+        # more would not fit the registers
+        room = most // 2 if row_tiles == 4 else most
+        if part.num_units % warps or tiles * stages > room or tiles * row_tiles > 16 or ahead * row_tiles > 3:
             continue
         steps = part.num_units // warps
         if stages <= steps and ahead <= min(stages, steps - 1):
