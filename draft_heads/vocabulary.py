@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pilotfish.engine.checkpoint.write import write_text
 from pilotfish.engine.errors import OptionError
 from pilotfish.kernels.linear import AnyLinear
 
@@ -47,7 +48,7 @@ def build_draft_vocab(counts_V: np.ndarray, size: int, always: Iterable[int] = (
 
 
 def write_draft_vocab(path: Path, ids: list[int], vocab_size: int) -> None:
-    path.write_text(json.dumps({"vocab_size": vocab_size, "ids": ids}) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"vocab_size": vocab_size, "ids": ids}) + "\n")
 
 
 def read_draft_vocab(path: Path, vocab_size: int) -> list[int]:

@@ -37,6 +37,8 @@ def make_draft_vocab(args: argparse.Namespace) -> None:
     config = open_checkpoint(source).config
     counts = np.zeros(config.vocab_size, dtype=np.int64)
     for ids in document_ids(source, args.text):
+        if ids and max(ids) >= len(counts):
+            raise OptionError(f"{source}: tokenizer.json has id {max(ids)}, the model {len(counts)} ids")
         counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=len(counts))
     added = json.loads((source / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
     always = {token["id"] for token in added if token["id"] < config.vocab_size} | set(config.eos_token_ids)
