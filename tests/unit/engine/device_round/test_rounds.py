@@ -21,9 +21,9 @@ from tests.support.tiny_models import VOCAB_SIZE
 KINDS = ("hv_gt_hk", "moe")
 
 
-def device_engine(kind, depth, max_num_seqs=4, captured=True):
+def device_engine(kind, depth, max_num_seqs=4, captured=True, draft_ids=None):
     """An engine whose rounds run over static buffers, in fp32."""
-    engine = make_engine(kind, depth=depth, max_num_seqs=max_num_seqs)
+    engine = make_engine(kind, depth=depth, max_num_seqs=max_num_seqs, draft_ids=draft_ids)
     model = engine.runner.model
     vocab, seqs = model.config.vocab_size, engine.ready.max_num_seqs
     state = BatchState(seqs + 1, max(1, depth), vocab, CPU, complete=True)
@@ -97,8 +97,10 @@ def test_more_requests_than_places_run_ahead_with_the_head_s_own_drafts(captured
     assert (driver.loop.rounds.num_missed == 0) == captured
 
 
-def test_the_head_s_drafts_are_those_of_the_eager_round():
-    eager, device = LoopDriver("hv_gt_hk", depth=4, agreeing="own"), DeviceDriver("hv_gt_hk", 4, agreeing="own")
+@pytest.mark.parametrize("draft_ids", (None, range(0, VOCAB_SIZE, 2)), ids=("all ids", "half of the ids"))
+def test_the_head_s_drafts_are_those_of_the_eager_round(draft_ids):
+    options = {"agreeing": "own", "draft_ids": draft_ids}
+    eager, device = LoopDriver("hv_gt_hk", depth=4, **options), DeviceDriver("hv_gt_hk", 4, **options)
     counts = []
     for driver in (eager, device):
         requests = [driver.ask("a", 21), driver.ask("b", 40, seed=2, mode="sampled", k=2)]
