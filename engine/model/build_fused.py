@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from pilotfish.engine.checkpoint.load import Weight
+from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.model.build import Builder, Model
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp
+from pilotfish.kernels.cuda import attention, delta_net
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts, FusedLinear, FusedMlp
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
@@ -16,11 +18,31 @@ from pilotfish.kernels.linear import AnyLinear
 
 
 class FusedBuilder(Builder):
-    """Packs each product once; the parts are let go as they are packed."""
+    """Packs each product once; the parts are let go as they are packed.
+
+    Raises LayoutError for sizes or weights that the kernels do not hold.
+    """
 
     def model(self, draft_ids: Sequence[int] | None = None) -> Model:
         self.scratch = BulkScratch(self.device)
-        return super().model(draft_ids)
+        try:
+            self.check_sizes()
+            return super().model(draft_ids)
+        except ValueError as error:
+            raise LayoutError(f"--kernels fused: {error}; --kernels torch serves it") from error
+
+    def check_sizes(self) -> None:
+        config = self.config
+        attention.check_sizes(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rotary_dim
+        )
+        delta_net.check_sizes(
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.linear_conv_kernel_dim,
+        )
 
     def product(self, parts: Sequence[Weight]) -> AnyLinear:
         return FusedLinear(PackedLinear(self.packable(parts)), self.scratch)
