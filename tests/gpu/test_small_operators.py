@@ -9,7 +9,9 @@ import torch
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.messages import SamplingParams
 from pilotfish.kernels.cuda import norm, router, sample
+from pilotfish.kernels.cuda.warm import compile_all
 from pilotfish.kernels.gumbel import gumbel_noise
+from tests.support import small_operators as small
 from tests.support.device_reference import Reference
 from tests.support.small_operators import *  # noqa: F403
 from tests.support.small_operators import EPS, draw, integers
@@ -19,6 +21,32 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 VOCAB = 248320
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """The kernels that choose, in each variant that is tested, on all cores at once."""
+
+    def launch(vocab, logits, pdl=False, **options):
+        table = Reference(BatchState(2, small.MAX_DEPTH, vocab, torch.device("cuda"), complete=True)).slots
+        kept = options.get("kept")
+        scratch = sample.Scratch.empty(1, vocab if kept is None else len(kept), "cuda")
+        slots, out = (torch.zeros(1, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64))
+        sample.choose(logits, slots, table, 1, out, scratch, pdl=pdl, **options)
+
+    def variants():
+        logits = torch.zeros(1, small.VOCAB, device="cuda")
+        words, ids = (torch.zeros((1, 21), dtype=torch.int32, device="cuda") for _ in range(2))
+        has_nan = torch.zeros(1, dtype=torch.int64, device="cuda")
+        for options in ({}, {"draft": True}, {"kept": ids[0]}, {"allowed": words}):
+            launch(small.VOCAB, logits, has_nan=has_nan, **options)
+        launch(small.VOCAB, logits.bfloat16(), has_nan=has_nan)
+        for pdl in (False, True):
+            launch(VOCAB, torch.zeros(1, VOCAB, device="cuda"), pdl)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "CHUNK", small.CHUNK)
+        compile_all(variants)
 
 
 @pytest.fixture
