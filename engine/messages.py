@@ -19,9 +19,9 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text must match. `source` is a JSON schema, a regular expression, a JSON list of strings (choice), a grammar
-    in Lark ("lark") or one of Lark and GBNF ("grammar"); unused for json_object. `after_token_id`: in force once that token has been generated
-    (the end of thinking)."""
+    """What the text must match. `source` is a JSON schema, a regular expression, a JSON list of strings (choice), a
+    grammar in Lark ("lark") or one of Lark and GBNF ("grammar"); unused for json_object. `after_token_id`: in force
+    once that token has been generated (the end of thinking)."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "lark"]
     source: str = ""
