@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="score a served model on questions, by lm-eval", add_help=False)
     commands.add_parser("gate", help="look at what a server really does before it gets traffic", add_help=False)
     commands.add_parser("train-head", help="fit an MTP head to a checkpoint's trunk", add_help=False)
+    commands.add_parser("draft-vocab", help="choose the ids that drafts are drawn from, by a text", add_help=False)
     commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
     commands.add_parser("release", help="replace the running version, and go back if a gate fails", add_help=False)
     return parser
