@@ -27,6 +27,7 @@ from tests.support.compiled import _NoDevice
 DTYPES = {"b8": "u1", "u8": "u1", "b16": "u2", "u16": "u2", "s16": "i2", "b32": "u4", "u32": "u4", "s32": "i4"}
 DTYPES |= {"b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "bf16": "u2"}
 BASE, GAP = 1 << 16, 256
+TOGETHER = {"bar", "shfl", "mma", "ldmatrix", "stmatrix", "redux", "vote"}
 
 
 class Memory:
@@ -64,7 +65,8 @@ def running(arch: int = 90) -> Iterator[list[str]]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **kwargs)
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        values = [given[name] for name, kind in kernel.src.signature.items() if kind != "constexpr"]
+        given = {parameter.name: parameter.default for parameter in self.params} | given
+        values = [value for name, kind in kernel.src.signature.items() for value in _passed(given[name], kind)]
         launch(kernel.asm["ptx"], kernel.metadata.shared, kernel.metadata.num_warps, grid, values)
         names.append(kernel.metadata.name)
         return kernel
@@ -77,6 +79,13 @@ def running(arch: int = 90) -> Iterator[list[str]]:
     finally:
         JITFunction.run = compile_and_launch
         driver._active = before
+
+
+def _passed(value: Any, kind: Any) -> list[Any]:
+    """What of an argument is passed: constants are not, tuples are by their elements."""
+    if isinstance(kind, tuple):
+        return [part for pair in zip(value, kind, strict=True) for part in _passed(*pair)]
+    return [] if kind == "constexpr" else [value]
 
 
 def launch(ptx: str, shared_bytes: int, num_warps: int, grid: tuple[int, ...], values: list[Any]) -> None:
@@ -150,11 +159,22 @@ class Program:
 
     def run(self) -> None:
         end = len(self.code.instructions)
+        waiting = np.zeros(self.size, bool)
         with np.errstate(all="ignore"):
-            while (now := int(self.at.min())) < end:
+            while (self.at < end).any():
+                assert not waiting[self.at < end].all(), "threads wait for others that never come"
+                now = int(self.at[~waiting].min())
                 predicate, wanted, op, operands = self.code.instructions[now]
                 here = self.at == now
+                if op[0] in TOGETHER and not here.all():
+                    # all of a program, or of a warp, must be here; the others may have gone another way round
+                    missing = (~here & (self.at < end)).reshape(1 if op[:2] == ["bar", "sync"] else -1, -1).any(1)
+                    waiting |= here & missing.repeat(self.size // len(missing))
+                    here &= ~waiting
+                    if not here.any():
+                        continue
                 self.at[here] = now + 1
+                waiting[:] = False
                 self.active = here if predicate is None else here & (self.registers[predicate] == wanted)
                 if op[0] == "bra":
                     self.at[self.active] = self.code.labels[operands[0]]
@@ -228,8 +248,22 @@ class Program:
         self.put(operands[0], np.where(self.get(operands[3], "pred"), first, second))
 
     def op_setp(self, op: list[str], operands: list[str]) -> None:
-        compare = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
-        compare |= {"eq": np.equal, "ne": np.not_equal}
+        compare: dict[str, Callable[..., np.ndarray]] = {
+            "lt": np.less,
+            "le": np.less_equal,
+            "gt": np.greater,
+            "ge": np.greater_equal,
+            "eq": np.equal,
+            "ne": lambda a, b: (a != b) & (a == a) & (b == b),
+            "num": lambda a, b: (a == a) & (b == b),
+            "nan": lambda a, b: (a != a) | (b != b),
+            "ltu": lambda a, b: ~(a >= b),
+            "leu": lambda a, b: ~(a > b),
+            "gtu": lambda a, b: ~(a <= b),
+            "geu": lambda a, b: ~(a < b),
+            "equ": lambda a, b: (a == b) | (a != a) | (b != b),
+            "neu": np.not_equal,
+        }
         self.binary(op, operands, compare[op[1]])
 
     # integers and bits
@@ -328,7 +362,13 @@ class Program:
         self.binary(op, operands, np.negative)
 
     def op_div(self, op: list[str], operands: list[str]) -> None:
-        self.binary(op, operands, np.divide)
+        self.binary(op, operands, np.divide if op[-1][0] == "f" else _quotient)
+
+    def op_rem(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, lambda a, b: (a - _quotient(a, b) * b).astype(a.dtype))
+
+    def op_abs(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.abs)
 
     def op_ex2(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, np.exp2)
@@ -346,7 +386,6 @@ class Program:
 
     def op_mma(self, op: list[str], operands: list[str]) -> None:
         assert op[3:] == ["m16n8k16", "row", "col", "f32", "bf16", "bf16", "f32"], op
-        assert self.active.reshape(-1, 32).all(1)[self.active.reshape(-1, 32).any(1)].all(), "mma of half a warp"
         names = [_split(operand[1:-1]) for operand in operands]
         a, b = ([_halves(self.get(name, "b32")).reshape(-1, 32, 2) for name in names[part]] for part in (1, 2))
         c = np.stack([self.get(name, "f32") for name in names[3]], -1).reshape(-1, 32, 4).astype(np.float64)
@@ -366,17 +405,14 @@ class Program:
     # between lanes
 
     def op_shfl(self, op: list[str], operands: list[str]) -> None:
-        value = self.get(operands[1], "b32")
-        by, clamp = (int(operand, 0) for operand in operands[2:4])
-        source = {"bfly": self.lane ^ by, "up": self.lane - by, "down": self.lane + by, "idx": self.lane * 0 + by}[
-            op[2]
-        ]
-        assert clamp == (0 if op[2] == "up" else 31), operands
-        source = np.where((source < 0) | (source > 31), self.lane, source)
-        self.put(operands[0].split("|")[0], value[np.arange(self.size) - self.lane + source])
+        value, lane = self.get(operands[1], "b32"), self.lane
+        by = self.get(operands[2], "s32").astype(np.int64)
+        assert int(operands[3], 0) == (0 if op[2] == "up" else 31), operands
+        source = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": by}[op[2]]
+        source = np.where((source < 0) | (source > 31), lane, source)
+        self.put(operands[0].split("|")[0], value[np.arange(self.size) - lane + source])
 
     def op_redux(self, op: list[str], operands: list[str]) -> None:
-        assert self.active.all(), "redux of some threads"
         value = self.get(operands[1], op[-1]).reshape(-1, 32)
         reduced = {"max": value.max(1), "min": value.min(1), "add": value.sum(1)}[op[2]].astype(value.dtype)
         self.put(operands[0], reduced.repeat(32))
@@ -412,44 +448,69 @@ class Program:
         if op[1] == "param":
             found = re.search(r"_param_(\d+)", operands[1])
             assert found is not None
-            value = np.full(self.size, self.parameters[int(found[1])], np.int64)
+            given = self.parameters[int(found[1])]
+            bits = int(np.float32(given).view(np.uint32)) if isinstance(given, float) else given
+            value = np.full(self.size, bits, np.int64)
             narrow = value.astype(DTYPES[op[2]])
             return self.put(operands[0], narrow, wide=operands[0].startswith("%rd"))
         address, step = self._address(operands[1]), np.dtype(DTYPES[op[-1]]).itemsize
+        space = "shared" if "shared" in op else "global"
         for place, name in enumerate(_split(operands[0].strip("{} "))):
-            self.put(name, self._read(op[1], address + place * step, op[-1]))
+            self.put(name, self._read(space, address + place * step, op[-1]))
         return None
 
     def op_st(self, op: list[str], operands: list[str]) -> None:
         address, step = self._address(operands[0]), np.dtype(DTYPES[op[-1]]).itemsize
+        space = "shared" if "shared" in op else "global"
         for place, name in enumerate(_split(operands[1].strip("{} "))):
-            self._write(op[1], address + place * step, self.get(name, op[-1]))
+            self._write(space, address + place * step, self.get(name, op[-1]))
+
+    def op_atom(self, op: list[str], operands: list[str]) -> None:
+        """One thread after the other."""
+        kind, address, added = op[-1], self._address(operands[1]), self.get(operands[2], op[-1])
+        before, active = np.zeros_like(added), self.active
+        combine = {
+            "add": np.add,
+            "max": np.maximum,
+            "min": np.minimum,
+            "or": np.bitwise_or,
+            "exch": lambda old, new: new,
+        }
+        for thread in np.nonzero(active)[0]:
+            self.active = np.arange(self.size) == thread
+            before[thread] = self._read(op[1], address, kind)[thread]
+            self._write(op[1], address, combine[op[-2]](before, added).astype(added.dtype))
+        self.active = active
+        self.put(operands[0], before)
 
     def _rows(self, address: np.ndarray, matrix: int) -> np.ndarray:
         """Where each lane's word of an 8x8 matrix of 16 bits is: lanes 8 m .. hold the addresses of its rows."""
         return address.reshape(-1, 32)[:, 8 * matrix + np.arange(32) // 4].reshape(-1) + 4 * (self.lane % 4)
 
     def op_ldmatrix(self, op: list[str], operands: list[str]) -> None:
-        assert op[1:4:2] == ["sync", op[3]] and "trans" not in op and self.active.all(), op
+        assert op[1:4:2] == ["sync", op[3]] and "trans" not in op, op
         address = self._address(operands[1])
         for matrix, name in enumerate(_split(operands[0].strip("{} "))):
             self.put(name, self._read("shared", self._rows(address, matrix), "b32"))
 
     def op_stmatrix(self, op: list[str], operands: list[str]) -> None:
-        assert "trans" not in op and self.active.all(), op
+        assert "trans" not in op, op
         address = self._address(operands[0])
         for matrix, name in enumerate(_split(operands[1].strip("{} "))):
             self._write("shared", self._rows(address, matrix), self.get(name, "b32"))
 
     # what changes no value here
 
-    def op_bar(self, op: list[str], operands: list[str]) -> None:
-        assert op[1] == "warp" or self.active.all(), "a barrier that some threads do not reach"
-
     def _nothing(self, op: list[str], operands: list[str]) -> None:
         pass
 
-    op_createpolicy = op_griddepcontrol = op_pmevent = _nothing
+    op_bar = op_createpolicy = op_griddepcontrol = op_pmevent = _nothing
+
+
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of integers, towards 0; of a division by 0, by threads that do not use it, 0."""
+    whole = np.abs(a.astype(object)) // np.where(b == 0, 1, np.abs(b.astype(object)))
+    return np.where((a < 0) != (b < 0), -whole, whole).astype(a.dtype)
 
 
 def _halves(words: np.ndarray) -> np.ndarray:
