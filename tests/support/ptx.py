@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from tests.support.compiled import _NoDevice
 
 DTYPES = {"b8": "u1", "u8": "u1", "b16": "u2", "u16": "u2", "s16": "i2", "b32": "u4", "u32": "u4", "s32": "i4"}
-DTYPES |= {"b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "bf16": "u2"}
+DTYPES |= {"b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "f64": "f8", "bf16": "u2"}
 BASE, GAP = 1 << 16, 256
 TOGETHER = {"bar", "shfl", "mma", "ldmatrix", "stmatrix", "redux", "vote"}
 
@@ -200,6 +200,8 @@ class Program:
             return np.zeros(self.size, dtype)
         if operand.startswith("0f"):
             return np.full(self.size, int(operand[2:], 16), np.uint32).view(np.float32)
+        if operand.startswith("0d"):
+            return np.full(self.size, int(operand[2:], 16), np.uint64).view(dtype)
         if dtype.itemsize > 1 or kind != "pred":
             return np.full(self.size, int(operand, 0) % (1 << 8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
         return np.full(self.size, bool(int(operand)))
@@ -221,13 +223,18 @@ class Program:
 
     def op_mov(self, op: list[str], operands: list[str]) -> None:
         target, source = operands
+        whole = np.dtype(DTYPES.get(op[1], "u1"))
         if source.startswith("{"):
-            parts = [self.get(part, "b16").astype(np.uint32) for part in _split(source[1:-1])]
-            self.put(target, parts[0] | parts[1] << 16)
+            names = _split(source[1:-1])
+            bits = 8 * whole.itemsize // len(names)
+            parts = [self.get(name, f"b{bits}").astype(whole) << whole.type(bits * i) for i, name in enumerate(names)]
+            self.put(target, np.bitwise_or.reduce(parts))
         elif target.startswith("{"):
-            value = self.get(source, "b32")
-            for place, part in enumerate(_split(target[1:-1])):
-                self.put(part, (value >> (16 * place)).astype(np.uint16))
+            names, value = _split(target[1:-1]), self.get(source, op[1])
+            bits = 8 * whole.itemsize // len(names)
+            for place, name in enumerate(names):
+                part = (value >> whole.type(bits * place)).astype(f"u{bits // 8}")
+                self.put(name, part.astype("u2") if bits == 8 else part)
         else:
             self.put(target, self.get(source, op[1]).copy())
 
@@ -327,7 +334,7 @@ class Program:
         self._multiply(op, operands, operands[3])
 
     def op_mul(self, op: list[str], operands: list[str]) -> None:
-        if op[-1] == "f32":
+        if op[-1] in ("f32", "f64"):
             return self.binary(op, operands, np.multiply)
         return self._multiply(op, operands, None)
 
@@ -353,10 +360,10 @@ class Program:
         self.binary(op, operands, np.subtract)
 
     def op_min(self, op: list[str], operands: list[str]) -> None:
-        self.binary(op, operands, np.fmin if op[-1] == "f32" else np.minimum)
+        self.binary(op, operands, np.fmin if op[-1][0] == "f" else np.minimum)
 
     def op_max(self, op: list[str], operands: list[str]) -> None:
-        self.binary(op, operands, np.fmax if op[-1] == "f32" else np.maximum)
+        self.binary(op, operands, np.fmax if op[-1][0] == "f" else np.maximum)
 
     def op_neg(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, np.negative)
@@ -377,6 +384,8 @@ class Program:
         self.binary(op, operands, lambda value: (1 / np.sqrt(value.astype(np.float64))).astype(np.float32))
 
     def op_fma(self, op: list[str], operands: list[str]) -> None:
+        if op[-1] == "f64":
+            return self.binary(op, operands, lambda a, b, c: (a.astype("g") * b + c).astype("f8"))
         if op[-1] == "f32":
             a, b, c = (self.get(operand, "f32").astype(np.float64) for operand in operands[1:])
             return self.put(operands[0], (a * b + c).astype(np.float32))
@@ -456,7 +465,8 @@ class Program:
         address, step = self._address(operands[1]), np.dtype(DTYPES[op[-1]]).itemsize
         space = "shared" if "shared" in op else "global"
         for place, name in enumerate(_split(operands[0].strip("{} "))):
-            self.put(name, self._read(space, address + place * step, op[-1]))
+            value = self._read(space, address + place * step, op[-1])
+            self.put(name, value.astype("u2") if value.itemsize == 1 else value)
         return None
 
     def op_st(self, op: list[str], operands: list[str]) -> None:
