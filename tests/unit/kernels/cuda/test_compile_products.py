@@ -69,6 +69,7 @@ def test_experts_load_wide_and_early(rows):
     assert len(kernels) == (2 if rows <= 16 else 4)
     for kernel in kernels[-2:]:
         code = Code(kernel)
-        assert code.stack == 0 and code.registers <= 160
+        # a program of `down` is one warp: 9 of them, 81 KB in flight, are an SM's at 216 registers
+        assert code.stack == 0 and code.registers <= 216
         assert code.loads["LDG.E.EF.128"] == code.before("LDG.E.EF.128", "HMMA") > 0
         assert code.loads["LDG.E.128"] > 0
