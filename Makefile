@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 MODEL ?= demo/model
 K ?= 3
 PORT ?= 8000
+JOBS ?= 2
 SEED ?= 1
 
 .PHONY: demo serve test check bench audit fuzz soak gpu-test gpu-bench clean
@@ -21,7 +22,8 @@ serve: $(VENV)/.installed
 	$(BIN)/pilotfish serve $(MODEL) --num-speculative-tokens $(K) --port $(PORT)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile tests/unit
+	$(BIN)/python -m pytest -m "not gpu" --ignore tests/unit
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

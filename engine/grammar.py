@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.messages import Grammar
-
-JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
-"""At most one space between JSON's parts: a small model could go on with white space for ever."""
+from pilotfish.engine.messages import JSON_OPTIONS, Grammar
 
 MIN_FORCED = 2
 """Fewer forced tokens than this are left to the head: it often knows one, and then more after it."""

@@ -9,13 +9,18 @@ Every submitted request ends in exactly one `RequestOutput` whose `finish_reason
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["queue_full", "invalid", "nan"]
 MAX_MESSAGE_BYTES = 256 << 20
+
+
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
+"""Of grammars made from JSON schemas: at most one space between parts, or a small model could go on with white space
+for ever."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,8 +14,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from pilotfish.engine.grammar import JSON_OPTIONS
-from pilotfish.engine.messages import Grammar
+from pilotfish.engine.messages import JSON_OPTIONS, Grammar
 from pilotfish.server.answer import CALL, END_CALL, END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from pilotfish.server.tokenizer import Tokenizer
 from pilotfish.server.tool_calls import Schema, argument_types, resolve

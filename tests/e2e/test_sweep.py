@@ -20,6 +20,7 @@ PATIENCE = 240
 SMALL = ["--domains", "code", "--paths", "completions", "--single-tokens", "6", "--concurrency", "2"]
 SMALL += ["--concurrent-tokens", "6", "--contexts", "150", "--long-tokens", "4", "--quiet"]
 FLAGS = ["--", "--max-model-len", "1024", "--dtype", "float32", "--num-threads", "1"]
+ROOMY = ["--", "--max-model-len", "4096", *FLAGS[3:]]
 CORE = "pilotfish.engine.loop:make_core"
 
 
@@ -119,7 +120,7 @@ def test_a_cell_that_cannot_start_is_named_and_the_rest_goes_on(tmp_path):
 def test_a_server_that_dies_loses_its_cell_and_a_sweep_that_dies_takes_its_server_along(model, tmp_path):
     out = tmp_path / "out"
     with sweep(
-        model, "--out", out, "--k", "0,2", "--max-num-seqs", "1", *SMALL, "--single-tokens", "600", *FLAGS
+        model, "--out", out, "--k", "0,2", "--max-num-seqs", "1", *SMALL, "--single-tokens", "600", *ROOMY
     ) as run:
         os.kill(server_of(run), signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE
