@@ -20,7 +20,7 @@ PATIENCE = 240
 SMALL = ["--domains", "code", "--paths", "completions", "--single-tokens", "6", "--concurrency", "2"]
 SMALL += ["--concurrent-tokens", "6", "--contexts", "150", "--long-tokens", "4", "--quiet"]
 FLAGS = ["--", "--max-model-len", "1024", "--dtype", "float32", "--num-threads", "1"]
-ROOMY = ["--", "--max-model-len", "4096", *FLAGS[3:]]
+ROOMY = ["--", "--max-model-len", "2048", *FLAGS[3:]]
 CORE = "pilotfish.engine.loop:make_core"
 
 
