@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
     args = parser.parse_args()
-    flags = ["--api-key", *KEYS]
+    flags = ["--cost-table", "--api-key", *KEYS]
     rules = DEPLOY / "prometheus" / "pilotfish.rules.yml"
     with (
         tempfile.TemporaryDirectory() as folder,
