@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -9,12 +11,16 @@ import torch
 from pilotfish.engine.checkpoint.load import Weight
 from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.model.build import Builder, Model
+from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp
 from pilotfish.kernels.cuda import attention, delta_net
+from pilotfish.kernels.cuda.delta_prefill import is_installed
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts, FusedLinear, FusedMlp
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 from pilotfish.kernels.linear import AnyLinear
+
+logger = logging.getLogger(__name__)
 
 
 class FusedBuilder(Builder):
@@ -25,6 +31,9 @@ class FusedBuilder(Builder):
 
     def model(self, draft_ids: Sequence[int] | None = None) -> Model:
         self.scratch = BulkScratch(self.device)
+        self.prompt_kernels = self.device.type == "cuda" and is_installed()
+        if not self.prompt_kernels:
+            logger.warning("prompts run through GatedDeltaNet by plain torch: fla-core is missing (the extra `gpu`)")
         try:
             self.check_sizes()
             return super().model(draft_ids)
@@ -46,6 +55,9 @@ class FusedBuilder(Builder):
 
     def product(self, parts: Sequence[Weight]) -> AnyLinear:
         return FusedLinear(PackedLinear(self.packable(parts)), self.scratch)
+
+    def delta_net(self, name: str) -> GatedDeltaNet:
+        return dataclasses.replace(super().delta_net(name), prompt_kernels=self.prompt_kernels)
 
     def dense(self, name: str) -> DenseMlp:
         gate, up, down = self.packable([self.take(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")])

@@ -24,7 +24,7 @@ from pilotfish.kernels.norm import l2_norm, rms_norm
 class GatedDeltaNet:
     """`in_proj` [C + value_dim + 2 Hv, H]: rows of qkv, z, b, a. `conv_weight` fp32 [J, C]; `decay_rate` fp32 [Hv] is
     -exp(A_log); `gate_norm` fp32 [dv] is the plain weight of the gated norm; `qk_factor` fp32 [2, 1, 1] scales q and k
-    after their norm."""
+    after their norm. `prompt_kernels`: prompts by fla-core, in place of plain torch."""
 
     in_proj: AnyLinear
     output: AnyLinear
@@ -39,6 +39,7 @@ class GatedDeltaNet:
     value_head_dim: int
     eps: float
     dtype: torch.dtype
+    prompt_kernels: bool = False
 
     def rows(
         self, x_RH: torch.Tensor, window: Window, state: torch.Tensor, history: torch.Tensor
@@ -60,14 +61,12 @@ class GatedDeltaNet:
     def bulk(self, x_TH: torch.Tensor, state: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, H] of a prompt span of one sequence, and the state [Hv, dk, dv] and history [J-1, C] after it."""
         projected = self.in_proj.bulk(x_TH)
-        if projected.is_cuda and self.dtype != torch.float32:
-            # where there is no Triton there is no CUDA device
-            from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
+        if self.prompt_kernels:
+            from pilotfish.kernels.cuda.delta_prefill import gdn_prompt  # imports Triton
 
-            if is_installed():
-                weights = (self.conv_weight, self.decay_rate, self.dt_bias, self.gate_norm)
-                gated, state, history = gdn_prompt(projected, state, history, *weights, self.eps)
-                return self.output.bulk(gated), state, history
+            weights = (self.conv_weight, self.decay_rate, self.dt_bias, self.gate_norm)
+            gated, state, history = gdn_prompt(projected, state, history, *weights, self.eps)
+            return self.output.bulk(gated), state, history
         u, z, beta, log_decay = self._project(projected)
         inputs = torch.cat((history, u))
         q, k, v = self._heads(causal_conv(inputs[None], self.conv_weight)[0])
