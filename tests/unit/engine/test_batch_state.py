@@ -256,7 +256,7 @@ FEATURES = (
 )
 
 
-@pytest.mark.parametrize(("fields", "used"), FEATURES, ids=str)
+@pytest.mark.parametrize(("fields", "used"), FEATURES, ids=[str(fields) for fields, _ in FEATURES])
 def test_features_of_a_request(fields, used):
     features = Features.of(SamplingParams(**{"temperature": 0} | fields))
     assert {name for name in Features.__dataclass_fields__ if getattr(features, name)} == used
