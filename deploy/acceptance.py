@@ -31,7 +31,7 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.start import Engine, start_engine
 from pilotfish.engine.teacher_forcing import Agreement
-from pilotfish.server.tokenizer import Tokenizer, TokenizerError
+from pilotfish.server.tokenizer import Tokenizer
 
 CHARS_A_TOKEN = 8
 """No more than this many characters of a text are tokenised for each token that is wanted."""
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         engine = load(args, max(map(len, texts.values())))
         found = read_texts(engine, texts, args)
         costs = [] if args.no_cost else time_rounds(engine, tokenizer, args)
-    except (PilotfishError, TokenizerError, OSError, UnicodeError) as error:
+    except (PilotfishError, OSError, UnicodeError) as error:
         print(f"pilotfish acceptance: {error}", file=sys.stderr)
         return 2
     overall = found[-1]

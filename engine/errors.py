@@ -4,6 +4,7 @@
     ├── OptionError            an option asks for what the model or the machine cannot give
     ├── RequestError           a request that cannot be run as asked
     ├── ConfigError            config.json is malformed, or asks for something that is not honoured
+    ├── the server's own       keys, certificates, tokenizer, template: raised where they are read
     └── CheckpointError        the files of a checkpoint folder are damaged, incomplete or contradict one another
         ├── HeaderError        a safetensors header that cannot be trusted
         └── LayoutError        weights in a recognised layout that this version does not read

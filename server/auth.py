@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.errors import Unauthorized
 from pilotfish.server.limits import NO_LIMITS, Limits
 
@@ -32,7 +33,7 @@ LIMITS = {"concurrent": "concurrent", "per-minute": "per_minute"}
 """Their names in the file, and ours."""
 
 
-class KeyFileError(Exception):
+class KeyFileError(PilotfishError):
     """The file cannot be used; the message names it and the line."""
 
 

@@ -18,12 +18,13 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 
+from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.errors import BadRequest
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 
 
-class TemplateError(Exception):
+class TemplateError(PilotfishError):
     """The operator's template cannot be used; the message names the file."""
 
 

@@ -3,96 +3,105 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pilotfish
+from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.engine.speculation import speculative_config
+from pilotfish.server.parser import Parser
+
+Number = TypeVar("Number", int, float)
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 OWN_PARSERS = {
-    "acceptance": "pilotfish.deploy.acceptance",
-    "audit": "pilotfish.engine.audit",
-    "bench": "pilotfish.engine.bench.command",
-    "draft-vocab": "pilotfish.draft_heads.training.draft_vocab",
-    "eval": "pilotfish.deploy.evaluate.command",
-    "gate": "pilotfish.deploy.gate.command",
-    "quantize": "pilotfish.engine.checkpoint.quantize",
-    "release": "pilotfish.deploy.release.command",
-    "sweep": "pilotfish.deploy.sweep.command",
-    "train-head": "pilotfish.draft_heads.training.command",
+    "audit": ("pilotfish.engine.audit", "prove that speculation changes no token"),
+    "bench": ("pilotfish.engine.bench.command", "speed of rounds by k, batch and context"),
+    "sweep": ("pilotfish.deploy.sweep.command", "measure which k and how many sequences to serve"),
+    "gate": ("pilotfish.deploy.gate.command", "look at what a server really does before it gets traffic"),
+    "release": ("pilotfish.deploy.release.command", "replace the running version, and go back if a gate fails"),
+    "eval": ("pilotfish.deploy.evaluate.command", "score a served model on questions, by lm-eval"),
+    "acceptance": ("pilotfish.deploy.acceptance", "how often a head is right on a text, and what it must be"),
+    "quantize": ("pilotfish.engine.checkpoint.quantize", "make an NVFP4 checkpoint from a BF16 or FP8 one"),
+    "train-head": ("pilotfish.draft_heads.training.command", "fit an MTP head to a checkpoint's trunk"),
+    "draft-vocab": (
+        "pilotfish.draft_heads.training.draft_vocab",
+        "choose the ids that drafts are drawn from, by a text",
+    ),
 }
-"""Sub-commands that read their own flags."""
+"""Sub-commands that read their own flags: the module, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
+    """The exit status: 2, and a line, for what the operator can set right."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except PilotfishError as error:
+        print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(given: list[str]) -> int:
     if given and given[0] in OWN_PARSERS:
-        return importlib.import_module(OWN_PARSERS[given[0]]).main(given[1:]) or 0
+        module, _ = OWN_PARSERS[given[0]]
+        return importlib.import_module(module).main(given[1:]) or 0
     args = build_parser().parse_args(given)
     if hasattr(args, "revision"):
-        from pilotfish.engine.errors import PilotfishError
-
-        try:
-            _fetch(args)
-        except PilotfishError as error:
-            print(f"pilotfish: {error}", file=sys.stderr)
-            return 2
+        _fetch(args)
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pilotfish", description=pilotfish.__doc__)
+def build_parser() -> Parser:
+    parser = Parser(prog="pilotfish", usage="pilotfish COMMAND [FLAG ...]", description=pilotfish.__doc__)
     parser.add_argument("--version", action="version", version=f"pilotfish {pilotfish.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_serve(commands.add_parser("serve", help="serve a checkpoint over the OpenAI API"))
-    _add_generate(commands.add_parser("generate", help="complete one prompt in the terminal"))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND [FLAG ...]", prog="pilotfish", required=True)
+    usage = "pilotfish %s MODEL [FLAG ...]"
+    _add_serve(commands.add_parser("serve", usage=usage % "serve", help="serve a checkpoint over the OpenAI API"))
+    _add_generate(commands.add_parser("generate", usage=usage % "generate", help="complete one prompt in the terminal"))
+    for name, (_, what) in OWN_PARSERS.items():
+        commands.add_parser(name, help=what, add_help=False)
     key = commands.add_parser("key", help="make an API key: itself to stderr, its line for --api-key-file to stdout")
     key.add_argument("label", metavar="LABEL", help="what metrics call it")
     key.set_defaults(run=make_key)
-    commands.add_parser("acceptance", help="how often a head is right on a text, and what it must be", add_help=False)
-    commands.add_parser("audit", help="prove that speculation changes no token", add_help=False)
-    commands.add_parser("bench", help="speed of rounds by k, batch and context", add_help=False)
-    commands.add_parser("quantize", help="make an NVFP4 checkpoint from a BF16 or FP8 one", add_help=False)
-    commands.add_parser("eval", help="score a served model on questions, by lm-eval", add_help=False)
-    commands.add_parser("gate", help="look at what a server really does before it gets traffic", add_help=False)
-    commands.add_parser("train-head", help="fit an MTP head to a checkpoint's trunk", add_help=False)
-    commands.add_parser("draft-vocab", help="choose the ids that drafts are drawn from, by a text", add_help=False)
-    commands.add_parser("sweep", help="measure which k and how many sequences to serve", add_help=False)
-    commands.add_parser("release", help="replace the running version, and go back if a gate fails", add_help=False)
     return parser
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
+def _add_serve(parser: Parser) -> None:
     _add_engine_flags(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one")
-    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for")
-    parser.add_argument("--api-key", nargs="+", metavar="KEY", help=f"keys clients must send (or ${KEY_VARIABLE})")
-    parser.add_argument(
+    group = parser.add_argument_group("endpoint")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=_port, default=8000, help="0 for any free one (default: %(default)s)")
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for")
+    group.add_argument("--api-key", nargs="+", metavar="KEY", help=f"keys clients must send (or ${KEY_VARIABLE})")
+    group.add_argument(
         "--api-key-file", type=Path, metavar="PATH", help="keys by digest, a line each (see `pilotfish key`); reread"
     )
-    parser.add_argument("--uds", type=Path, metavar="PATH", help="Unix socket to listen on in place of host and port")
-    parser.add_argument(
+    group.add_argument("--uds", type=Path, metavar="PATH", help="Unix socket to listen on in place of host and port")
+    group.add_argument(
         "--root-path", type=_root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
     )
-    _add_tls_flags(parser)
-    _add_model_flags(parser)
-    parser.add_argument(
+    group.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
+    _add_tls_flags(parser.add_argument_group("TLS"))
+    group = _add_answer_flags(parser)
+    group.add_argument(
         "--reasoning-parser",
         choices=("auto", "none", "qwen3"),
         default="auto",
         help="tell reasoning from content (auto: where the chat template writes </think>)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--reasoning-config",
         type=_reasoning_end,
         dest="reasoning_end",
@@ -100,81 +109,90 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='what ends a spent thinking budget, vLLM\'s JSON: {"reasoning_end_str": "\\nNow the answer.\\n</think>"}',
     )
-    parser.add_argument(
+    group.add_argument(
         "--tool-call-parser",
         choices=("auto", "none", "qwen3_coder", "qwen3_xml"),
         default="auto",
         help="read tool calls (auto: where the chat template writes <function=)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--enable-auto-tool-choice", action="store_true", help="as vLLM's; on wherever tool calls are read"
     )
-    parser.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
-    parser.add_argument(
+    group = parser.add_argument_group("operation")
+    group.add_argument(
         "--log-requests",
         "--enable-log-requests",
         action="store_true",
         help="a line of JSON to stdout for each request that has ended, without its text",
     )
-    parser.add_argument("--log-prompts", action="store_true", help="the same, with prompts")
-    parser.add_argument("--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503")
-    parser.add_argument(
+    group.add_argument("--log-prompts", action="store_true", help="the same, with prompts")
+    group.add_argument(
+        "--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503 (default: %(default)s)"
+    )
+    group.add_argument(
         "--audit-rate",
         type=_share_or_zero,
         default=0.0,
         metavar="SHARE",
         help="share of finished requests decoded again at k = 0 while idle, and compared (default: none)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--cost-table",
         action="store_true",
         help="time rounds at k = 0 and k before serving: seconds of start for a measured break-even in metrics",
     )
-    parser.add_argument(
+    group.add_argument(
         "--restart-engine",
         type=_count_or_zero,
         default=3,
         metavar="N",
         help="restarts of a failed engine in 10 minutes, then the server ends with status 1 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="time for running requests to end"
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30,
+        metavar="SECONDS",
+        help="time for running requests to end (default: %(default)s)",
     )
     parser.set_defaults(run=serve)
 
 
-def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
+def _add_tls_flags(group: argparse._ArgumentGroup) -> None:
     """vLLM's names."""
-    parser.add_argument("--ssl-certfile", type=Path, metavar="PATH", help="certificate chain (PEM): serve HTTPS")
-    parser.add_argument("--ssl-keyfile", type=Path, metavar="PATH", help="its key, if that is not in the same file")
-    parser.add_argument("--ssl-ca-certs", type=Path, metavar="PATH", help="authorities that clients' certificates want")
-    parser.add_argument(
+    group.add_argument("--ssl-certfile", type=Path, metavar="PATH", help="certificate chain (PEM): serve HTTPS")
+    group.add_argument("--ssl-keyfile", type=Path, metavar="PATH", help="its key, if that is not in the same file")
+    group.add_argument("--ssl-ca-certs", type=Path, metavar="PATH", help="authorities that clients' certificates want")
+    group.add_argument(
         "--ssl-cert-reqs",
         type=int,
         choices=(0, 1, 2),
         default=0,
         help="certificates of clients: 0 not asked for, 1 checked if sent, 2 required (default: %(default)s)",
     )
-    parser.add_argument("--enable-ssl-refresh", action="store_true", help="reread certificate and key when they change")
+    group.add_argument("--enable-ssl-refresh", action="store_true", help="reread certificate and key when they change")
 
 
-def _add_generate(parser: argparse.ArgumentParser) -> None:
+def _add_generate(parser: Parser) -> None:
     _add_engine_flags(parser)
-    _add_model_flags(parser)
-    parser.add_argument("--prompt", required=True)
+    _add_answer_flags(parser)
+    parser.add_argument("--prompt", metavar="TEXT", required=True)
     parser.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
-    parser.add_argument("--max-tokens", type=_count, default=128)
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--max-tokens", type=_count, metavar="N", default=128, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's)")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="default: %(default)s")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.set_defaults(run=generate)
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def _add_engine_flags(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="checkpoint folder, or a hub id such as Qwen/Qwen3.6-27B")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument("--download-dir", type=Path, metavar="PATH", help="where hub files are kept (default: HF_HOME)")
-    depth = parser.add_mutually_exclusive_group()
+    parser.add_argument("--core", default=DEFAULT_CORE, help=argparse.SUPPRESS)  # tests run scripted cores
+    group = parser.add_argument_group("hub")
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    group.add_argument("--download-dir", type=Path, metavar="PATH", help="where hub files are kept (default: HF_HOME)")
+    group = parser.add_argument_group("speculation")
+    depth = group.add_mutually_exclusive_group()
     depth.add_argument(
         "--num-speculative-tokens", type=_count_or_zero, metavar="K", help="drafted tokens a round (default: 3, 0: off)"
     )
@@ -184,39 +202,54 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='vLLM\'s, e.g. {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     )
-    parser.add_argument("--draft-head", metavar="PATH", help="a folder, .safetensors or .gguf file with an MTP head")
-    parser.add_argument(
+    group.add_argument("--draft-head", metavar="PATH", help="a folder, .safetensors or .gguf file with an MTP head")
+    group.add_argument(
         "--draft-vocab", metavar="FILE", help="ids that drafts are chosen from, of `pilotfish draft-vocab`"
     )
-    parser.add_argument(
+    group.add_argument(
         "--head-check", choices=("refuse", "warn", "off"), default="refuse", help="what to do about a dead head"
     )
-    parser.add_argument("--max-num-seqs", type=_count, metavar="N", help="cap on running sequences")
-    parser.add_argument("--max-model-len", type=_count, metavar="N", help="prompt and answer together, in tokens")
-    parser.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--kv-cache-tokens", type=_count, metavar="N", help="size of the key-value cache")
-    parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="on a GPU (now: torch)")
-    parser.add_argument("--enforce-eager", action="store_true", help="with fused kernels: capture no graphs")
-    parser.add_argument("--core", default=DEFAULT_CORE, help=argparse.SUPPRESS)  # tests run scripted cores
-    parser.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")
+    group = parser.add_argument_group("device and memory")
+    group.add_argument("--max-num-seqs", type=_count, metavar="N", help="cap on running sequences")
+    group.add_argument("--max-model-len", type=_count, metavar="N", help="prompt and answer together, in tokens")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=_share,
+        default=0.9,
+        metavar="SHARE",
+        help="of a GPU's memory (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of activations (auto: the checkpoint's)",
+    )
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    group.add_argument("--kv-cache-tokens", type=_count, metavar="N", help="size of the key-value cache")
+    group.add_argument(
+        "--kernels", choices=("auto", "torch", "fused"), default="auto", help="on a GPU: auto is torch for now"
+    )
+    group.add_argument("--enforce-eager", action="store_true", help="with fused kernels: capture no graphs")
+    group.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _add_answer_flags(parser: Parser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("prompts and answers")
+    group.add_argument(
         "--generation-config",
         default="auto",
         metavar="auto|vllm|PATH",
         help="sampling defaults: the checkpoint's (auto), none (vllm), or another folder's",
     )
-    parser.add_argument(
+    group.add_argument(
         "--override-generation-config",
         type=_overrides,
         metavar="JSON",
         help='single defaults, e.g. {"max_new_tokens": 4096}, which bounds what a chat without max_tokens reserves',
     )
-    parser.add_argument("--chat-template", type=Path, metavar="PATH", help="a Jinja file in place of the checkpoint's")
+    group.add_argument("--chat-template", type=Path, metavar="PATH", help="a Jinja file in place of the checkpoint's")
+    return group
 
 
 def _root_path(text: str) -> str:
@@ -226,26 +259,24 @@ def _root_path(text: str) -> str:
     return path
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"want at least 1, got {value}")
-    return value
+def _checked(convert: Callable[[str], Number], holds: Callable[[Number], bool], wanted: str) -> Callable[[str], Number]:
+    """A type of flags."""
+
+    def read(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            if holds(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"want {wanted}, got {text!r}")
+
+    return read
 
 
-def _count_or_zero(text: str) -> int:
-    return 0 if text.strip() == "0" else _count(text)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"want a share in (0, 1], got {value}")
-    return value
-
-
-def _share_or_zero(text: str) -> float:
-    return 0.0 if float(text) == 0 else _share(text)
+_count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
+_count_or_zero = _checked(int, lambda value: value >= 0, "a whole number of at least 0")
+_port = _checked(int, lambda value: 0 <= value <= 65535, "a port in 0..65535")
+_share = _checked(float, lambda value: 0 < value <= 1, "a share in (0, 1]")
+_share_or_zero = _checked(float, lambda value: 0 <= value <= 1, "a share in [0, 1]")
+_seconds = _checked(float, lambda value: 0 <= value < math.inf, "seconds")
 
 
 def _reasoning_end(text: str) -> str:

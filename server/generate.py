@@ -10,31 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pilotfish.engine.core import EngineCore
-from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit
 from pilotfish.engine.process import load_factory
-from pilotfish.server.chat_template import TemplateError
 from pilotfish.server.detokenize import Detokenizer
-from pilotfish.server.model_files import ModelFiles, ModelFilesError, load_model_files
-from pilotfish.server.tokenizer import TokenizerError
+from pilotfish.server.model_files import ModelFiles, load_model_files
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions
 
 
 def run(args: argparse.Namespace, engine: EngineOptions, core_name: str) -> int:
-    """Prints the text as it comes, then tokens/s and the acceptance length. The exit status."""
-    try:
-        files = load_model_files(
-            Path(args.model),
-            generation_config=args.generation_config,
-            override=args.override_generation_config,
-            chat_template=args.chat_template,
-        )
-        core: EngineCore = load_factory(core_name)(engine)
-    except (ModelFilesError, TokenizerError, TemplateError, PilotfishError) as error:
-        print(f"pilotfish: {error}", file=sys.stderr)
-        return 2
+    """Prints the text as it comes, then tokens/s and the acceptance length. The exit status. Raises PilotfishError."""
+    files = load_model_files(
+        Path(args.model),
+        generation_config=args.generation_config,
+        override=args.override_generation_config,
+        chat_template=args.chat_template,
+    )
+    core: EngineCore = load_factory(core_name)(engine)
     outputs: list[RequestOutput] = []
     detokenizer = Detokenizer(files.tokenizer.token_bytes, files.tokenizer.special_ids)
     core.submit(_request(args, files))

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
+from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.answer import END_THINK, FUNCTION
 from pilotfish.server.chat_template import ChatTemplate, load_chat_template, token_content
 from pilotfish.server.tokenizer import Tokenizer
 
 
-class ModelFilesError(Exception):
+class ModelFilesError(PilotfishError):
     """A file of the folder is missing or malformed; the message names it."""
 
 

@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from aiohttp import web
 
 from pilotfish.server.app import SUPERVISOR, ServerOptions, make_app, make_runner
-from pilotfish.server.auth import KeyFileError
-from pilotfish.server.chat_template import TemplateError
-from pilotfish.server.model_files import ModelFilesError, load_model_files
+from pilotfish.server.model_files import load_model_files
 from pilotfish.server.tls import TlsError, TlsFiles, make_context, refresh
-from pilotfish.server.tokenizer import TokenizerError
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions
@@ -33,48 +30,39 @@ BACKLOG = 1024
 
 
 def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Sequence[str]) -> int:
-    """Serves until SIGINT or SIGTERM, or until the engine has failed for good. The exit status."""
+    """Serves until SIGINT or SIGTERM, or until the engine has failed for good. The exit status.
+
+    Raises PilotfishError for files that cannot be used.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # its errors are malformed requests; what fails in a handler is logged by ours
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    try:
-        files = load_model_files(
-            Path(args.model),
-            generation_config=args.generation_config,
-            override=args.override_generation_config,
-            chat_template=args.chat_template,
-            reasoning_parser=args.reasoning_parser,
-            tool_call_parser=args.tool_call_parser,
-            reasoning_end=args.reasoning_end,
-        )
-    except (ModelFilesError, TokenizerError, TemplateError) as error:
-        print(f"pilotfish: {error}", file=sys.stderr)
-        return 2
-    try:
-        tls = _tls(args)
-    except TlsError as error:
-        print(f"pilotfish: {error}", file=sys.stderr)
-        return 2
+    files = load_model_files(
+        Path(args.model),
+        generation_config=args.generation_config,
+        override=args.override_generation_config,
+        chat_template=args.chat_template,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_end=args.reasoning_end,
+    )
+    tls = _tls(args)
     names = tuple(args.served_model_name or [Path(args.model).resolve().name])
-    try:
-        app = make_app(
-            ServerOptions(
-                served_names=names,
-                api_keys=tuple(api_keys),
-                api_key_file=args.api_key_file,
-                root_path=args.root_path,
-                ignore_unknown_fields=args.ignore_unknown_fields,
-                core=args.core,
-                restart_engine=args.restart_engine,
-                log_requests=args.log_requests or args.log_prompts,
-                log_prompts=args.log_prompts,
-            ),
-            engine,
-            files,
-        )
-    except KeyFileError as error:
-        print(f"pilotfish: {error}", file=sys.stderr)
-        return 2
+    app = make_app(
+        ServerOptions(
+            served_names=names,
+            api_keys=tuple(api_keys),
+            api_key_file=args.api_key_file,
+            root_path=args.root_path,
+            ignore_unknown_fields=args.ignore_unknown_fields,
+            core=args.core,
+            restart_engine=args.restart_engine,
+            log_requests=args.log_requests or args.log_prompts,
+            log_prompts=args.log_prompts,
+        ),
+        engine,
+        files,
+    )
     logger.info("serving %s with %s", ", ".join(names), engine)
     address = Address(args.host, args.port, args.uds, *tls)
     return asyncio.run(_run(app, address, args.shutdown_timeout))
@@ -124,7 +112,9 @@ async def _run(app: web.Application, address: Address, shutdown_seconds: float) 
         try:
             await address.site(runner).start()
         except OSError as error:
-            print(f"pilotfish: cannot listen on {address}: {error}", file=sys.stderr)
+            # asyncio's own words repeat the address
+            reason = os.strerror(error.errno) if error.errno else error
+            print(f"pilotfish: cannot listen on {address}: {reason}", file=sys.stderr)
             return 1
         logger.info(
             "listening on %s, loading the model", ", ".join(_url(place, address.tls) for place in runner.addresses)

@@ -8,12 +8,14 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from pilotfish.engine.errors import PilotfishError
+
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 10.0
 
 
-class TlsError(Exception):
+class TlsError(PilotfishError):
     """The files cannot be used; the message says which and why."""
 
 

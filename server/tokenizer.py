@@ -11,10 +11,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as RawTokenizer
 
+from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.detokenize import decode
 
 
-class TokenizerError(Exception):
+class TokenizerError(PilotfishError):
     """The folder has no tokenizer that can be served; the message names the file."""
 
 

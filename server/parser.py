@@ -1,0 +1,52 @@
+"""argparse that says in one line what is wrong, and what a flag of vLLM's is here."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import Any, NoReturn
+
+_ONE_DEVICE = "a model is served by one device"
+_FIXED_CUTS = "a prompt is cut at fixed places, whatever the load"
+_NO_PREFIX_CACHE = "there is no prefix cache"
+_NOT_LOGGED = "requests are not logged, unless --log-requests asks for it"
+VLLM = {
+    "--model": "the model comes first, without a flag",
+    "--tensor-parallel-size": _ONE_DEVICE,
+    "-tp": _ONE_DEVICE,
+    "--pipeline-parallel-size": _ONE_DEVICE,
+    "-pp": _ONE_DEVICE,
+    "--data-parallel-size": _ONE_DEVICE,
+    "-dp": _ONE_DEVICE,
+    "--trust-remote-code": "no code of a checkpoint is run",
+    "--quantization": "the checkpoint says how it is quantised",
+    "-q": "the checkpoint says how it is quantised",
+    "--max-num-batched-tokens": _FIXED_CUTS,
+    "--enable-chunked-prefill": _FIXED_CUTS,
+    "--enable-prefix-caching": _NO_PREFIX_CACHE,
+    "--no-enable-prefix-caching": _NO_PREFIX_CACHE,
+    "--disable-log-requests": _NOT_LOGGED,
+    "--no-enable-log-requests": _NOT_LOGGED,
+}
+"""Flags that units and scripts for vLLM often have, and why there is none here."""
+
+
+class Parser(argparse.ArgumentParser):
+    """`usage` is shown by --help alone: that of many flags would hide the error."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32), **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what there is)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Whatever is left over is an error of this parser, not of the one above it."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, 1)
+            reason = VLLM.get(name) or (f"did you mean {near[0]}?" if near else "")
+            kind = "flag" if name.startswith("-") else "argument"
+            self.error(f"unknown {kind} {name}" + (f": {reason}" if reason else ""))
+        return found, unknown
