@@ -22,10 +22,12 @@ from pathlib import Path
 from pilotfish.deploy.ports import free_port
 
 MODEL = Path(__file__).resolve().parent / "model"
-CODE = '''def is_prime(number: int) -> bool:
-    """Return True if number is a prime."""
+CODE = '''class Stack:
+    """A simple stack."""
+
+    def __init__(self):
 '''
-QUESTION = "Write a Python function that reverses a string."
+QUESTION = "Write a function that reads a JSON file."
 LOAD_SECONDS = 300
 SPEC = "pilotfish_spec_decode_"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from pilotfish.engine.messages import StepReport, StepStats
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 10.0
+IDLE_SECONDS = 1.0
+"""A longer pause without requests is in no rate; between one client's requests there are shorter ones."""
 
 
 class ThroughputLog:
@@ -19,6 +22,7 @@ class ThroughputLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._restart(clock())
+        self._reported, self._is_idle = -math.inf, True
 
     def _restart(self, now: float) -> None:
         self._began = now
@@ -27,9 +31,9 @@ class ThroughputLog:
 
     def on_report(self, report: StepReport) -> None:
         now = self._clock()
-        if now - self._began > 2 * INTERVAL_SECONDS:
-            # the time since the last report was idle: it is in no rate
+        if self._is_idle and now - self._reported > IDLE_SECONDS:
             self._restart(now)
+        self._reported, self._is_idle = now, not (report.stats.num_running or report.stats.num_waiting)
         self._num_prompt_tokens += report.stats.num_prefill_tokens
         for output in report.outputs:
             self._num_tokens += len(output.token_ids)
