@@ -15,13 +15,14 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from pilotfish.deploy.arguments import aligned, numbers
 from pilotfish.deploy.prompts import domains, long_text
 from pilotfish.engine import cost_table, teacher_forcing
 from pilotfish.engine.checkpoint.hub import resolve_model
@@ -31,6 +32,7 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.start import Engine, start_engine
 from pilotfish.engine.teacher_forcing import Agreement
+from pilotfish.server.parser import Parser
 from pilotfish.server.tokenizer import Tokenizer
 
 CHARS_A_TOKEN = 8
@@ -185,15 +187,6 @@ def cost_lines(costs: Sequence[Cost], overall: Text) -> str:
     return aligned([heads, *rows])
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        padded = (word.rjust(width) for word, width in zip(others, widths[1:], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *padded]))
-    return "\n".join(lines)
-
-
 def as_json(engine: Engine, found: Sequence[Text], costs: Sequence[Cost]) -> dict[str, Any]:
     ready = engine.ready
     return {
@@ -223,18 +216,16 @@ def as_json(engine: Engine, found: Sequence[Text], costs: Sequence[Cost]) -> dic
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="pilotfish acceptance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="pilotfish acceptance", description=__doc__)
     add, known = parser.add_argument, list(domains())
     add("model", metavar="MODEL", help="checkpoint folder or hub id")
     add("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     add("--draft-head", metavar="PATH", help="a folder or file with a head, as for serve")
     add("--text", nargs="+", default=known, metavar="NAME", help=f"of {', '.join(known)}, or files (default: all four)")
-    add("--k", type=_numbers(1, MAX_DEPTH), default=[1, 2, 3], metavar="LIST", help="default: 1,2,3")
+    add("--k", type=numbers(1, MAX_DEPTH), default=[1, 2, 3], metavar="LIST", help="default: 1,2,3")
     add("--max-tokens", type=int, default=512, metavar="N", help="of each text (default: %(default)s)")
-    add("--batch", type=_numbers(1, 256), default=[1, 4], metavar="LIST", help="sequences at once (default: 1,4)")
-    add("--contexts", type=_numbers(1, 1 << 20), default=[256, 2048], metavar="LIST", help="default: 256,2048")
+    add("--batch", type=numbers(1, 256), default=[1, 4], metavar="LIST", help="sequences at once (default: 1,4)")
+    add("--contexts", type=numbers(1, 1 << 20), default=[256, 2048], metavar="LIST", help="default: 256,2048")
     add("--no-cost", action="store_true", help="time no rounds")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -242,16 +233,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)
-
-
-def _numbers(least: int, most: int) -> Callable[[str], list[int]]:
-    def read(text: str) -> list[int]:
-        values = sorted({int(word) for word in text.split(",")})
-        if not values or values[0] < least or values[-1] > most:
-            raise argparse.ArgumentTypeError(f"want numbers in {least}..{most}, got {text}")
-        return values
-
-    return read
 
 
 if __name__ == "__main__":

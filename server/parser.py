@@ -31,11 +31,16 @@ VLLM = {
 """Flags that units and scripts for vLLM often have, and why there is none here."""
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+
 class Parser(argparse.ArgumentParser):
     """`usage` is shown by --help alone: that of many flags would hide the error."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32), **options)
+        super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what there is)\n")

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pilotfish.deploy.arguments import add_endpoint_flags, aligned, split_flags, words
 from pilotfish.deploy.evaluate import harness, quality
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
+from pilotfish.server.parser import Parser
 
 Rows = list[tuple[str, str, float, int]]
 
@@ -77,30 +78,23 @@ def evaluate(url: str, args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
 
 
 def table(rows: Rows) -> str:
-    lines = [("task", "metric", "value", "questions")]
-    lines += [(task, metric, f"{value:.4f}", str(count)) for task, metric, value, count in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines)
+    figures = [(task, metric, f"{value:.4f}", str(count)) for task, metric, value, count in rows]
+    return aligned([("task", "metric", "value", "questions"), *figures])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    given = list(argv)
-    at = given.index("--") if "--" in given else len(given)
-    own, flags = given[:at], given[at + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="pilotfish eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    own, flags = split_flags(argv)
+    parser = Parser(prog="pilotfish eval", description=__doc__)
     add = parser.add_argument
     add("target", metavar="URL-or-MODEL", help="a server that runs, or a checkpoint folder to serve")
-    add("--tasks", type=_words, default=[harness.OWN_GROUP], metavar="LIST", help=f"default: {harness.OWN_GROUP}")
+    add("--tasks", type=words, default=[harness.OWN_GROUP], metavar="LIST", help=f"default: {harness.OWN_GROUP}")
     add("--include-path", type=Path, metavar="DIR", help="a folder with tasks of your own, in lm-eval's YAML")
     add("--chat", action="store_true", help="over chat completions, for tasks that want a chat template")
     add("--k", type=int, metavar="K", help="drafted tokens a round (default: what is served)")
     add("--limit", type=int, metavar="N", help="questions of each task")
     add("--client", choices=("lm-eval", "own"), default="lm-eval", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write scores and answers there")
-    add("--served-model", metavar="NAME", help="which of the server's models")
-    add("--api-key", default=os.environ.get("PILOTFISH_API_KEY"), metavar="KEY", help="default: $PILOTFISH_API_KEY")
+    add_endpoint_flags(parser)
     args = parser.parse_args(own)
     args.is_url = args.target.startswith(("http://", "https://"))
     args.server_flags = flags
@@ -109,10 +103,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.client == "own" and args.tasks != [harness.OWN_GROUP]:
         parser.error(f"--client own knows {harness.OWN_GROUP} alone")
     return args
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 if __name__ == "__main__":

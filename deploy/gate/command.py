@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -25,10 +24,12 @@ from functools import partial
 from pathlib import Path
 
 import pilotfish
+from pilotfish.deploy.arguments import add_endpoint_flags, some_of, split_flags
 from pilotfish.deploy.gate import after, audit, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
+from pilotfish.server.parser import Parser
 
 ANSWERS = Gate("answers", facts.answers)
 GATES = (
@@ -188,12 +189,8 @@ def expected_of(args: argparse.Namespace) -> Expected:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    given = list(argv)
-    at = given.index("--") if "--" in given else len(given)
-    own, flags = given[:at], given[at + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="pilotfish gate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    own, flags = split_flags(argv)
+    parser = Parser(prog="pilotfish gate", description=__doc__)
     add = parser.add_argument
     add("target", metavar="URL-or-MODEL", help="a server that runs, or a checkpoint folder to serve")
     add("--k", type=int, metavar="K", help="drafted tokens a round it must serve (default: what it was asked for)")
@@ -203,26 +200,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--score", type=float, metavar="SHARE", help="recorded score of `pilotfish eval` to be met (default: any)")
     add("--score-margin", type=float, default=0.04, metavar="SHARE", help="it may differ by: %(default)s")
     add("--watch", type=float, default=10.0, metavar="SECONDS", help="it must stay up so long: %(default)s")
-    add("--only", type=_names, metavar="LIST", help="these gates, and whether it answers")
-    add("--skip", type=_names, default=[], metavar="LIST", help=f"some of: {', '.join(NAMES)}")
+    add("--only", type=some_of(NAMES), metavar="LIST", help="these gates, and whether it answers")
+    add("--skip", type=some_of(NAMES), default=[], metavar="LIST", help=f"some of: {', '.join(NAMES)}")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     add("--port", type=int, metavar="N", help="of the server that is started (default: any free one)")
     add("--log", type=Path, metavar="FILE", help="of the server that is started (default: not kept)")
-    add("--served-model", metavar="NAME", help="which of the server's models")
-    add("--api-key", default=os.environ.get("PILOTFISH_API_KEY"), metavar="KEY", help="default: $PILOTFISH_API_KEY")
+    add_endpoint_flags(parser)
     args = parser.parse_args(own)
     args.is_url = args.target.startswith(("http://", "https://"))
     args.server_flags = flags
     if args.is_url and (flags or args.port):
         parser.error("flags after -- and --port are for a server that is started: want a MODEL")
     return args
-
-
-def _names(text: str) -> list[str]:
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"want some of {', '.join(NAMES)}, got {', '.join(unknown)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -24,10 +24,12 @@ from pathlib import Path
 
 import msgspec
 
+from pilotfish.deploy.arguments import split_flags
 from pilotfish.deploy.release.managers import Manager, ManagerError, Processes, Systemd
 from pilotfish.deploy.release.relay import HAProxy, NoRelay, Relay, RelayError
 from pilotfish.deploy.release.release import Record, Release, Settings
 from pilotfish.deploy.release.slots import Layout, LayoutError, Slot
+from pilotfish.server.parser import Parser
 
 STATUS = {"released": 0, "rolled back": 1, "down": 3}
 NUM_SHOWN = 5
@@ -163,9 +165,7 @@ def _seconds(text: str) -> float:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="pilotfish release", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="pilotfish release", description=__doc__)
     parser.add_argument("version", nargs="?", metavar="VERSION", help="a folder of ROOT/versions (none: what runs)")
     parser.add_argument("--instead", action="store_true", help="stop the old version first")
     parser.add_argument("--replace", metavar="SLOT", help="the slot whose version is replaced, if several run")
@@ -189,8 +189,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(
             name, type=_seconds, default=float(default), metavar="SECONDS", help=f"{text} (default: %(default)g)"
         )
-    given = list(argv)
-    at = given.index("--") if "--" in given else len(given)
-    args = parser.parse_args(given[:at])
-    args.gate_flags = given[at + 1 :]
+    own, gate_flags = split_flags(argv)
+    args = parser.parse_args(own)
+    args.gate_flags = gate_flags
     return args

@@ -26,6 +26,7 @@ import msgspec
 from tqdm import tqdm
 
 import pilotfish
+from pilotfish.deploy.arguments import add_endpoint_flags, numbers, some_of, split_flags, words
 from pilotfish.deploy.prompts import domains
 from pilotfish.deploy.sweep import plots
 from pilotfish.deploy.sweep.cell import CellRun, work_of
@@ -33,7 +34,8 @@ from pilotfish.deploy.sweep.client import TIMEOUT, Endpoint, EndpointError
 from pilotfish.deploy.sweep.recommend import Recommendation, recommend
 from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, merged, pretty, tsv, write
 from pilotfish.deploy.sweep.report import markdown
-from pilotfish.deploy.sweep.target import StartError, started
+from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
+from pilotfish.server.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,13 +57,16 @@ def main(argv: Sequence[str]) -> int:
         print("\nstopped: the same command goes on with the cell that was running", file=sys.stderr)
         report(folder, settings, args.target_concurrency)
         return 130
+    except WrongCommand as error:
+        print(f"pilotfish sweep: {error}", file=sys.stderr)
+        return 2
     advice = report(folder, settings, args.target_concurrency)
     say(folder, advice)
     return 1 if any(cell.error for cell in folder.cells()) or advice is None else 0
 
 
 def run_all(folder: Folder, settings: Settings, wanted: Sequence[Cell], args: argparse.Namespace) -> None:
-    """Every cell that is not there yet. One that cannot start is written down and left behind."""
+    """Every cell that is not there yet. One that cannot start is written down and left behind. Raises WrongCommand."""
     done = folder.done()
     todo = [cell for cell in wanted if cell.name not in done]
     if len(todo) < len(wanted):
@@ -102,6 +107,8 @@ def run_cell(
             seconds = time.monotonic() - began
             whole = asyncio.run(measure(cell, url, settings, args, tell))
             return msgspec.structs.replace(whole, start_seconds=seconds)
+    except WrongCommand:
+        raise
     except (StartError, EndpointError, aiohttp.ClientError, OSError) as error:
         return failed(error)
 
@@ -218,10 +225,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    own, flags = _split(argv)
-    parser = argparse.ArgumentParser(
-        prog="pilotfish sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    own, flags = split_flags(argv)
+    parser = Parser(prog="pilotfish sweep", description=__doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint folder to serve")
     parser.add_argument("--url", help="measure the endpoint that runs there instead")
     parser.add_argument("--out", type=Path, default=Path("sweep"), metavar="DIR", help="default: %(default)s")
@@ -231,9 +236,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target-concurrency", type=int, metavar="N", help="recommend for N at once (default: most)")
     parser.add_argument("--relay", metavar="URL", help="a relay before --port: single streams go through it too")
     parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: any free one)")
-    parser.add_argument("--served-model", metavar="NAME", help="with --url: which of its models")
-    key = os.environ.get("PILOTFISH_API_KEY")
-    parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $PILOTFISH_API_KEY, as for the servers")
+    add_endpoint_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(own)
     args.server_flags = flags
@@ -244,28 +247,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after `--`."""
-    given = list(argv)
-    if "--" not in given:
-        return given, []
-    at = given.index("--")
-    return given[:at], given[at + 1 :]
-
-
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--k", type=_numbers(0), default=[0, 1, 2, 3, 5], metavar="LIST", help="default: 0,1,2,3,5")
-    parser.add_argument("--max-num-seqs", type=_numbers(1), default=[1, 2, 4], metavar="LIST", help="default: 1,2,4")
+    parser.add_argument("--k", type=numbers(0), default=[0, 1, 2, 3, 5], metavar="LIST", help="default: 0,1,2,3,5")
+    parser.add_argument("--max-num-seqs", type=numbers(1), default=[1, 2, 4], metavar="LIST", help="default: 1,2,4")
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     known = list(domains())
-    parser.add_argument("--domains", type=_some_of(known), default=known, metavar="LIST", help=",".join(known))
+    parser.add_argument("--domains", type=some_of(known), default=known, metavar="LIST", help=",".join(known))
     paths = ["completions", "chat"]
-    parser.add_argument("--paths", type=_some_of(paths), default=paths, metavar="LIST", help="completions,chat")
+    parser.add_argument("--paths", type=some_of(paths), default=paths, metavar="LIST", help="completions,chat")
     parser.add_argument("--passes", type=int, default=2, metavar="N", help="of single streams; the first is discarded")
     parser.add_argument("--single-tokens", type=int, default=384, metavar="N")
-    parser.add_argument("--concurrency", type=_numbers(2), default=[2, 4, 8], metavar="LIST", help="default: 2,4,8")
+    parser.add_argument("--concurrency", type=numbers(2), default=[2, 4, 8], metavar="LIST", help="default: 2,4,8")
     parser.add_argument("--concurrent-tokens", type=int, default=256, metavar="N")
     parser.add_argument(
         "--contexts", type=_contexts, default=[3000, 12000, MAX], metavar="LIST", help="default: 3000,12000,max"
@@ -275,29 +269,8 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-ignore-eos", action="store_true", help="for endpoints that know no ignore_eos")
 
 
-def _numbers(least: int) -> Callable[[str], list[int]]:
-    def read(text: str) -> list[int]:
-        values = sorted({int(word) for word in text.split(",") if word.strip()})
-        if any(value < least for value in values):
-            raise argparse.ArgumentTypeError(f"want numbers of at least {least}, got {text}")
-        return values
-
-    return read
-
-
 def _contexts(text: str) -> list[int | str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    return [word if word == MAX else int(word) for word in words]
-
-
-def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def read(text: str) -> list[str]:
-        words = [word.strip() for word in text.split(",")]
-        if unknown := [word for word in words if word not in known]:
-            raise argparse.ArgumentTypeError(f"want some of {','.join(known)}, got {','.join(unknown)}")
-        return words
-
-    return read
+    return [word if word == MAX else int(word) for word in words(text)]
 
 
 if __name__ == "__main__":

@@ -27,6 +27,10 @@ class StartError(Exception):
     """The server did not come up; the message is the last thing it said."""
 
 
+class WrongCommand(StartError):
+    """The server ended with status 2: its model or its flags are wrong, and will be at the next start."""
+
+
 @contextlib.contextmanager
 def started(model: str, flags: Sequence[str], log: Path, port: int | None = None) -> Iterator[str]:
     """The URL of a `pilotfish serve` that takes requests. Raises StartError."""
@@ -62,7 +66,8 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise StartError(last_words(log.read_text(errors="replace")))
+            error = WrongCommand if process.returncode == 2 else StartError
+            raise error(last_words(log.read_text(errors="replace")))
         with contextlib.suppress(OSError, http.client.HTTPException), urllib.request.urlopen(url + "/ready", timeout=5):
             return
         time.sleep(0.1)

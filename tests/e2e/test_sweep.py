@@ -117,6 +117,13 @@ def test_a_cell_that_cannot_start_is_named_and_the_rest_goes_on(tmp_path):
     assert "Cells that did not run" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_a_model_that_is_none_ends_the_sweep_at_once(tmp_path):
+    with sweep(tmp_path / "nothing", "--out", tmp_path / "out", "--k", "0,1", *SMALL) as process:
+        code, said, errors = finish(process)
+    assert code == 2 and not said and errors.count("want a checkpoint folder") == 1
+    assert not list(tmp_path.glob("out/cells/*"))
+
+
 def test_a_server_that_dies_loses_its_cell_and_a_sweep_that_dies_takes_its_server_along(model, tmp_path):
     out = tmp_path / "out"
     with sweep(
@@ -159,6 +166,8 @@ def server_of(run):
         (["m", "--url", "u"], "want either MODEL or --url"),
         (["m", "--domains", "poetry"], "essay,code,prose,chinese"),
         (["m", "--k=-1,0"], "at least 0"),
+        (["m", "--k=1,two"], "want numbers of at least 0, got 1,two"),
+        (["m", "--k="], "at least 0"),
         (["m", "--relay", "http://r"], "--relay wants --port"),
     ],
 )

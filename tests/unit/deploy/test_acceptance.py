@@ -32,7 +32,8 @@ def test_tables():
 
 
 @pytest.mark.parametrize(
-    ("args", "words"), [(["m", "--k", "0,1"], "in 1..8"), (["m", "--k", "9"], "in 1..8"), ([], "MODEL")]
+    ("args", "words"),
+    [(["m", "--k", "0,1"], "in 1..8"), (["m", "--k", "9"], "in 1..8"), (["m", "--k", "x"], "got x"), ([], "MODEL")],
 )
 def test_wrong_flags_are_explained(args, words, capsys):
     with pytest.raises(SystemExit):

@@ -95,7 +95,7 @@ def test_lm_evals_results_are_read():
     rows = harness.scores(found)
     assert [row[0] for row in rows] == [*harness.OWN_TASKS, harness.OWN_GROUP]
     assert rows[-1][1:] == ("exact_match", pytest.approx(0.4), 50)
-    assert "pilotfish_quality     exact_match  0.4000  50" in command.table(rows)
+    assert command.table(rows).splitlines()[-1].split() == ["pilotfish_quality", "exact_match", "0.4000", "50"]
 
 
 def test_the_command_by_our_own_client(tmp_path, capsys, monkeypatch):
