@@ -50,12 +50,18 @@ class InFlight:
 
 def make_core(options: EngineOptions) -> EngineLoop:
     """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
+    began = perf_counter()
     engine = start_engine(options)
     # a rate of 0: requests of our own are not audited
     routes = probe.routes(EngineLoop(dataclasses.replace(engine, audit_rate=0.0)))
     assert engine.ready.execution is not None
+    break_even = _break_even(engine, options) if options.cost_table else {}
+    seconds = {"weights": engine.ready.load_seconds} | engine.rounds.start_seconds
+    whole = perf_counter() - began
+    seconds["rest"] = whole - sum(seconds.values())
+    logger.info("ready after %.1f s: %s", whole, ", ".join(f"{part} {took:.1f}" for part, took in seconds.items()))
     execution = msgspec.structs.replace(
-        engine.ready.execution, routes=routes, break_even=_break_even(engine, options) if options.cost_table else {}
+        engine.ready.execution, routes=routes, break_even=break_even, start_seconds=seconds
     )
     return EngineLoop(dataclasses.replace(engine, ready=msgspec.structs.replace(engine.ready, execution=execution)))
 

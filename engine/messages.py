@@ -184,6 +184,8 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `routes`: kernel and dtype -> the layers that took it in the requests of engine/probe.py. `head_weights`: the draft
     head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds.
     `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0, timed at the start.
+    `start_seconds`: what the engine did until it was ready: "weights" (opened, read, packed, the head tested),
+    "kernels" compiled, "graphs" captured, "rest" (caches, buffers, requests of our own, timed rounds).
     """
 
     num_layers: int
@@ -193,6 +195,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_graphs: int = 0
     routes: dict[str, list[str]] = {}
     break_even: dict[int, float] = {}
+    start_seconds: dict[str, float] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

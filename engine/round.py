@@ -63,6 +63,11 @@ class Rounds(Protocol):
     @property
     def graph_bytes(self) -> int: ...
 
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """What getting ready took, by part; {} where there was nothing to compile or capture."""
+        ...
+
     def take_compiled(self) -> int:
         """Kernels compiled since the last call: once serving, each one has made a round wait."""
         ...
@@ -81,6 +86,11 @@ class EagerRounds:
     pending_bytes: int = 0
     buffer_bytes: int = 0
     graph_bytes: int = 0
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """See Rounds."""
+        return {}
 
     def take_compiled(self) -> int:
         """See Rounds: none of these are compiled here."""

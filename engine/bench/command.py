@@ -4,7 +4,8 @@ MODEL is a checkpoint folder, or with --load-format dummy a released size by nam
 config.json: its weights are then random values made on the device. Batches of random prompts are decoded greedily for
 --tokens tokens. Every k must write what k = 0 writes, or there are no figures. With --synthetic-acceptance-length the
 head runs as ever, and its drafts are replaced by the known text with seeded errors; rows with random weights or
-replaced drafts say that they are synthetic.
+replaced drafts say that they are synthetic. --first-requests makes it a check too: exit status 1 where the first
+request at a k and batch was more than 10 % slower than the second, or a kernel was compiled.
 """
 
 from __future__ import annotations
@@ -19,43 +20,48 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from pilotfish.engine import ledger, probe
+from pilotfish.engine.bench.admission import STREAMS, measure_admission, stream_tokens
+from pilotfish.engine.bench.experts import count_experts
+from pilotfish.engine.bench.first import complaints, first_and_second
 from pilotfish.engine.bench.measure import Case, Run, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.profile import profile
 from pilotfish.engine.bench.roof import Frame, distinct_experts, memory_rate, round_bytes
+from pilotfish.engine.bench.show import ADMISSION, ROUND, show
 from pilotfish.engine.bench.sizes import SIZES, released_config
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.load import Weight, load_weights
-from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.checkpoint.names import is_mtp
+from pilotfish.engine.checkpoint.recognise import loaded_parts, open_checkpoint
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.options import MAX_DEPTH
-from pilotfish.engine.start import MAX_ROWS, Plan, assemble
+from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
-COLUMNS = (
-    ("k", "k"), ("batch", "B"), ("context", "context"), ("tokens_per_second", "tok/s"), ("round_ms", "round ms"),
-    ("acceptance_length", "accepted"), ("floor_ms", "floor ms"), ("share_of_roof", "of roof"),
-    ("first_token_ms", "first ms"), ("host_ms", "host ms"), ("graph_hits", "hits"), ("graph_misses", "misses"),
-)  # fmt: skip
 REPLAYS = 50
 WARM_UP_TOKENS = 8
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row for each k, batch and context. Raises PilotfishError."""
-    config, weights = _weights(args)
+    """One row for each k, batch and context, and one for each k's admission if asked for. Raises PilotfishError."""
+    began = perf_counter()
+    config, weights, packed_bytes = _weights(args)
     plan = _plan(args, config)
     sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
     draft_ids = None if args.draft_vocab_size is None else range(min(args.draft_vocab_size, config.vocab_size))
     model = build_model(weights, config, sizes, plan.dtype, plan.device, plan.fused, draft_ids)
+    weights_seconds = perf_counter() - began
+    resident_bytes = _resident_bytes(model)
     rate = memory_rate(plan.device) if plan.device.type == "cuda" else None
     frame = {
         "model": args.model,
@@ -66,27 +72,35 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "pdl": plan.fused and not args.no_pdl,
         "memory_bytes_per_second": rate,
         "weights_bytes": sum(linear.num_bytes for linear in _products(model)),
+        "resident_bytes": resident_bytes,
+        "packed_bytes": packed_bytes,
+        "synthetic": args.load_format == "dummy" or args.synthetic_acceptance_length is not None,
     }
     texts: dict[tuple[int, int], dict[str, list[int]]] = {}
     for depth in sorted({0, *args.k}):
         loop = _loop(args, model, plan, depth)
+        frame["start_seconds"] = {"weights": weights_seconds} | loop.rounds.start_seconds
         for batch in args.batch:
             if batch * (depth + 1) > MAX_ROWS:
                 continue
             for context in args.context:
                 known = texts.get((batch, context))
-                run = _run(args, loop, Case(depth, batch, context), known)
+                case = Case(depth, batch, context)
+                run, first = _run(args, loop, case, known)
                 if known is None:
                     texts[batch, context] = run.texts
                 elif known != run.texts:
                     raise PilotfishError(f"k = {depth}, batch {batch}, context {context}: other text than k = 0")
                 if depth in args.k:
-                    yield frame | _row(args, model, loop, Case(depth, batch, context), run, rate)
+                    yield frame | _row(args, model, loop, case, run, rate) | first
+        if args.admission is not None and depth in args.k:
+            yield frame | _admission_row(args, loop, depth)
         del loop
         gc.collect()
 
 
-def _weights(args: argparse.Namespace) -> tuple[ModelConfig, dict[str, Weight]]:
+def _weights(args: argparse.Namespace) -> tuple[ModelConfig, dict[str, Weight], int]:
+    """What to build from, and its bytes as a checkpoint holds them."""
     device, with_head = _device(args), max(args.k) > 0
     if args.load_format == "dummy":
         config = released_config(args.model)
@@ -94,12 +108,29 @@ def _weights(args: argparse.Namespace) -> tuple[ModelConfig, dict[str, Weight]]:
             if not (Path(args.model) / "config.json").is_file():
                 raise OptionError(f"model: want a folder with a config.json or one of {', '.join(SIZES)}")
             config = ModelConfig.load(args.model)
-        return config, dummy_weights(config, args.dummy_layout, device, with_head)
+        weights = dummy_weights(config, args.dummy_layout, device, with_head)
+        return config, weights, ledger.tensor_bytes(weights)
     checkpoint = open_checkpoint(args.model)
     weights = load_weights(checkpoint, device)
     if with_head and not checkpoint.has_mtp:
         raise OptionError(f"k: {args.model} has no draft head")
-    return checkpoint.config, {n: w for n, w in weights.items() if with_head or not n.startswith("mtp.")}
+    kept = {name: weight for name, weight in weights.items() if with_head or not is_mtp(name)}
+    modules = [module for name, module in checkpoint.modules.items() if with_head or not is_mtp(name)]
+    packed = sum(info.num_bytes for module in modules for info in loaded_parts(module).values())
+    return checkpoint.config, kept, packed
+
+
+def _resident_bytes(model: Model) -> int:
+    """Of all weights: on a GPU whatever the allocator has given out beyond the caches, forgotten copies included; on a
+    CPU the tensors that the model reaches."""
+    if model.device.type != "cuda":
+        return ledger.tensor_bytes(model)
+    gc.collect()
+    state = model.trunk.state
+    caches = sum(cache.k.nbytes + cache.v.nbytes for cache in ledger.caches_of(model))
+    held = (state.s, state.conv, *vars(state.pending).values())
+    states = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+    return torch.cuda.memory_allocated(model.device) - caches - states
 
 
 def _device(args: argparse.Namespace) -> torch.device:
@@ -114,9 +145,14 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     fused = args.kernels == "fused"
     if fused and device.type != "cuda":
         raise OptionError("kernels: want a CUDA device for fused ones")
+    chunk = args.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
     longest = max(args.context) + args.tokens
     pages = -(-(longest + depth + 1) // PAGE) * batch
-    chunk = args.prefill_chunk or (2048 if fused else 256)
+    if args.admission is not None:
+        stream = min(args.context) + stream_tokens(depth, args.admission, chunk)
+        lengths = [stream] * STREAMS + [args.admission + 2]
+        pages = max(pages, sum(-(-(length + depth + 1) // PAGE) for length in lengths))
+        longest, batch = max(longest, *lengths), max(batch, len(lengths))
     # what is captured is chosen batch by batch
     return Plan(device, dtype, depth, None, longest, batch, "configured", pages, chunk, fused=fused)
 
@@ -124,6 +160,9 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
 def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> EngineLoop:
     loop = EngineLoop(assemble(model, dataclasses.replace(plan, depth=depth), max(args.batch), 0, 0.0))
     state = loop.runner.state
+    if args.first_requests:
+        # as a server does before it is ready
+        probe.routes(loop)
     if depth and args.synthetic_acceptance_length is not None:
         rates = [acceptance_rate(args.synthetic_acceptance_length, depth)] * depth
         state.oracle = Oracle(state.num_slots, plan.max_model_len, state.vocab_size, rates, plan.device)
@@ -135,20 +174,46 @@ def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> Eng
         loop.rounds.body.ops.use_pdl(not args.no_pdl)
         if not args.enforce_eager:
             with torch.inference_mode():
-                fitting = (loop.rounds.shapes.fit(batch, depth) for batch in args.batch)
+                beside = [] if args.admission is None else [STREAMS, STREAMS + 1]
+                fitting = (loop.rounds.shapes.fit(batch, depth) for batch in (*args.batch, *beside))
                 loop.rounds.capture({shape for shape in fitting if isinstance(shape, Shape)})
+        loop.rounds.take_compiled()
     return loop
 
 
-def _run(args: argparse.Namespace, loop: EngineLoop, case: Case, known: dict[str, list[int]] | None) -> Run:
+def _run(
+    args: argparse.Namespace, loop: EngineLoop, case: Case, known: dict[str, list[int]] | None
+) -> tuple[Run, dict[str, Any]]:
+    """The timed batch; and what came before it, the first requests where they are looked at."""
     prompts = random_prompts(case.batch, case.context, loop.ready.vocab_size)
     oracle = loop.runner.state.oracle
     if isinstance(oracle, Oracle) and known is not None:
         for number, prompt in enumerate(prompts):
             oracle.tell(prompt, known[f"b{number}"])
-    # once for what libraries set up at their first call
-    run_batch(loop, prompts[:1], WARM_UP_TOKENS, args.seed)
-    return run_batch(loop, prompts, args.tokens, args.seed)
+    if args.first_requests:
+        first = first_and_second(loop, prompts, args.tokens, args.seed)
+    else:
+        # once for what libraries set up at their first call
+        first = {}
+        run_batch(loop, prompts[:1], WARM_UP_TOKENS, args.seed)
+    run = run_batch(loop, prompts, args.tokens, args.seed)
+    if loop.runner.model.config.is_moe:
+        by_layer = count_experts(loop, prompts, args.tokens, args.seed)
+        first |= {"distinct_experts": statistics.fmean(by_layer), "distinct_experts_by_layer": by_layer}
+    return run, first
+
+
+def _admission_row(args: argparse.Namespace, loop: EngineLoop, depth: int) -> dict[str, Any]:
+    context = min(args.context)
+    return {
+        "kind": ADMISSION,
+        "k": depth,
+        "streams": STREAMS,
+        "context": context,
+        "prompt": args.admission,
+        "prefill_chunk": loop.scheduler.prefill_chunk,
+        **measure_admission(loop, context, args.admission).as_row(),
+    }
 
 
 def _row(
@@ -159,6 +224,7 @@ def _row(
     floor_ms = 1e3 * floor / rate if rate else None
     config = model.config
     row: dict[str, Any] = {
+        "kind": ROUND,
         "k": case.depth,
         "batch": case.batch,
         "context": case.context,
@@ -173,7 +239,6 @@ def _row(
         "host_ms": 1e3 * statistics.median(run.host_seconds) if run.host_seconds else None,
         "graph_hits": run.graph_hits,
         "graph_misses": run.graph_misses,
-        "synthetic": args.load_format == "dummy" or args.synthetic_acceptance_length is not None,
     }
     if config.is_moe:
         row["distinct_experts_uniform"] = distinct_experts(config.num_experts, config.num_experts_per_tok, frame.rows)
@@ -218,20 +283,6 @@ def _products(root: object) -> Iterator[Any]:
             todo += getattr(item, "__dict__", {}).values()
 
 
-def show(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The rows as a table."""
-    table = [[title for _, title in COLUMNS], *([_cell(row[name]) for name, _ in COLUMNS] for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
-    for line in table:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) and value < 100 else f"{value:.0f}"
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="pilotfish bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -253,6 +304,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--draft-vocab-size", type=int, metavar="N", help="drafts are chosen from the first N ids alone"
     )
     parser.add_argument("--profile", action="store_true", help="launches a round, and the GPU's idle share, by tracing")
+    parser.add_argument(
+        "--admission",
+        type=_number(1, 1 << 20),
+        metavar="N",
+        help=f"the longest wait of {STREAMS} running streams (of the least context) while a prompt of N tokens is read",
+    )
+    parser.add_argument(
+        "--first-requests", action="store_true", help="check that the first request at each k and batch is no slower"
+    )
     parser.add_argument("--prefill-chunk", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON line a row, too")
@@ -265,6 +325,15 @@ def _numbers(least: int, most: int) -> Any:
         if not values or values[0] < least or values[-1] > most:
             raise argparse.ArgumentTypeError(f"want numbers in {least}..{most}, got {text!r}")
         return values
+
+    return read
+
+
+def _number(least: int, most: int) -> Any:
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"want a number in {least}..{most}, got {text!r}")
+        return int(text)
 
     return read
 
@@ -284,9 +353,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     for line in show(rows):
         print(line)
-    if any(row["synthetic"] for row in rows):
-        print("synthetic: random weights, or drafts replaced by a known text with seeded errors")
-    return 0
+    slow = complaints(rows)
+    for line in slow:
+        print(f"pilotfish bench: {line}", file=sys.stderr)
+    return 1 if slow else 0
 
 
 if __name__ == "__main__":

@@ -25,11 +25,14 @@ class Case:
 
 @dataclass
 class Run:
-    """One batch. `texts`: what each request wrote. Times are the host's, in seconds; a round's is from one report to
-    the next. `steady` leaves the first rounds out, and those in which a request ended."""
+    """One batch. `texts`: what each request wrote. Times are the host's: `seconds` from the first request's arrival to
+    the last one's end; a round's from one report to the next, the first rounds left out, and those in which a request
+    ended. `num_compiled`: kernels that it had to wait for."""
 
     batch: int
+    seconds: float = 0.0
     first_token_seconds: float = 0.0
+    num_compiled: int = 0
     texts: dict[str, list[int]] = field(default_factory=dict)
     round_seconds: list[float] = field(default_factory=list)
     host_seconds: list[float] = field(default_factory=list)
@@ -71,6 +74,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
         now = perf_counter()
         if report is None:
             continue
+        run.num_compiled += report.stats.num_compiled
         outputs = [output for output in report.outputs if output.round]
         _collect(run, report)
         if all(run.texts.values()) and not run.first_token_seconds:
@@ -82,6 +86,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
                 run.tokens.append(sum(len(output.token_ids) for output in outputs))
                 run.host_seconds.append(report.stats.phases.get("launch", 0.0))
         last = now
+    run.seconds = last - began
     return run
 
 

@@ -61,6 +61,8 @@ class RoundBody:
             ops.add_norm(x, mixed, layer.post_norm.scale, eps, h)
             last = index == len(norms) - 1
             self._feed_forward(layer, rows, norm.scale, b.hidden[:rows] if last else h)
+            if not isinstance(layer.mlp, DenseMlp):
+                self._see(f"layers.{index}.experts", b.expert_ids[:rows])
             self._see(f"layers.{index}.mlp", x)
         ops.linear(trunk.lm_head, b.hidden[:rows], b.logits[:rows])
         self._see("logits", b.logits[:rows])

@@ -40,6 +40,7 @@ class DeviceRounds:
         device = runner.model.device
         self.graphs = Graphs(device)
         self.num_missed = 0
+        self._compile_seconds = 0.0
         self._compilations = Compilations.now()
         self._report_mail = Mailbox((report_size(body.buffers.sizes),), torch.uint8, device)
 
@@ -73,6 +74,11 @@ class DeviceRounds:
         """See Rounds."""
         return self.graphs.counts.num_bytes
 
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """See Rounds: kernels compiled or read from disk, then graphs captured."""
+        return {"kernels": self._compile_seconds, "graphs": self.graphs.counts.seconds}
+
     def capture(self, shapes: Iterable[Shape] | None = None, progress: bool = True) -> None:
         """Captures these shapes, by default every one, after compiling what they launch, in parallel.
 
@@ -81,7 +87,9 @@ class DeviceRounds:
         chosen = list(shapes or self.shapes)
         self.body.buffers.slots.zero_()
         if self.runner.model.device.type == "cuda":
-            compile_all(lambda: self._work_each(chosen))
+            began = perf_counter()
+            compile_all(lambda: self._work_each(chosen), load=True)
+            self._compile_seconds += perf_counter() - began
         for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
             for part in (WHOLE, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]

@@ -5,6 +5,7 @@ R = rows, T = prompt rows, H = hidden, E = experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,16 @@ from pilotfish.kernels.moe import GatedMlp, expert_bulk, expert_rows, route
 if TYPE_CHECKING:
     from pilotfish.kernels.cuda.modules import FusedExperts, FusedMlp
 
+SeeExperts = Callable[[torch.Tensor], None]
+"""Is shown the experts of each row of a window, int [R, k] in order of rank."""
+
 
 @dataclass(frozen=True)
 class DenseMlp:
     mlp: GatedMlp | FusedMlp
 
-    def rows(self, x_RH: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """[R, H], row-invariant; rows past num_rows are padding."""
+    def rows(self, x_RH: torch.Tensor, num_rows: int, see: SeeExperts | None = None) -> torch.Tensor:
+        """[R, H], row-invariant; rows past num_rows are padding. There are no experts to see."""
         return self.mlp.rows(x_RH)
 
     def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -41,9 +45,11 @@ class MoeMlp:
     shared: GatedMlp
     top_k: int
 
-    def rows(self, x_RH: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def rows(self, x_RH: torch.Tensor, num_rows: int, see: SeeExperts | None = None) -> torch.Tensor:
         """fp32 [R, H], row-invariant; rows past num_rows are padding and use no expert."""
         weights, ids, shared_gate = self._route(self.router.rows(x_RH))
+        if see is not None:
+            see(ids)
         routed = expert_rows(x_RH, num_rows, self.experts, weights, ids)
         return torch.addcmul(routed, self.shared.rows(x_RH).float(), shared_gate)
 
@@ -65,9 +71,11 @@ class FusedMoeMlp:
     experts: FusedExperts
     top_k: int
 
-    def rows(self, x_RH: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def rows(self, x_RH: torch.Tensor, num_rows: int, see: SeeExperts | None = None) -> torch.Tensor:
         """fp32 [R, H], row-invariant; rows past num_rows are padding, and zero."""
         routed = self._route(self.router.rows(x_RH[:num_rows]))
+        if see is not None:
+            see(routed[1])
         return F.pad(self.experts.rows(x_RH[:num_rows], *routed), (0, 0, 0, len(x_RH) - num_rows))
 
     def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp
+from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp, SeeExperts
 from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.window import Span, Window
 from pilotfish.kernels.linear import AnyLinear
@@ -54,8 +55,8 @@ class Layer:
         assert isinstance(self.mixer, GatedAttention)
         return sum_over_ranks(self.mixer.rows(self.input_norm(x), window, cache))
 
-    def feed_forward(self, x: torch.Tensor, window: Window) -> torch.Tensor:
-        return sum_over_ranks(self.mlp.rows(self.post_norm(x), window.num_rows))
+    def feed_forward(self, x: torch.Tensor, window: Window, see: SeeExperts | None = None) -> torch.Tensor:
+        return sum_over_ranks(self.mlp.rows(self.post_norm(x), window.num_rows, see))
 
     def attention_bulk(self, x: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
         """A full-attention layer over a prompt span."""
@@ -99,12 +100,13 @@ class Trunk:
                 mixed = sum_over_ranks(mixed)
                 pending.append(rows)
                 kind = "linear_attn"
-            x = x + mixed
-            out = layer.feed_forward(x, window)
-            x = x + out
             if trace is not None:
                 trace(f"layers.{index}.{kind}", mixed)
+            x = x + mixed
+            out = layer.feed_forward(x, window, None if trace is None else partial(trace, f"layers.{index}.experts"))
+            if trace is not None:
                 trace(f"layers.{index}.mlp", out)
+            x = x + out
         self.state.pending.store(window.slots, pending)
         return self.norm(x)
 

@@ -7,9 +7,15 @@ import json
 import pytest
 import torch
 
-from pilotfish.engine.bench import command
+from pilotfish.engine import ledger
+from pilotfish.engine.bench import admission, command, first
+from pilotfish.engine.bench.experts import ExpertCounts, count_experts
+from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.scheduler import PrefillStep, RoundStep
 from tests.support.rounds import CPU, make_engine
 from tests.support.tiny_models import build_tiny
 
@@ -107,3 +113,152 @@ def test_the_floor_counts_every_matrix_once_and_the_head_by_pass():
 
 def test_distinct_experts_of_uniform_routing():
     assert distinct_experts(256, 8, 4) == pytest.approx(30.5, abs=0.05)
+
+
+def test_experts_are_counted_by_layer_over_the_rounds_of_the_whole_batch():
+    counts = ExpertCounts(2)
+    counts.observe("layers.0.experts", torch.tensor([[1, 2], [2, 3]]), [1, 2], [7, 9])
+    counts.observe("layers.1.experts", torch.tensor([[4, 5], [5, 4]]), [1, 2], [7, 9])
+    counts.observe("layers.0.experts", torch.tensor([[1, 2], [3, 4]]), [1, 2], [8, 10])
+    counts.observe("layers.0.experts", torch.tensor([[1, 2]]), [2], [11])
+    counts.observe("layers.0.mlp", torch.zeros(2, 4), [1, 2], [8, 10])
+    assert counts.by_layer == [3.5, 2.0]
+
+
+def test_a_row_alone_takes_top_k_experts_and_more_rows_take_more():
+    found = {}
+    for depth in (0, 3):
+        loop = EngineLoop(make_engine("moe", depth=depth))
+        config = loop.runner.model.config
+        found[depth] = count_experts(loop, random_prompts(1, 20, config.vocab_size), 24, 0)
+        assert len(found[depth]) == config.num_hidden_layers and not loop.runner.observers
+    assert found[0] == [config.num_experts_per_tok] * config.num_hidden_layers
+    assert all(config.num_experts_per_tok < count <= config.num_experts for count in found[3])
+
+
+def test_measured_experts_stand_beside_the_uniform_expectation(folder, tmp_path, capsys):
+    for row in rows_of(folder, tmp_path / "out"):
+        assert row["distinct_experts"] == pytest.approx(sum(row["distinct_experts_by_layer"]) / 4)
+        assert row["distinct_experts_uniform"] > 0
+    assert {"experts", "uniform"} <= set(capsys.readouterr().out.splitlines()[0].split())
+
+
+def test_the_weights_bytes_are_the_files_and_what_is_resident_is_told(folder, tmp_path, capsys):
+    checkpoint = open_checkpoint(folder)
+    row = rows_of(folder, tmp_path / "with", "--k", "3", "--batch", "1")[-1]
+    assert row["packed_bytes"] == checkpoint.num_bytes
+    assert row["resident_bytes"] == pytest.approx(row["packed_bytes"], rel=0.5)
+    assert "as packed in the checkpoint" in capsys.readouterr().out
+    without = rows_of(folder, tmp_path / "without", "--k", "0", "--batch", "1")[-1]
+    assert without["packed_bytes"] < row["packed_bytes"] and without["resident_bytes"] < row["resident_bytes"]
+    assert set(row["start_seconds"]) == {"weights"} and row["start_seconds"]["weights"] > 0
+
+
+def test_every_weight_that_stays_is_counted():
+    model = make_engine("moe", depth=3).runner.model
+    assert command._resident_bytes(model) == ledger.tensor_bytes(model)
+
+
+class StepClock:
+    """A second passes in each step of a loop; a chunk of the prompt takes nine more."""
+
+    def __init__(self, loop, monkeypatch):
+        self.now, self.step = 0.0, loop.step
+        monkeypatch.setattr(loop, "step", self._tick)
+        monkeypatch.setattr(admission, "perf_counter", lambda: self.now)
+
+    def _tick(self):
+        report = self.step()
+        self.now += 1 + 9 * bool(report and report.stats.num_prefill_tokens)
+        return report
+
+
+def admission_loop(depth=3):
+    return EngineLoop(make_engine("moe", depth=depth, max_num_seqs=5, num_pages=20, prefill_chunk=64))
+
+
+@pytest.mark.parametrize("depth", (0, 3))
+def test_a_stream_waits_for_a_chunk_and_a_round(depth, monkeypatch):
+    loop = admission_loop(depth)
+    StepClock(loop, monkeypatch)
+    found = admission.measure_admission(loop, 20, 300)
+    assert found.round == 1 and found.chunks == [10] * 5 and found.first_token_alone == 50
+    # five chunks, and a round before the first one and between two
+    assert found.gap == 11 and found.first_token in (54, 55)
+    assert not loop.has_work()
+    loop.scheduler.check()
+
+
+def test_a_scheduler_that_starves_the_streams_shows(monkeypatch):
+    loop = admission_loop()
+    scheduler, fair = loop.scheduler, loop.scheduler.next_step
+
+    def prompts_first():
+        step = fair()
+        waiting = [sequence for sequence in scheduler.running if not sequence.is_prefilled]
+        if isinstance(step, RoundStep) and waiting:
+            scheduler._last_was_prefill = False
+            step = fair()
+            assert isinstance(step, PrefillStep)
+        return step
+
+    monkeypatch.setattr(scheduler, "next_step", prompts_first)
+    StepClock(loop, monkeypatch)
+    assert admission.measure_admission(loop, 20, 300).gap == 51
+
+
+def test_an_admission_is_a_row_of_its_own(folder, tmp_path, capsys):
+    flags = ["--admission", "100", "--prefill-chunk", "32", "--batch", "1"]
+    for more in ([], ["--synthetic-acceptance-length", "2"]):
+        out = tmp_path / f"out{len(more)}"
+        rows = rows_of(folder, out, *flags, *more)
+        assert [(row["kind"], row["k"]) for row in rows] == [
+            ("round", 0), ("admission", 0), ("round", 3), ("admission", 3)
+        ]  # fmt: skip
+        for row in rows[1::2]:
+            assert row["streams"] == 4 and row["prompt"] == 100 and row["prefill_chunk"] == 32
+            assert row["largest_gap_ms"] >= row["round_ms"] > 0 and row["first_token_ms"] > row["chunk_ms"] > 0
+        assert "longest wait" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ("0", "-1", "many"))
+def test_a_prompt_that_is_no_length_is_refused(folder, value, capsys):
+    with pytest.raises(SystemExit):
+        command.main([str(folder), *ARGS, f"--admission={value}"])
+    assert "--admission: want a number in 1" in capsys.readouterr().err
+
+
+def test_first_requests_are_timed_before_any_other(folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(first, "run_batch", _recorded(first.run_batch, asked))
+    monkeypatch.setattr(command, "run_batch", _recorded(command.run_batch, asked))
+    monkeypatch.setattr(command, "complaints", lambda rows: [])
+    rows = rows_of(folder, tmp_path / "out", "--first-requests")
+    assert asked == [(1, 32), (1, 32), (1, 40), (2, 32), (2, 32), (2, 40)] * 2
+    for row in rows:
+        assert row["first_request_ms"] > 0 and row["second_request_ms"] > 0 and row["num_compiled"] == 0
+
+
+def _recorded(run_batch, asked):
+    def run(loop, prompts, num_tokens, seed):
+        asked.append((len(prompts), num_tokens))
+        return run_batch(loop, prompts, num_tokens, seed)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "compiled", "complaint"),
+    ((109.0, 0, None), (50.0, 0, None), (112.0, 0, "112.0 ms, the second 100.0 ms (+12%"), (90.0, 2, "2 kernels")),
+)
+def test_a_slow_first_request_is_named_and_fails(folder, capsys, monkeypatch, first_ms, compiled, complaint):
+    values = {"first_request_ms": first_ms, "second_request_ms": 100.0, "num_compiled": compiled}
+    monkeypatch.setattr(command, "first_and_second", lambda *_: dict(values))
+    status = command.main([str(folder), *ARGS, "--k", "3", "--batch", "2", "--first-requests"])
+    output = capsys.readouterr()
+    assert status == (complaint is not None)
+    assert "1st request ms" in output.out
+    if complaint is None:
+        assert "first request" not in output.err
+    else:
+        assert complaint in output.err and "k = 3, batch 2, context 20" in output.err

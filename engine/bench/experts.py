@@ -1,0 +1,44 @@
+"""How many experts a round's rows really take, layer by layer, beside what uniform routing would give.
+
+Counted in rounds of their own, which nobody times: their routers' outcomes are looked at on the host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from pilotfish.engine.bench.measure import run_batch
+from pilotfish.engine.loop import EngineLoop
+
+ROUNDS = 16
+"""At least so many are counted, as far as the requests' tokens reach."""
+
+
+class ExpertCounts:
+    """An observer (see runner.py): distinct experts of each trunk layer, for every round of `batch` sequences."""
+
+    def __init__(self, batch: int):
+        self.batch = batch
+        self.rounds: dict[str, list[int]] = defaultdict(list)
+
+    def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+        if name.endswith(".experts") and len(set(slots)) == self.batch:
+            self.rounds[name].append(rows.unique().numel())
+
+    @property
+    def by_layer(self) -> list[float]:
+        """Means over the rounds, first layer first; [] for a dense trunk."""
+        return [sum(counts) / len(counts) for counts in self.rounds.values()]
+
+
+def count_experts(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed: int) -> list[float]:
+    """Mean number of distinct experts of each layer while all prompts are decoded together."""
+    counts = ExpertCounts(len(prompts))
+    loop.runner.observers.append(counts.observe)
+    try:
+        run_batch(loop, prompts, min(num_tokens, ROUNDS * (loop.depth + 1)), seed)
+    finally:
+        loop.runner.observers.remove(counts.observe)
+    return counts.by_layer

@@ -1,0 +1,59 @@
+"""Measured rows as text: a table of rounds, one of admissions, and what the weights and the start took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+ROUND, ADMISSION = "round", "admission"
+"""A row's `kind`."""
+COLUMNS = (
+    ("k", "k"), ("batch", "B"), ("context", "context"), ("tokens_per_second", "tok/s"), ("round_ms", "round ms"),
+    ("acceptance_length", "accepted"), ("floor_ms", "floor ms"), ("share_of_roof", "of roof"),
+    ("distinct_experts", "experts"), ("distinct_experts_uniform", "uniform"), ("first_token_ms", "first ms"),
+    ("host_ms", "host ms"), ("graph_hits", "hits"), ("graph_misses", "misses"),
+    ("first_request_ms", "1st request ms"), ("second_request_ms", "2nd request ms"),
+)  # fmt: skip
+ADMISSION_COLUMNS = (
+    ("k", "k"), ("streams", "streams"), ("context", "context"), ("prompt", "prompt"), ("largest_gap_ms", "gap ms"),
+    ("round_ms", "round ms"), ("chunk_ms", "chunk ms"), ("largest_chunk_ms", "largest"), ("first_token_ms", "first ms"),
+    ("first_token_alone_ms", "alone ms"),
+)  # fmt: skip
+MIB = 1 << 20
+
+
+def show(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Everything that was measured, line by line."""
+    if not rows:
+        return
+    yield from _table(COLUMNS, [row for row in rows if row["kind"] == ROUND])
+    admissions = [row for row in rows if row["kind"] == ADMISSION]
+    if admissions:
+        yield "longest wait for a token of streams that run while a prompt is read:"
+        yield from _table(ADMISSION_COLUMNS, admissions)
+    row = rows[0]
+    resident, packed = row["resident_bytes"], row["packed_bytes"]
+    yield (
+        f"weights: {resident / MIB:.1f} MiB resident, {packed / MIB:.1f} MiB as packed in the checkpoint "
+        f"({resident / packed - 1:+.1%})"
+    )
+    for depth, start in {row["k"]: row["start_seconds"] for row in rows}.items():
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start.items())
+        yield f"start to ready at k = {depth}: {sum(start.values()):.1f} s ({parts})"
+    if any(row["synthetic"] for row in rows):
+        yield "synthetic: random weights, or drafts replaced by a known text with seeded errors"
+
+
+def _table(columns: Sequence[tuple[str, str]], rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Without the columns that no row has a value for."""
+    columns = [(name, title) for name, title in columns if any(row.get(name) is not None for row in rows)]
+    table = [[title for _, title in columns], *([_cell(row.get(name)) for name, _ in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for line in table:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) and value < 100 else f"{value:.0f}"
