@@ -37,15 +37,22 @@ def compile_only() -> Iterator[None]:
         JITFunction.run = launch
 
 
-def compile_all(launch: Callable[[], object], num_threads: int | None = None) -> int:
+def compile_all(launch: Callable[[], object], num_threads: int | None = None, load: bool = False) -> int:
     """Compiles every kernel that `launch` launches, on several threads; the number of those that were not on disk.
 
     The kernels of the process that called are ready afterwards: its next launches neither compile nor read the disk.
+    `load`: nor do they load code onto the device or, with Triton 3.6, have a C compiler make what launches each; needs
+    a device. A kernel that does not compile is an error where it is launched.
     """
     before = Compilations.now()
     threads = num_threads or min(16, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool), compile_only():
-        launch()
+    with ThreadPoolExecutor(threads) as pool:
+        with triton.AsyncCompileMode(pool, ignore_errors=True) as compiling, compile_only():
+            launch()
+        kernels = [kernel for future in compiling.future_kernels.values() if (kernel := future.kernel) is not None]
+        if load:
+            # reading it makes it
+            list(pool.map(lambda kernel: kernel.run, kernels))
     return (Compilations.now() - before).compiled
 
 

@@ -46,7 +46,7 @@ def compiled():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "CHUNK", small.CHUNK)
-        compile_all(variants)
+        compile_all(variants, load=True)
 
 
 @pytest.fixture

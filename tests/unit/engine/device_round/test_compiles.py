@@ -1,4 +1,5 @@
-"""A whole round of fused kernels, wired as it is served, compiles for a GPU where there is none."""
+"""A whole round of fused kernels, wired as it is served, compiles for a GPU where there is none; and each of them
+waits for the one before it before it touches what another writes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from pilotfish.engine.device_round.shapes import Shape
 from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.model.build import CacheSizes, build_model
-from tests.support.compiled import compiling
+from tests.support.compiled import Code, compiling
+from tests.support.dependent_launch import Waits
 from tests.support.rounds import CPU
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
@@ -30,21 +32,63 @@ LAUNCHES = {
 }
 
 
-def test_the_demo_model_s_round(monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132)
-    )
+EARLY = {
+    *("data", "block_scale", "place", "number", "scale", "norm_scale", "embedding_scale", "hidden_scale", "qk_norm"),
+    *("gate_norm", "decay_rate", "dt_bias", "inv_freq"),
+    "slots",  # written by copies from the host alone, which are in no chain
+}
+"""Arguments that no kernel of a round writes."""
+
+
+@pytest.fixture(scope="module", params=["nvfp4", "mixed"])
+def launched(request):
+    """The kernels of a whole round, launch by launch: of 8 rows, and of 24, where experts are listed."""
     config = ModelConfig.load(DEMO)
-    weights = dummy_weights(config, "nvfp4", CPU)
-    model = build_model(weights, config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True)
-    state = BatchState(3, 3, config.vocab_size, CPU, complete=True)
-    rounds = make_rounds(model, state, 3, 2, 512, 16)
+    model = build_model(
+        dummy_weights(config, request.param, CPU), config, CacheSizes(8, 7, 0), torch.bfloat16, CPU, fused=True
+    )
+    state = BatchState(7, 3, config.vocab_size, CPU, complete=True)
+    rounds = make_rounds(model, state, 3, 6, 512, 16)
     with torch.inference_mode(), compiling() as kernels:
-        rounds._work(Shape(2, 3), WHOLE)
-    names = {kernel.metadata.name for kernel in kernels}
+        for shape in (Shape(2, 3), Shape(6, 3)):
+            rounds._work(shape, WHOLE)
+    return kernels
+
+
+def test_the_demo_model_s_round(launched):
+    names = {kernel.metadata.name for kernel in launched}
     assert names >= LAUNCHES, LAUNCHES - names
-    # launches of eight layers, the head three times, lm_head four times
-    assert len(kernels) > 100
+    # twice the launches of eight layers, the head three times, lm_head four times
+    assert len(launched) > 200
+
+
+def test_no_kernel_touches_what_another_writes_before_it_has_waited(launched):
+    for kernel in {kernel.hash: kernel for kernel in launched}.values():
+        name, waits, code = kernel.metadata.name, Waits(kernel), Code(kernel)
+        # gate_up waits for the router before down may start: so down may read what the router wrote
+        down = name == "experts_kernel" and waits.triggers_early
+        allowed = EARLY | ({"ids", "lists"} if down else set())
+        assert kernel.metadata.launch_pdl and waits.num_waits == waits.num_triggers == 1, name
+        assert waits.early <= {("ld", frozenset([argument])) for argument in allowed}, (name, waits.early)
+        # programs of down that have nothing to do leave at once; the first one's expert is no other's
+        assert waits.leaves_early == down, name
+        assert code.before("ST", "ACQBULK") == code.before("ATOM", "ACQBULK") == 0, name
+
+
+def test_a_kernel_without_its_wait_is_found(launched):
+    kernel = next(kernel for kernel in launched if kernel.metadata.name == "_add_norm_kernel")
+    wait = "griddepcontrol.wait;"
+    ptx = kernel.asm["ptx"]
+    assert ptx.count(wait) == 1
+    planted = {
+        "no wait": ptx.replace(wait, ""),
+        "after the stores": ptx.replace(wait, "").replace("ret;", wait + "ret;"),
+        "on one way": ptx.replace(wait, "@%p1 bra $L__AFTER;\n" + wait + "\n$L__AFTER:\n"),
+    }
+    for name, faulty in planted.items():
+        waits = Waits(types.SimpleNamespace(asm={"ptx": faulty}, src=kernel.src))
+        assert {"x", "h_out"} <= {argument for op, origin in waits.early for argument in origin}, name
+        assert ("st", frozenset(["h_out"])) in waits.early, name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -15,6 +17,11 @@ from tests.support.compiled import compiling
 def add(x, y, out, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + i) + tl.load(y + i))
+
+
+@triton.jit
+def broken(x):
+    tl.store(x, tl.load(x, mask=missing))  # noqa: F821
 
 
 def launch_two_kinds():
@@ -59,6 +66,35 @@ def test_a_launch_that_fails_leaves_launches_as_they_were(cache):
     with pytest.raises(ZeroDivisionError):
         compile_all(lambda: 1 / 0)
     assert compile_all(launch_two_kinds) == 2
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_where_it_is_launched(cache):
+    x = torch.ones(64)
+    assert compile_all(lambda: (broken[(1,)](x), add[(1,)](x, x, x, BLOCK=64))) == 1
+    with pytest.raises(triton.CompilationError):
+        # a launch that runs something asks Triton 3.7 for the result itself
+        kernel = broken[(1,)](x)
+        kernel.result()
+
+
+def test_what_launches_each_kernel_is_made_ahead_on_request(cache):
+    made = []
+
+    def launcher(source, metadata):
+        made.append(metadata.name)
+        return object()
+
+    binary = None, None, 32, 0, 1024
+    driver = triton.runtime.driver.active
+    driver.launcher_cls = launcher
+    driver.utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 16}, load_binary=lambda *args: binary
+    )
+    compile_all(launch_two_kinds)
+    assert made == []
+    add.device_caches.clear()
+    assert compile_all(launch_two_kinds, load=True) == 0
+    assert made == ["add", "add"]
 
 
 def test_the_user_s_own_folder_is_kept(tmp_path, monkeypatch):
