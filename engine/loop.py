@@ -56,6 +56,8 @@ def make_core(options: EngineOptions) -> EngineLoop:
     routes = probe.routes(EngineLoop(dataclasses.replace(engine, audit_rate=0.0)))
     assert engine.ready.execution is not None
     break_even = _break_even(engine, options) if options.cost_table else {}
+    # what was compiled up to here kept no request waiting
+    engine.rounds.take_compiled()
     seconds = {"weights": engine.ready.load_seconds} | engine.rounds.start_seconds
     whole = perf_counter() - began
     seconds["rest"] = whole - sum(seconds.values())

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pilotfish
@@ -29,6 +30,7 @@ from pilotfish.deploy.gate import after, audit, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
+from pilotfish.engine.options import KV_DTYPES
 from pilotfish.server.parser import Parser
 
 ANSWERS = Gate("answers", facts.answers)
@@ -48,6 +50,7 @@ GATES = (
     Gate("exactness", requests.exactness),
     Gate("quality", quality.look),
     Gate("graphs", facts.graphs),
+    Gate("compiled", facts.compiled),
     Gate("memory", facts.memory),
     Gate("metrics", after.metrics),
     Gate("stays up", after.stays_up),
@@ -180,12 +183,17 @@ def expected_of(args: argparse.Namespace) -> Expected:
     return Expected(
         version=args.expect_version,
         k=args.k,
-        kv_dtype=args.kv_dtype,
+        kv_dtype=KV_DTYPES.get(args.kv_dtype, args.kv_dtype) or kv_dtype_of(args.server_flags),
         memory_margin=args.memory_margin,
         score=args.score,
         score_margin=args.score_margin,
         watch_seconds=args.watch,
     )
+
+
+def kv_dtype_of(server_flags: Sequence[str]) -> str | None:
+    """What a server with these flags should hold keys and values in; None: whatever the model is computed in."""
+    return next((KV_DTYPES.get(value) for flag, value in pairwise(server_flags) if flag == "--kv-cache-dtype"), None)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -195,7 +203,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("target", metavar="URL-or-MODEL", help="a server that runs, or a checkpoint folder to serve")
     add("--k", type=int, metavar="K", help="drafted tokens a round it must serve (default: what it was asked for)")
     add("--expect-version", default=pilotfish.__version__, metavar="V", help="default: this command's, %(default)s")
-    add("--kv-dtype", metavar="NAME", help="of the key-value cache (default: the model's dtype)")
+    add("--kv-dtype", metavar="NAME", help="of the key-value cache (default: --kv-cache-dtype's, or the model's)")
     add("--memory-margin", type=float, default=0.1, metavar="SHARE", help="allowed over the ledger: %(default)s")
     add("--score", type=float, metavar="SHARE", help="recorded score of `pilotfish eval` to be met (default: any)")
     add("--score-margin", type=float, default=0.04, metavar="SHARE", help="it may differ by: %(default)s")

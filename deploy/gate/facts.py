@@ -98,6 +98,15 @@ def graphs(subject: Subject) -> Found:
     return Found(eager == 0 < replayed, "no round without its graph since the start", came)
 
 
+def compiled(subject: Subject) -> Found:
+    """Nothing was left to compile once the server was ready: somebody's round would have waited for it."""
+    metrics = subject.server.metrics()
+    if not metrics.has("kernels_compiled_total"):
+        raise CannotRun("the server does not count pilotfish_kernels_compiled_total")
+    count = int(metrics.total("kernels_compiled_total"))
+    return Found(count == 0, "no kernel compiled since the start", f"{count} compiled")
+
+
 def memory(subject: Subject) -> Found:
     """What is in use after all these requests is what the ledger accounted for at the start."""
     ledger = subject.capacity["memory"]

@@ -38,6 +38,9 @@ class Metrics:
         wanted = labels.items()
         return sum(value for n, found, value in self.samples if n == PREFIX + name and wanted <= found.items())
 
+    def has(self, name: str) -> bool:
+        return any(n == PREFIX + name for n, _, _ in self.samples)
+
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         keys = {found[label] for n, found, _ in self.samples if n == PREFIX + name}
         return {key: self.total(name, **{label: key}, **labels) for key in keys}

@@ -48,7 +48,7 @@ def test_a_sound_server_passes_every_gate(sound, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(requests, "EXACT_TOKENS", 8)
     status, gates = gate(tmp_path, sound.url, "--k", "3", "--score", "0.5", "--score-margin", "0.1")
     assert failed(gates) == [] and status == 0
-    assert len(gates) == 18 and "all gates passed" in capsys.readouterr().out
+    assert len(gates) == 19 and "all gates passed" in capsys.readouterr().out
     assert re.search(r"\b8 layers", gates["kernel routes"]["came"])
 
 
@@ -134,9 +134,11 @@ def test_a_model_is_served_gated_and_audited(tmp_path, capfd):
     folder = tmp_path / "tiny"
     folder.mkdir()
     model = build_tiny(write_model(folder), "dense")
-    only = "k served,head rank,kernel routes,metrics,full audit"
+    only = "k served,head rank,kernel routes,KV dtype,metrics,full audit"
     flags = ["--num-speculative-tokens", "1", "--max-num-seqs", "1", "--max-model-len", "1024", "--num-threads", "1"]
+    flags += ["--kv-cache-dtype", "fp8"]
     status, gates = gate(tmp_path, model, "--k", "1", "--only", only, "--", *flags)
     assert status == 1 and failed(gates) == ["head rank"] and list(gates) == ["answers", *only.split(",")]
     assert gates["head rank"]["came"].startswith("untested")
+    assert gates["KV dtype"]["came"] == "KV float8_e4m3fn, state float32"
     assert gates["full audit"]["came"].startswith("2 runs") and "0 differ" in gates["full audit"]["came"]

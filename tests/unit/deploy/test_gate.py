@@ -37,6 +37,7 @@ SPECULATION = {
 METRICS = {
     'rounds_total{path="eager"}': 12,
     'rounds_total{path="graph"}': 0,
+    "kernels_compiled_total": 0,
     "memory_used_bytes": 3 * GIB,
     "engine_up": 1,
     "engine_restarts_total": 0,
@@ -138,6 +139,20 @@ def test_kv_dtype(execution, expected, passed):
 
 
 @pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], None),
+        (["--", "--kv-cache-dtype", "auto"], None),
+        (["--", "--dtype", "auto", "--kv-cache-dtype", "fp8"], "float8_e4m3fn"),
+        (["--kv-dtype", "fp8"], "float8_e4m3fn"),
+        (["--kv-dtype", "float32", "--", "--kv-cache-dtype", "bfloat16"], "float32"),
+    ],
+)
+def test_the_kv_dtype_that_was_asked_for(given, wanted):
+    assert command.expected_of(command.parse(["/model", *given])).kv_dtype == wanted
+
+
+@pytest.mark.parametrize(
     ("routes", "passed", "words"),
     [
         (None, True, "3 layers"),
@@ -170,6 +185,19 @@ def test_graphs(num_graphs, eager, replayed, passed):
     found = facts.graphs(subject(scrapes=[scrape], execution={"num_graphs": num_graphs}))
     assert found.passed == passed
     assert "none captured" in found.came or num_graphs
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_nothing_compiles_while_serving(count):
+    found = facts.compiled(subject(scrapes=[{"kernels_compiled_total": count}]))
+    assert found.passed == (count == 0) and f"{count} compiled" in found.came
+
+
+def test_a_server_that_does_not_count_compilations_has_not_passed():
+    found = subject()
+    found.server.scrapes = [{"engine_up": 1}]
+    with pytest.raises(CannotRun, match="kernels_compiled_total"):
+        facts.compiled(found)
 
 
 @pytest.mark.parametrize(("used", "passed"), [(3 * GIB, True), (6 * GIB, False), (GIB // 2, False)])
@@ -435,9 +463,10 @@ def test_full_audit(monkeypatch, lines, status, passed):
         return subprocess.CompletedProcess(command, status, "\n".join(map(json.dumps, lines)))
 
     monkeypatch.setattr(subprocess, "run", run)
-    found = audit.full("m", ["--dtype", "float32", "--port", "1"], 3, 16)
+    found = audit.full("m", ["--dtype", "float32", "--port", "1", "--kv-cache-dtype", "fp8"], 3, 16)
     assert found.passed == passed
-    assert given[given.index("--max-depth") :] == ["--max-depth", "3", "--max-batch", "4", "--dtype", "float32"]
+    wanted = ["--max-depth", "3", "--max-batch", "4", "--dtype", "float32", "--kv-cache-dtype", "fp8"]
+    assert given[given.index("--max-depth") :] == wanted
     assert passed or not lines or "position 9, logits" in found.came
 
 
@@ -481,7 +510,7 @@ def test_nobody_there_fails_every_gate_by_name(tmp_path, capsys):
     report = json.loads(file.read_text())
     assert [g["name"] for g in report["gates"]] == [n for n in command.NAMES if n != command.FULL_AUDIT]
     assert not any(g["passed"] for g in report["gates"])
-    assert "18 of 18 gates FAILED: answers" in capsys.readouterr().out
+    assert "19 of 19 gates FAILED: answers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import torch
 from pilotfish.engine import cost_table
 from pilotfish.engine.cost_table import BLOCKS, ROUNDS, Cost
 from pilotfish.engine.loop import EngineLoop, make_core
+from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.round import EagerRounds
 from pilotfish.engine.start import start_engine
 from tests.support.tiny_models import build_tiny
 
@@ -62,3 +64,28 @@ def test_a_server_that_was_asked_times_itself(folder):
     assert list(found) == [1, 2, 3] and all(tokens > 0 for tokens in found.values())
     assert make_core(options(folder)).ready.execution.break_even == {}
     assert make_core(options(folder, cost_table=True, num_speculative_tokens=0)).ready.execution.break_even == {}
+
+
+def test_what_timed_rounds_compiled_kept_no_request_waiting(folder, monkeypatch):
+    compiled = [7]
+
+    def take(self):
+        count, compiled[0] = compiled[0], 0
+        return count
+
+    def timed(*_):
+        compiled[0] = 3
+        return []
+
+    monkeypatch.setattr(EagerRounds, "take_compiled", take)
+    monkeypatch.setattr(cost_table, "at_boot", timed)
+    core = make_core(options(folder, cost_table=True))
+    core.submit(Submit(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1)))
+    assert core.step().stats.num_compiled == 0
+
+
+def test_a_start_s_seconds_are_told_by_part(folder):
+    ready = make_core(options(folder)).ready
+    seconds = ready.execution.start_seconds
+    assert list(seconds) == ["weights", "rest"] and all(took > 0 for took in seconds.values())
+    assert seconds["weights"] == ready.load_seconds
