@@ -17,6 +17,9 @@ from torch.nn.attention.bias import causal_lower_right
 from pilotfish.kernels.linear import TILE_ROWS
 
 PAGE = 256
+LARGEST_FP8 = 448.0
+_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""By byte."""
 
 
 def write_kv(
@@ -35,10 +38,20 @@ def write_kv(
 
 
 def to_cache(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Values as a cache of `dtype` holds them: rounded, and for FP8 divided by the scale and kept inside its range."""
+    """Values as a cache of `dtype` holds them: rounded, and for FP8 divided by the scale and kept inside its range,
+    infinities too. NaN stays NaN."""
     if dtype != torch.float8_e4m3fn:
         return values.to(dtype)
-    return (values.float() / scale).clamp(-448, 448).to(dtype)
+    # a plain cast of what lies beyond gives NaN in some versions of torch
+    return (values.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(dtype)
+
+
+def from_cache(stored: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a cache holds, in a dtype that has room for it; for FP8 still to be multiplied by the scale."""
+    if stored.dtype == torch.float8_e4m3fn and stored.device.type == "cpu":
+        # torch converts number by number there, six times slower
+        stored = _FP8_VALUES.index_select(0, stored.view(torch.uint8).flatten().int()).view(stored.shape)
+    return stored.to(dtype)
 
 
 def _indexable(cache: torch.Tensor) -> torch.Tensor:
@@ -78,24 +91,31 @@ def row_tiles(starts: list[int], tables: list[list[int]], width: int, device: to
 
 
 def window_attention(
-    q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tiles: list[RowTile]
+    q_RhD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tiles: list[RowTile],
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """fp32 [R, h, D]: every row attends to its sequence up to its own position, whose KV is already written. q fp32."""
-    outputs = [_attend(q_RhD, k_cache, v_cache, tile) for tile in tiles]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    outputs = [_attend(q_RhD, k_cache, v_cache, tile, k_scale) for tile in tiles]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)) * v_scale
 
 
-def _attend(q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tile: RowTile) -> torch.Tensor:
+def _attend(
+    q_RhD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tile: RowTile, k_scale: float
+) -> torch.Tensor:
     _, heads, dim = q_RhD.shape
     kv = k_cache.shape[1]
     group = heads // kv
-    rows = q_RhD[tile.first_row : tile.first_row + tile.num_rows] * dim**-0.5
+    rows = q_RhD[tile.first_row : tile.first_row + tile.num_rows] * (dim**-0.5 * k_scale)
     q = F.pad(rows.view(-1, kv, group, dim).permute(1, 2, 0, 3), (0, 0, 0, TILE_ROWS - tile.num_rows))
     q = q.reshape(kv, group * TILE_ROWS, dim)
     best, weight, total = None, None, None
     for chunk, page in enumerate(tile.pages):
         # a draft's value may be NaN; rows before it give it weight 0, and 0 x NaN is NaN. Its own row's logits show it
-        k, v = k_cache[page].float(), v_cache[page].nan_to_num(0.0, 0.0, 0.0).float()
+        k, v = from_cache(k_cache[page]), from_cache(v_cache[page]).nan_to_num(0.0, 0.0, 0.0)
         scores = q @ k.mT
         if chunk in tile.hidden:
             # filled, not added: what an unwritten slot gave may be NaN
@@ -135,7 +155,7 @@ def prefill_attention(
     pages = torch.tensor(table[: (end - 1) // PAGE + 1], device=q_ThD.device)
     dtype = _product_dtype(k_cache.dtype, q_ThD.device)
     k, v = (
-        _indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, :end].to(dtype)
+        from_cache(_indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, :end], dtype)
         for cache in (k_cache, v_cache)
     )
     output = F.scaled_dot_product_attention(

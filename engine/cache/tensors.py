@@ -17,15 +17,26 @@ from pilotfish.kernels.delta_net import delta_replay
 
 @dataclass(frozen=True)
 class KvCache:
-    """One attention layer's keys (normed, rotated) and values, [P, kv, PAGE, D] each."""
+    """One attention layer's keys (normed, rotated) and values, [P, kv, PAGE, D] each; in FP8 divided by the scales."""
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     @classmethod
-    def empty(cls, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> KvCache:
+    def empty(
+        cls,
+        config: ModelConfig,
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> KvCache:
         shape = (num_pages, config.num_key_value_heads, PAGE, config.head_dim)
-        return cls(*(torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)))
+        k, v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+        return cls(k, v, k_scale, v_scale)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class RoundBody:
         ops.linear(mixer.qkvg, b.h[:rows], projected)
         ops.attention_window(
             projected, b.slots[:count], b.plan, b.tables, cache.k, cache.v, mixer.qk_norm, mixer.eps, width,
-            b.attention, mixed,
+            b.attention, mixed, cache.k_scale, cache.v_scale,
         )  # fmt: skip
         ops.linear(mixer.output, mixed, b.delta[:rows])
 

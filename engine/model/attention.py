@@ -37,16 +37,16 @@ class GatedAttention:
         """[R, H], row-invariant; writes the window's keys and values. R is padded to whole tiles."""
         num_rows = window.num_rows
         q, k, v, gate = self._project(self.qkvg.rows(x_RH)[:num_rows], window)
-        write_kv(cache.k, cache.v, window.pages, window.offsets, k, v)
-        mixed = window_attention(q, cache.k, cache.v, window.tiles)
+        write_kv(cache.k, cache.v, window.pages, window.offsets, k, v, cache.k_scale, cache.v_scale)
+        mixed = window_attention(q, cache.k, cache.v, window.tiles, cache.k_scale, cache.v_scale)
         gated = self._gate(mixed.flatten(1), gate)
         return self.output.rows(F.pad(gated, (0, 0, 0, x_RH.shape[0] - num_rows)))
 
     def bulk(self, x_TH: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
         """[T, H] of a prompt span; writes its keys and values."""
         q, k, v, gate = self._project(self.qkvg.bulk(x_TH), span)
-        write_kv(cache.k, cache.v, span.pages, span.offsets, k, v)
-        mixed = prefill_attention(q, cache.k, cache.v, span.table, span.start)
+        write_kv(cache.k, cache.v, span.pages, span.offsets, k, v, cache.k_scale, cache.v_scale)
+        mixed = prefill_attention(q, cache.k, cache.v, span.table, span.start, cache.k_scale, cache.v_scale)
         return self.output.bulk(self._gate(mixed.flatten(1), gate))
 
     def _project(self, qkvg: torch.Tensor, rope: Window | Span) -> tuple[torch.Tensor, ...]:

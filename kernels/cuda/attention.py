@@ -288,6 +288,5 @@ def attention_window_reference(
     starts = positions[::width].tolist()
     used = [tables[slot, : (start + width - 1) // PAGE + 1].tolist() for slot, start in zip(slots, starts, strict=True)]
     tiles = row_tiles(starts, used, width, q.device)
-    keys, values = (cache if cache.element_size() > 1 else cache.float() for cache in (k_cache, v_cache))
-    mixed = window_attention(q.contiguous() * k_scale, keys, values, tiles) * v_scale
+    mixed = window_attention(q.contiguous(), k_cache, v_cache, tiles, k_scale, v_scale)
     out[:num_rows] = (mixed.flatten(1) * sigmoid(gate.float())).to(out.dtype)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.kernels.attention import PAGE, prefill_attention, row_tiles, window_attention, write_kv
+from pilotfish.kernels.attention import (
+    PAGE,
+    from_cache,
+    prefill_attention,
+    row_tiles,
+    to_cache,
+    window_attention,
+    write_kv,
+)
 
 NAN = float("nan")
 SHAPES = ((4, 2, 32), (6, 1, 16), (2, 2, 8), (8, 2, 64))
 """Query heads, key/value heads, head width."""
 TABLE = [5, 1, 6, 3]
 NUM_PAGES = 8
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.float32, torch.bfloat16, FP8)
 BORDERS = (PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE)
 
 
@@ -31,10 +41,10 @@ def paged(values, kv, dim, table):
     return cache
 
 
-def attend(q, cache, tables, starts):
+def attend(q, cache, tables, starts, *scales):
     """[B, W, h, D] of windows q [B, W, h, D] that begin at `starts`."""
     tiles = row_tiles(starts, tables, q.shape[1], q.device)
-    return window_attention(q.flatten(0, 1), *cache, tiles).view_as(q)
+    return window_attention(q.flatten(0, 1), *cache, tiles, *scales).view_as(q)
 
 
 def reference(q, k, v, position):
@@ -49,7 +59,7 @@ def reference(q, k, v, position):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv", "dim"), SHAPES)
 @pytest.mark.parametrize("start", (0, 3, PAGE - 2, 2 * PAGE - 1))
 def test_a_window_matches_float64(heads, kv, dim, dtype, start):
@@ -62,11 +72,12 @@ def test_a_window_matches_float64(heads, kv, dim, dtype, start):
     torch.testing.assert_close(output.double(), wanted, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, FP8))
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize(("heads", "kv", "dim"), SHAPES[:2])
-def test_a_window_has_the_bits_of_its_rows_one_at_a_time(heads, kv, dim, border):
+def test_a_window_has_the_bits_of_its_rows_one_at_a_time(heads, kv, dim, border, dtype):
     start, widest = border - 4, 9
-    k, v = (draw(start + widest, kv, dim, seed=s) for s in (1, 2))
+    k, v = (draw(start + widest, kv, dim, seed=s).to(dtype) for s in (1, 2))
     q = draw(1, widest, heads, dim)
 
     def written(end):
@@ -135,14 +146,51 @@ def test_the_order_of_pages_does_not_matter(start):
     assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_leaves_the_caches_as_they_are(dtype):
     k, v = draw(40, 2, 8), draw(40, 2, 8, seed=1)
     cache = caches(2, 8, dtype, k, v)
     before = [t.clone() for t in cache]
     attend(draw(1, 3, 2, 8), cache, [TABLE], [30])
     prefill_attention(draw(10, 2, 8), *cache, TABLE, 30)
-    assert all(torch.equal(t.nan_to_num(7.0), b.nan_to_num(7.0)) for t, b in zip(cache, before, strict=True))
+    assert all(torch.equal(t.view(torch.uint8), b.view(torch.uint8)) for t, b in zip(cache, before, strict=True))
+
+
+def test_an_fp8_cache_is_read_as_torch_reads_it():
+    every = torch.arange(256, dtype=torch.uint8).view(FP8)
+    assert torch.equal(from_cache(every).view(torch.int32), every.float().view(torch.int32))
+    part = draw(4, 6, 8).to(FP8).transpose(0, 1)[:, 1:]
+    assert torch.equal(from_cache(part), part.float())
+
+
+@pytest.mark.parametrize("scale", (1.0, 0.5, 3e-4))
+def test_what_an_fp8_cache_cannot_hold_saturates(scale):
+    limit = 448 * scale
+    values = torch.tensor([limit, 1.03 * limit, 1.1 * limit, 1e4 * limit, 3e38, float("inf")])
+    for sign in (1, -1):
+        stored = to_cache(sign * values, scale, FP8)
+        assert stored.dtype == FP8 and torch.equal(from_cache(stored), torch.full((6,), sign * 448.0))
+    assert bool(from_cache(to_cache(torch.tensor([NAN]), scale, FP8)).isnan())
+    # to the nearest: half a step of three bits of mantissa, or of the smallest subnormal
+    inside = draw(1000) * 100 * scale
+    torch.testing.assert_close(
+        from_cache(to_cache(inside, scale, FP8)) * scale, inside, rtol=2**-4, atol=2**-10 * scale
+    )
+
+
+@pytest.mark.parametrize("start", (3, PAGE - 2))
+def test_scales_are_multiplied_back_in(start):
+    heads, kv, dim, width, scales = 4, 2, 32, 5, (0.25, 3.0)
+    k, v = (draw(start + width, kv, dim, seed=s) for s in (1, 2))
+    stored = [to_cache(values, scale, FP8) for values, scale in zip((k, v), scales, strict=True)]
+    held = [from_cache(values) * scale for values, scale in zip(stored, scales, strict=True)]
+    q = draw(1, width, heads, dim)
+    pages = caches(kv, dim, FP8, *stored)
+    wanted = torch.stack([reference(q[0, j], *held, start + j) for j in range(width)])
+    rows = attend(q, pages, [TABLE], [start], *scales)[0]
+    span = prefill_attention(q[0], *pages, TABLE, start, *scales)
+    for got in (rows, span):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=5e-6)
 
 
 def test_large_scores_do_not_overflow():
@@ -152,7 +200,7 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(output.double(), reference(q[0, 0], k, v, 299), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv", "dim"), SHAPES[:2])
 @pytest.mark.parametrize(("start", "rows"), ((0, 1), (0, PAGE + 9), (PAGE, 5), (PAGE - 1, 2), (2 * PAGE, 1)))
 def test_a_prompt_span_matches_float64(heads, kv, dim, dtype, start, rows):
@@ -163,11 +211,12 @@ def test_a_prompt_span_matches_float64(heads, kv, dim, dtype, start, rows):
         torch.testing.assert_close(output[j].double(), reference(q[j], k, v, start + j), rtol=1e-5, atol=2e-6)
 
 
-def test_write_kv_touches_only_its_slots():
-    k_cache, v_cache = (torch.full((3, 2, PAGE, 4), NAN, dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, FP8))
+def test_write_kv_touches_only_its_slots(dtype):
+    k_cache, v_cache = (torch.full((3, 2, PAGE, 4), NAN, dtype=dtype) for _ in range(2))
     pages, offsets = torch.tensor([2, 1, 1]), torch.tensor([255, 0, 7])
     k, v = draw(3, 2, 4), draw(3, 2, 4, seed=1)
     write_kv(k_cache, v_cache, pages, offsets, k, v)
     for cache, values in ((k_cache, k), (v_cache, v)):
-        assert torch.equal(cache[pages, :, offsets], values.bfloat16())
-        assert int(cache.isfinite().sum()) == values.numel()
+        assert torch.equal(cache.float()[pages, :, offsets], values.to(dtype).float())
+        assert int(cache.float().isfinite().sum()) == values.numel()

@@ -27,18 +27,19 @@ def step_cpu(layer, projected, slots, width):
     module = GatedAttention(
         Given(projected), Given(), layer.qk_norm, layer.heads, layer.kv, layer.dim, EPS, layer.dtype
     )
-    return module.rows(projected, window, KvCache(*layer.caches))[: window.num_rows]
+    return module.rows(projected, window, KvCache(*layer.caches, *layer.scales))[: window.num_rows]
 
 
+@pytest.mark.parametrize("cache_dtype", (torch.float32, torch.float8_e4m3fn))
 @pytest.mark.parametrize(("slots", "width"), (([1, 2, 3], 4), ([2], 9), ([3, 1], 1)))
-def test_the_reference_is_the_layer_of_the_cpu_path(slots, width):
-    ours, theirs = AttentionLayer(SIZES, LENGTHS), AttentionLayer(SIZES, LENGTHS)
+def test_the_reference_is_the_layer_of_the_cpu_path(slots, width, cache_dtype):
+    ours, theirs = (AttentionLayer(SIZES, LENGTHS, cache_dtype=cache_dtype) for _ in range(2))
     num_rows = len(slots) * width
     projected = ours.rows(num_rows + -num_rows % 8, seed=3)
     got = ours.step(projected, slots, width, function=attention_window_reference)
     torch.testing.assert_close(got, step_cpu(theirs, projected, slots, width), rtol=1e-5, atol=1e-6)
     for mine, other in zip(ours.caches, theirs.caches, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(mine.float(), other.float(), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_an_fp8_cache_holds_values_over_their_scale():
