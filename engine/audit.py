@@ -31,8 +31,8 @@ from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
-from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.model.build import Model, build_model
+from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.speculation import speculative_config
 from pilotfish.engine.start import Plan, assemble, make_plan
@@ -318,6 +318,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=3, help="prompts, each in every mode (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens a request (default: %(default)s)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve")
     parser.add_argument("--json", action="store_true", help="one JSON object a run instead of the table")
@@ -351,15 +352,15 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         max_num_seqs=args.max_batch,
         max_model_len=longest,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
         kernels=args.kernels,
     )
     plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.max_depth)
-    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
     weights = load_weights(checkpoint, plan.device)
     if plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not is_mtp(name)}
-    model = build_model(weights, config, sizes, plan.dtype, plan.device, plan.fused)
+    model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
     return Auditor(model, plan, make_requests(prompts, args.max_tokens, config.eos_token_ids, config.vocab_size))
@@ -379,7 +380,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     plan = auditor.plan
     if not args.json:
-        print(f"{args.model} on {plan.device}, {str(plan.dtype)[6:]}; {len(auditor.requests)} requests")
+        dtypes = f"{str(plan.dtype)[6:]}, KV cache {str(plan.cache_sizes.kv_dtype)[6:]}"
+        print(f"{args.model} on {plan.device}, {dtypes}; {len(auditor.requests)} requests")
     failed = 0
     for result in audit(auditor, list(range(1, args.max_depth + 1)), list(range(1, args.max_batch + 1))):
         failed += bool(result.findings)

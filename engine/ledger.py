@@ -78,7 +78,8 @@ def show(ready: Ready) -> Iterator[str]:
         yield f"  {name.replace('_', ' '):<16} {_amount(ready.ledger[f'{name}_bytes'])}"
     yield f"  {'= total':<16} {_amount(ready.ledger['total_bytes'])}"
     num_tokens = ready.kv_pages_total * ready.page_size
-    yield f"  {'a token':<16} {_amount(ready.kv_bytes_per_token)} of KV cache, which holds {num_tokens} tokens"
+    kv_cache = f"KV cache in {ready.execution.kv_dtype}" if ready.execution else "KV cache"
+    yield f"  {'a token':<16} {_amount(ready.kv_bytes_per_token)} of {kv_cache}, which holds {num_tokens} tokens"
     yield f"  {'a sequence':<16} {_amount(ready.bytes_per_sequence)} of state, pending and buffers"
     yield f"sequences that may run at once: {ready.max_num_seqs}; what each limit allows:"
     for name, count in ready.limits.items():

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -17,6 +17,7 @@ from pilotfish.draft_heads.vocabulary import read_draft_vocab
 from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
+from pilotfish.engine.checkpoint.kv_scales import KvScales, load_kv_scales
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
@@ -27,7 +28,7 @@ from pilotfish.engine.grammar import GrammarLibrary
 from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.messages import Execution, HeadCheck, Ready
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.options import KV_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.round import EagerRounds, Rounds
 from pilotfish.engine.runner import Runner
 from pilotfish.engine.scheduler import Scheduler
@@ -74,7 +75,8 @@ class HeadReport:
 @dataclass(frozen=True)
 class Plan:
     """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
-    with in place of the checkpoint's. `fused`: the kernels of kernels.cuda, `captured` in graphs."""
+    with in place of the checkpoint's. `fused`: the kernels of kernels.cuda, `captured` in graphs. `kv_dtype`: of keys
+    and values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones."""
 
     device: torch.device
     dtype: torch.dtype
@@ -88,6 +90,15 @@ class Plan:
     lookup: LookupHead | None = None
     fused: bool = False
     captured: bool = False
+    kv_dtype: torch.dtype | None = None
+    kv_scales: KvScales = field(default_factory=dict)
+
+    @property
+    def cache_sizes(self) -> CacheSizes:
+        # rounds of fused kernels keep pending rows of their own
+        window = 0 if self.fused else self.depth + 1
+        kv = self.kv_dtype or self.dtype
+        return CacheSizes(self.num_pages + 1, self.max_num_seqs + 1, window, kv, self.kv_scales)
 
 
 def start_engine(options: EngineOptions) -> Engine:
@@ -106,11 +117,8 @@ def start_engine(options: EngineOptions) -> Engine:
     if plan.depth == 0 or plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
     head_weights = _num_head_weights(checkpoint, weights), checkpoint.num_head_weights
-    # rounds of fused kernels keep pending rows of their own
-    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
-    model = build_model(
-        weights, checkpoint.config, sizes, plan.dtype, plan.device, plan.fused, _draft_ids(options, plan, checkpoint)
-    )
+    draft_ids = _draft_ids(options, plan, checkpoint)
+    model = build_model(weights, checkpoint.config, plan.cache_sizes, plan.dtype, plan.device, plan.fused, draft_ids)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
     report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options), head_weights)
@@ -243,10 +251,12 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     max_model_len = _max_model_len(options, config)
     max_num_seqs, binding = _max_num_seqs(options, depth)
     fused = _fused(options, device, dtype, lookup)
+    kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
+    kv_scales = _kv_scales(checkpoint, kv_dtype)
     chunk = options.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
     if options.prefill_chunk is not None and not 1 <= options.prefill_chunk <= 8192:
         raise OptionError(f"prefill_chunk: want 1..8192, got {options.prefill_chunk}")
-    num_pages = _num_pages(options, checkpoint, depth, dtype, max_model_len, max_num_seqs, device)
+    num_pages = _num_pages(options, checkpoint, depth, kv_dtype, max_model_len, max_num_seqs, device)
     return Plan(
         device,
         dtype,
@@ -260,6 +270,8 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
         lookup,
         fused,
         fused and not options.enforce_eager,
+        kv_dtype,
+        kv_scales,
     )
 
 
@@ -305,6 +317,28 @@ def _dtype(options: EngineOptions, config: ModelConfig, device: torch.device) ->
         return torch.float32
     # float16 checkpoints too: real activations pass 65 504
     return torch.bfloat16
+
+
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, device: torch.device, fused: bool) -> torch.dtype:
+    """Of keys and values, for one of KV_CACHE_DTYPES. Raises OptionError for what the kernels cannot read."""
+    kv_dtype: torch.dtype = getattr(torch, KV_DTYPES[wanted]) if wanted in KV_DTYPES else dtype
+    if fused and kv_dtype == torch.float8_e4m3fn:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise OptionError(
+                f"kv_cache_dtype: fused kernels read {wanted} from compute capability 8.9 on, got {capability}"
+            )
+    return kv_dtype
+
+
+def _kv_scales(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> KvScales:
+    """The checkpoint's, where the cache is divided by scales at all."""
+    if kv_dtype != torch.float8_e4m3fn:
+        return {}
+    scales = load_kv_scales(checkpoint)
+    of = f"the checkpoint's scales for {len(scales)} layers" if scales else "no scales: beyond 448 it saturates"
+    logger.info("KV cache in float8_e4m3fn, %s", of)
+    return scales
 
 
 def _depth(options: EngineOptions, checkpoint: Checkpoint) -> tuple[int, str | None]:
@@ -362,7 +396,7 @@ def _num_pages(
     options: EngineOptions,
     checkpoint: Checkpoint,
     depth: int,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     max_model_len: int,
     max_num_seqs: int,
     device: torch.device,
@@ -371,7 +405,7 @@ def _num_pages(
     config = checkpoint.config
     longest = -(-(max_model_len + depth + 1) // PAGE)
     layers = len(config.full_layers) + (depth > 0 and options.speculative_method == "mtp")
-    page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * dtype.itemsize
+    page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
     if options.kv_cache_tokens is not None:
         pages = options.kv_cache_tokens // PAGE
     elif device.type == "cuda":

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pilotfish
 from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.options import KV_CACHE_DTYPES
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.engine.speculation import speculative_config
 from pilotfish.server.parser import Parser
@@ -228,6 +229,9 @@ def _add_engine_flags(parser: Parser) -> None:
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     group.add_argument("--kv-cache-tokens", type=_count, metavar="N", help="size of the key-value cache")
     group.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of keys and values (default: the model's)"
+    )
+    group.add_argument(
         "--kernels", choices=("auto", "torch", "fused"), default="auto", help="on a GPU: auto is torch for now"
     )
     group.add_argument("--enforce-eager", action="store_true", help="with fused kernels: capture no graphs")
@@ -326,6 +330,7 @@ def engine_options(args: argparse.Namespace) -> Any:
         device=args.device,
         max_waiting=getattr(args, "max_waiting", 256),
         kv_cache_tokens=args.kv_cache_tokens,
+        kv_cache_dtype=args.kv_cache_dtype,
         kernels=args.kernels,
         enforce_eager=args.enforce_eager,
         num_threads=args.num_threads,

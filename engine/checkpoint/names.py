@@ -46,6 +46,7 @@ SUFFIXES = (
 )
 
 _KV_SCALE = re.compile(r"\.self_attn\.(?:[qkv]_proj\.)?(?:[qkv]_scale|[qkv]_zero_point)$")
+_KV_CACHE_SCALE = re.compile(r"^(?P<attention>.+\.self_attn)\.(?:[kv]_proj\.)?(?P<what>[kv]_(?:scale|zero_point))$")
 _INV_FREQ = re.compile(r"\.rotary_emb\.inv_freq$|^rotary_emb\.inv_freq$")
 
 
@@ -68,6 +69,12 @@ def is_mlx(name: str) -> bool:
 def is_tolerated(name: str) -> bool:
     """Whether a tensor may be there without being used: a quantised KV cache's scales, cached rope frequencies."""
     return bool(_KV_SCALE.search(name) or _INV_FREQ.search(name))
+
+
+def kv_scale(name: str) -> tuple[str, str] | None:
+    """Of a quantised KV cache's numbers: the attention module, and k_scale, v_scale, k_zero_point or v_zero_point."""
+    found = _KV_CACHE_SCALE.match(name)
+    return (found["attention"], found["what"]) if found else None
 
 
 def split(name: str) -> tuple[str, str]:

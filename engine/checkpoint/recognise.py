@@ -53,7 +53,7 @@ class Checkpoint:
     head that is declared and absent, or incomplete, and None otherwise. `dropped` counts what is in the files
     and not loaded: "vision", "incomplete head", "kv scales and rope caches", "activation scales" to
     (tensors, bytes). `num_head_weights` is what a whole head has. `head` is set where the head was attached from
-    elsewhere (sidecar.py).
+    elsewhere (sidecar.py). `kv_scales` are the numbers that came for a quantised KV cache: kv_scales.py reads them.
     """
 
     path: Path
@@ -65,6 +65,7 @@ class Checkpoint:
     dropped: Mapping[str, tuple[int, int]]
     num_files: int
     num_head_weights: int
+    kv_scales: tuple[TensorInfo, ...] = ()
     head: HeadSource | None = None
 
     @property
@@ -146,6 +147,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         dropped=_dropped(found, modules, loaded),
         num_files=len(headers),
         num_head_weights=len(head),
+        kv_scales=tuple(info for info in found.tolerated if names.kv_scale(names.normalise(info.name) or "")),
     )
 
 

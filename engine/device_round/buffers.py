@@ -69,9 +69,10 @@ class RoundBuffers:
             rows, sizes.max_sequences, sizes.max_width, config.conv_dim, config.linear_num_value_heads,
             config.linear_value_head_dim, device,
         )  # fmt: skip
+        num_pages, kv_dtype = _pages(model)
         self.attention = AttentionScratch.empty(
-            rows, sizes.max_sequences, sizes.max_width, sizes.max_model_len, _num_pages(model), heads,
-            config.num_key_value_heads, config.head_dim, dtype, device,
+            rows, sizes.max_sequences, sizes.max_width, sizes.max_model_len, num_pages, heads,
+            config.num_key_value_heads, config.head_dim, kv_dtype, device,
         )  # fmt: skip
         self.choice = ChoiceScratch.empty(rows, config.vocab_size, device)
         if config.is_moe:
@@ -138,9 +139,10 @@ def _widest_projection(config: ModelConfig) -> int:
     return max(linear, full)
 
 
-def _num_pages(model: Model) -> int:
+def _pages(model: Model) -> tuple[int, torch.dtype]:
+    """How many every cache has, and what they hold."""
     caches: list[KvCache] = [*model.trunk.kv, *(model.head.caches if model.head else ())]
-    return caches[0].k.shape[0] if caches else 1
+    return (caches[0].k.shape[0], caches[0].k.dtype) if caches else (1, model.dtype)
 
 
 def num_bytes(buffers: RoundBuffers) -> int:

@@ -7,8 +7,8 @@ dictionary as they are used, so that the two forms never stand in memory togethe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -49,11 +49,17 @@ class Model:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Pages and slots to allocate (one null page and slot included), and the rows of the largest window."""
+    """Pages and slots to allocate (one null page and slot included), and the rows of the largest window.
+
+    `kv_dtype`: of keys and values, None for the model's. `kv_scales`: (k_scale, v_scale) by attention module where
+    FP8 ones are divided by more than 1.
+    """
 
     num_pages: int
     num_slots: int
     max_window: int
+    kv_dtype: torch.dtype | None = None
+    kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def build_model(
@@ -104,7 +110,7 @@ class Builder:
             draft_vocabulary = self.draft_vocabulary(whole, draft_ids)
         lm_head = self.product([embedding]) if config.tie_word_embeddings else self.linear("lm_head")
         layers = [self.layer(f"model.layers.{i}", kind == FULL) for i, kind in enumerate(config.layer_types)]
-        kv = [self.kv_cache() for _ in config.full_layers]
+        kv = [self.kv_cache(f"model.layers.{i}.self_attn") for i in config.full_layers]
         state = RecurrentState.empty(config, self.sizes.num_slots, self.sizes.max_window, self.dtype, self.device)
         trunk = Trunk(embedding, layers, self.norm("model.norm"), lm_head, kv, state)
         head = self.mtp_head(trunk) if "mtp.fc.weight" in self.weights else None
@@ -126,7 +132,7 @@ class Builder:
             self.layer("mtp.layers.0", True),
             self.norm("mtp.norm"),
             trunk.embed,
-            self.kv_cache(),
+            self.kv_cache("mtp.layers.0.self_attn"),
         )
 
     def layer(self, name: str, full: bool) -> Layer:
@@ -209,8 +215,10 @@ class Builder:
     def take(self, name: str) -> Weight:
         return self.weights.pop(name)
 
-    def kv_cache(self) -> KvCache:
-        return KvCache.empty(self.config, self.sizes.num_pages, self.dtype, self.device)
+    def kv_cache(self, attention: str) -> KvCache:
+        sizes = self.sizes
+        scales = sizes.kv_scales.get(attention, (1.0, 1.0))
+        return KvCache.empty(self.config, sizes.num_pages, sizes.kv_dtype or self.dtype, self.device, *scales)
 
 
 def _split_heads(weight: Weight, heads: int, dim: int) -> tuple[Weight, Weight]:

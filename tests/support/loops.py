@@ -49,7 +49,7 @@ class LoopDriver:
         **options: Any,
     ):
         self.kind, self.dtype = kind, dtype
-        self.chunk = options.get("prefill_chunk", 64)
+        self.chunk, self.kv_dtype = options.get("prefill_chunk", 64), options.get("kv_dtype")
         engine = make_engine(kind, dtype, **options)
         self.loop = EngineLoop(dataclasses.replace(engine, rounds=EagerRounds(engine.runner, asynchronous=run_ahead)))
         self.agreeing, self.random = agreeing, random.Random(seed)
@@ -82,7 +82,16 @@ class LoopDriver:
         self, name: str, length: int, *, seed: int = 0, mode: str = "greedy", k: int | None = None, **fields: Any
     ) -> Request:
         """Submits random_prompt(length, seed) in a mode; `fields` change its parameters, not what is drafted."""
-        reference = transcript(self.kind, self.dtype, length, seed=seed, mode=mode, num_tokens=24, chunk=self.chunk)
+        reference = transcript(
+            self.kind,
+            self.dtype,
+            length,
+            seed=seed,
+            mode=mode,
+            num_tokens=24,
+            chunk=self.chunk,
+            kv_dtype=self.kv_dtype,
+        )
         values = {name: getattr(MODES[mode], name) for name in SamplingParams.__struct_fields__}
         params = SamplingParams(**values | {"max_tokens": 20} | fields)
         return self.submit(name, reference.prompt, params, reference=reference, speculative_k=k)

@@ -17,7 +17,7 @@ import torch
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.messages import SamplingParams
-from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.model.build import build_model
 from pilotfish.engine.round import run_round
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
 from pilotfish.engine.start import Engine, Plan, assemble
@@ -67,14 +67,24 @@ def make_engine(
     prefill_chunk: int = 64,
     max_waiting: int = 8,
     draft_ids: Sequence[int] | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Engine:
     """An engine with caches of its own, full of NaN. depth 0: no head."""
     config, weights = _checkpoint(kind, dtype)
     kept = {name: weight for name, weight in weights.items() if depth or not name.startswith("mtp.")}
-    torch_dtype = getattr(torch, dtype)
-    sizes = CacheSizes(num_pages + 1, max_num_seqs + 1, depth + 1)
-    model = build_model(kept, config, sizes, torch_dtype, CPU, draft_ids=draft_ids)
-    plan = Plan(CPU, torch_dtype, depth, None, max_model_len, max_num_seqs, "configured", num_pages, prefill_chunk)
+    plan = Plan(
+        CPU,
+        getattr(torch, dtype),
+        depth,
+        None,
+        max_model_len,
+        max_num_seqs,
+        "configured",
+        num_pages,
+        prefill_chunk,
+        kv_dtype=kv_dtype,
+    )
+    model = build_model(kept, config, plan.cache_sizes, plan.dtype, CPU, draft_ids=draft_ids)
     return assemble(model, plan, max_waiting, 0, 0.0)
 
 
@@ -145,9 +155,10 @@ class Driver:
         return int(self.state.length[slot])
 
     def entries(self, cache: Any, slot: int, end: int) -> torch.Tensor:
-        """Keys and values of positions 0..end-1, [2, kv, end, D]."""
+        """Keys and values of positions 0..end-1, [2, kv, end, D]; FP8 ones as bytes, which torch can compare."""
         pages = self.tables[slot][: -(-end // PAGE)]
-        return torch.stack([t[pages].transpose(0, 1).flatten(1, 2)[:, :end].clone() for t in (cache.k, cache.v)])
+        stored = [t.view(torch.uint8) if t.element_size() == 1 else t for t in (cache.k, cache.v)]
+        return torch.stack([t[pages].transpose(0, 1).flatten(1, 2)[:, :end].clone() for t in stored])
 
     def memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every buffer that rounds change, and a copy of it; `restore` takes it back."""
@@ -188,10 +199,18 @@ class Transcript:
 
 @cache
 def transcript(
-    kind: str, dtype: str, length: int, *, seed: int = 0, mode: str = "greedy", num_tokens: int = 40, chunk: int = 64
+    kind: str,
+    dtype: str,
+    length: int,
+    *,
+    seed: int = 0,
+    mode: str = "greedy",
+    num_tokens: int = 40,
+    chunk: int = 64,
+    kv_dtype: torch.dtype | None = None,
 ) -> Transcript:
     """random_prompt(length, seed) decoded alone at k = 0, with a head that repairs one row a round."""
-    driver = Driver(make_engine(kind, dtype, num_pages=6, max_num_seqs=1, prefill_chunk=chunk))
+    driver = Driver(make_engine(kind, dtype, num_pages=6, max_num_seqs=1, prefill_chunk=chunk, kv_dtype=kv_dtype))
     prompt = random_prompt(length, seed)
     driver.start(1, prompt, [1, 2, 3, 4, 5, 6], MODES[mode], max_tokens=num_tokens)
     states, first_drafts = {}, {}

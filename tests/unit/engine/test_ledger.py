@@ -25,6 +25,14 @@ def test_a_token_and_a_sequence_times_their_number_are_the_caches():
     assert facts.bytes_per_sequence == held // slots
 
 
+def test_fp8_takes_half_the_bytes_of_bf16():
+    exact, narrow = ready(dtype="bfloat16"), ready(dtype="bfloat16", kv_dtype=torch.float8_e4m3fn)
+    assert narrow.kv_bytes_per_token * 2 == exact.kv_bytes_per_token
+    assert narrow.ledger["kv_cache_bytes"] * 2 == exact.ledger["kv_cache_bytes"]
+    assert (exact.execution.kv_dtype, narrow.execution.kv_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert "of KV cache in float8_e4m3fn, which holds" in "\n".join(ledger.show(narrow))
+
+
 def test_each_storage_counts_once_and_packed_matrices_count():
     weight = torch.zeros(16, 32)
     assert ledger.tensor_bytes([weight, weight, weight[3:], {"a": weight.T}]) == 16 * 32 * 4
@@ -42,4 +50,4 @@ def test_every_limit_has_its_number():
 def test_the_log_names_the_limit_that_binds():
     text = "\n".join(ledger.show(ready()))
     assert "configured            2   <- sets the cap" in text
-    assert "= total" in text and "KV cache, which holds" in text
+    assert "= total" in text and "of KV cache in float32, which holds" in text

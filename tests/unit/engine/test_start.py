@@ -30,6 +30,48 @@ def test_defaults_draft_three_and_keep_a_round_on_the_fast_path(folder):
     assert decided.num_pages == 4 * -(-(2048 + 4) // PAGE)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "dtype"),
+    [
+        ("auto", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("fp8", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+    ],
+)
+def test_the_key_value_cache_follows_the_model_unless_told_otherwise(folder, wanted, dtype):
+    decided = plan(folder, kv_cache_dtype=wanted)
+    assert (decided.kv_dtype, decided.dtype) == (dtype, torch.float32)
+    assert decided.cache_sizes.kv_dtype == dtype
+
+
+def test_the_same_memory_holds_twice_the_tokens_in_fp8(tmp_path, monkeypatch):
+    folder = build_tiny(tmp_path / "bf16", "dense", dtype="bfloat16")
+    monkeypatch.setattr(start, "cpu_multiplies_bf16", lambda: True)
+    # two full layers' keys and values of a page, the head's too, ten times
+    config = open_checkpoint(folder).config
+    layers = len(config.full_layers) + 1
+    monkeypatch.setattr(
+        start, "CPU_KV_BYTES", 10 * 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * 2
+    )
+    pages = [plan(folder, kv_cache_dtype=name).num_pages for name in ("auto", "bfloat16", "fp8")]
+    assert pages == [10, 10, 20]
+
+
+def test_fused_kernels_read_fp8_where_the_device_does(monkeypatch):
+    cuda = torch.device("cuda")
+    for capability, refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        if refused:
+            with pytest.raises(OptionError, match=r"kv_cache_dtype: .* read fp8 from compute capability 8\.9"):
+                start.choose_kv_dtype("fp8", torch.bfloat16, cuda, True)
+        else:
+            assert start.choose_kv_dtype("fp8", torch.bfloat16, cuda, True) == torch.float8_e4m3fn
+        # torch's operators convert by themselves
+        assert start.choose_kv_dtype("fp8", torch.bfloat16, cuda, False) == torch.float8_e4m3fn
+        assert start.choose_kv_dtype("auto", torch.bfloat16, cuda, True) == torch.bfloat16
+
+
 def test_a_checkpoint_without_head_is_served_without_speculation_and_says_so(tmp_path, caplog):
     headless = build_tiny(tmp_path / "dense", "dense", mtp=False)
     decided = plan(headless, num_speculative_tokens=3)

@@ -21,9 +21,9 @@ from tests.support.tiny_models import VOCAB_SIZE
 KINDS = ("hv_gt_hk", "moe")
 
 
-def device_engine(kind, depth, max_num_seqs=4, captured=True, draft_ids=None):
+def device_engine(kind, depth, max_num_seqs=4, captured=True, draft_ids=None, kv_dtype=None):
     """An engine whose rounds run over static buffers, in fp32."""
-    engine = make_engine(kind, depth=depth, max_num_seqs=max_num_seqs, draft_ids=draft_ids)
+    engine = make_engine(kind, depth=depth, max_num_seqs=max_num_seqs, draft_ids=draft_ids, kv_dtype=kv_dtype)
     model = engine.runner.model
     vocab, seqs = model.config.vocab_size, engine.ready.max_num_seqs
     state = BatchState(seqs + 1, max(1, depth), vocab, CPU, complete=True)
