@@ -29,7 +29,7 @@ from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.cost_table import Cost
 from pilotfish.engine.errors import OptionError, PilotfishError
-from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.start import Engine, start_engine
 from pilotfish.engine.teacher_forcing import Agreement
 from pilotfish.server.parser import Parser
@@ -100,6 +100,7 @@ def load(args: argparse.Namespace, longest: int) -> Engine:
             # what is measured here may be bad
             head_check="off",
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             num_threads=args.num_threads,
         )
@@ -190,7 +191,12 @@ def cost_lines(costs: Sequence[Cost], overall: Text) -> str:
 def as_json(engine: Engine, found: Sequence[Text], costs: Sequence[Cost]) -> dict[str, Any]:
     ready = engine.ready
     return {
-        "frame": {"device": ready.device, "dtype": ready.dtype, "head": ready.draft_head},
+        "frame": {
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "kv_dtype": ready.execution.kv_dtype if ready.execution else None,
+            "head": ready.draft_head,
+        },
         "texts": [
             {
                 "name": t.name,
@@ -228,6 +234,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--contexts", type=numbers(1, 1 << 20), default=[256, 2048], metavar="LIST", help="default: 256,2048")
     add("--no-cost", action="store_true", help="time no rounds")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-threads", type=int, metavar="N", help="CPU threads")
     add("--json", type=Path, metavar="FILE", help="write all figures there")

@@ -53,7 +53,8 @@ class Collector:
 
     def on_ready(self, ready: Ready) -> None:
         series = self._series
-        series["build_info"].labels(self._version, ready.model_type, ready.device, ready.dtype).set(1)
+        kv_dtype = ready.execution.kv_dtype if ready.execution is not None else ""
+        series["build_info"].labels(self._version, ready.model_type, ready.device, ready.dtype, kv_dtype).set(1)
         series["spec_decode_k"].set(ready.num_speculative_tokens)
         if ready.speculation_disabled_reason is not None:
             series["spec_decode_disabled"].labels(ready.speculation_disabled_reason).set(1)

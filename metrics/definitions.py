@@ -213,7 +213,7 @@ DEFINITIONS = (
         PREFIX + "build_info",
         "gauge",
         "Always 1; the labels say what runs.",
-        ("version", "model_type", "device", "dtype"),
+        ("version", "model_type", "device", "dtype", "kv_dtype"),
     ),
 )
 

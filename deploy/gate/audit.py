@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from pilotfish.deploy.gate.gate import CannotRun, Found
 
-PASSED_ON = ("--dtype", "--device", "--draft-head", "--revision")
+PASSED_ON = ("--dtype", "--kv-cache-dtype", "--device", "--draft-head", "--revision")
 """Flags of serve that audit has too."""
 MAX_BATCH = 4
 

@@ -36,3 +36,22 @@ def test_the_cap_its_reason_and_memory_that_adds_up(tiny):
         )
         assert float(line.split()[-1]) == memory[part]
     assert capacity["kv_cache"]["tokens"] == capacity["kv_cache"]["pages"] * capacity["kv_cache"]["page_size"]
+    assert capacity["execution"]["kv_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("name", "dtype", "size"), (("bfloat16", "bfloat16", 2), ("fp8", "float8_e4m3fn", 1)))
+def test_the_key_value_cache_s_dtype_and_what_a_token_takes_of_it(tiny, name, dtype, size):
+    engine = {"num_speculative_tokens": 3, "max_model_len": 256, "num_threads": 1, "kv_cache_dtype": name}
+    with serving_in_thread(tiny, core=CORE, engine=engine) as server:
+        with urllib.request.urlopen(server.v1 + "/capacity") as response:
+            capacity = json.load(response)
+        with urllib.request.urlopen(server.url + "/metrics") as response:
+            metrics = response.read().decode()
+    config = json.loads((tiny / "config.json").read_text())
+    # keys and values of the full-attention layer and the head's
+    numbers = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+    assert capacity["kv_cache"]["bytes_per_token"] == numbers * size
+    assert capacity["memory"]["kv_cache_bytes"] == numbers * size * 256 * (capacity["kv_cache"]["pages"] + 1)
+    assert capacity["execution"]["kv_dtype"] == dtype
+    (info,) = (line for line in metrics.splitlines() if line.startswith("pilotfish_build_info"))
+    assert f'kv_dtype="{dtype}"' in info

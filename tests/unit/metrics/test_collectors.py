@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pilotfish.engine.messages import Ready, RequestOutput, StepReport, StepStats
+from pilotfish.engine.messages import Execution, Ready, RequestOutput, StepReport, StepStats
 from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.metrics.definitions import DEFINITIONS, SPEC
 
@@ -149,13 +149,14 @@ def test_missing_head_is_a_series(registry):
         dtype="bfloat16",
         load_seconds=3.0,
         ledger={},
+        execution=Execution(num_layers=1, kv_dtype="float8_e4m3fn", state_dtype="float32"),
     )
     Collector(registry, "1.2").on_ready(ready)
     assert value(registry, SPEC + "disabled", reason="the checkpoint has no mtp.* tensor") == 1
     assert value(registry, SPEC + "k") == 0
     assert value(registry, "pilotfish_max_num_seqs", limit="fast_path") == 4
     labels = {"version": "1.2", "model_type": "m", "device": "cpu", "dtype": "bfloat16"}
-    assert value(registry, "pilotfish_build_info", **labels) == 1
+    assert value(registry, "pilotfish_build_info", **labels, kv_dtype="float8_e4m3fn") == 1
 
 
 def test_capacity_becomes_series(registry):
