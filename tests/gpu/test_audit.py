@@ -18,10 +18,10 @@ def folder(tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp("gpu") / "moe", "moe", nvfp4=True, dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def auditor(folder):
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def auditor(folder, request):
     args = ["--device", "cuda", "--max-depth", "4", "--num-prompts", "4", "--max-tokens", "16"]
-    return make_auditor(_parse([str(folder), *args]))
+    return make_auditor(_parse([str(folder), *args, "--kv-cache-dtype", request.param]))
 
 
 def test_packed_weights_stay_packed(auditor):

@@ -25,10 +25,10 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def auditor():
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def auditor(request):
     args = ["--device", "cuda", "--kernels", "fused", "--num-prompts", "4", "--max-tokens", "64", "--max-batch", "16"]
-    return make_auditor(_parse([DEMO, *args]))
+    return make_auditor(_parse([DEMO, *args, "--kv-cache-dtype", request.param]))
 
 
 def loop_of(auditor, depth, batch, captured=True, pdl=True):
@@ -64,6 +64,11 @@ def test_weights_are_packed(auditor):
     layer = auditor.model.trunk.layers[0]
     assert isinstance(layer.mixer.in_proj.packed, PackedLinear)
     assert isinstance(auditor.model.trunk.layers[3].mixer.qkvg.packed, PackedLinear)
+
+
+def test_keys_and_values_are_held_in_what_was_asked_for(auditor):
+    caches = [*auditor.model.trunk.kv, auditor.model.head.cache]
+    assert {t.dtype for cache in caches for t in (cache.k, cache.v)} == {auditor.plan.kv_dtype}
 
 
 @torch.inference_mode()

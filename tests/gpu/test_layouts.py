@@ -1,4 +1,4 @@
-"""Packed weights, draft heads and look-up have the same bits on the GPU as on the CPU."""
+"""Packed weights, FP8 keys and values, draft heads and look-up have the same bits on the GPU as on the CPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import LayoutError
+from pilotfish.kernels.attention import from_cache, to_cache
 from tests.support.packing import RECIPES, pack_checkpoint
 from tests.support.tiny_models import build_tiny, fuse_experts, split_experts
 
@@ -64,6 +65,19 @@ def test_checkpoints_load_onto_the_gpu(tmp_path, recipe):
         assert weight.device.type == "cuda"
         values = weight if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float32)
         assert torch.equal(values.cpu(), plain[name]), name
+
+
+@pytest.mark.parametrize("scale", (1.0, 0.25))
+def test_an_fp8_cache_holds_and_gives_the_same(scale):
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(1)) * 200
+    values[:5] = torch.tensor([1e30, -1e30, float("inf"), -float("inf"), float("nan")])
+    stored = to_cache(values.cuda(), scale, torch.float8_e4m3fn)
+    assert torch.equal(stored.cpu().view(torch.uint8), to_cache(values, scale, torch.float8_e4m3fn).view(torch.uint8))
+    assert int(stored.float().isnan().sum()) == 1
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for dtype in (torch.float32, torch.bfloat16):
+        got, wanted = from_cache(every.cuda(), dtype).cpu(), from_cache(every, dtype)
+        assert torch.equal(got.nan_to_num(500.0), wanted.nan_to_num(500.0))
 
 
 def test_look_up_is_the_same():
