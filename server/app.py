@@ -198,6 +198,8 @@ def _errors(metrics: Collector, root_path: str) -> Callable:
             if error.status < 400:
                 raise
             shown = f"{error.reason}: {request.method} {request.path[:200]}"
+            if error.status == 404:
+                shown += f" ({root_path}/openapi.json lists what there is)"
             refusal = from_status(error.status, shown)
             if hdrs.ALLOW in error.headers:
                 refusal.headers = {hdrs.ALLOW: error.headers[hdrs.ALLOW]}

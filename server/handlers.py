@@ -63,10 +63,6 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     ignore_unknown_fields: bool = False
     limiter: Limiter = msgspec.field(default_factory=Limiter)
 
-    def fingerprint(self, ready: Ready) -> str:
-        """What the text of a seed depends on besides the model."""
-        return f"pilotfish-{pilotfish.__version__}-{ready.device}-{ready.dtype}"
-
     def engine(self) -> Ready:
         """Raises Unavailable unless the engine can take requests."""
         ready, failure = self.client.ready, self.client.failure
@@ -79,21 +75,6 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         if ready is None:
             raise Unavailable("The model is loading.", code="loading", retry_after=5)
         return ready
-
-    def decode(self, body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-        """Raises BadRequest."""
-        lenient, count = self.ignore_unknown_fields, self.metrics.on_unused_field
-        return decode_request(body, kind, ignore_unknown=lenient, on_unused=count)
-
-    def context(self, name: str | None, ready: Ready, arrived: float) -> Context:
-        """What a request for this model is planned against. Raises NotFound."""
-        return Context(
-            model=self.check_model(name),
-            files=self.files,
-            ready=ready,
-            arrived=arrived,
-            ignore_unknown=self.ignore_unknown_fields,
-        )
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises NotFound."""
@@ -119,87 +100,73 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    arrived, service = time.monotonic(), request.app[SERVICE]
-    body = await read_body(request)
-    ready = service.engine()
-    wanted = service.decode(body, CompletionRequest)
-    plan = await plan_completion(wanted, service.context(wanted.model, ready, arrived))
-    return await _answer(
-        request, service, plan, CompletionFormat(plan, service.files.tokenizer, service.fingerprint(ready))
-    )
+    wanted, context = await _asked(request, CompletionRequest)
+    plan = await plan_completion(wanted, context)
+    return await _answer(request, plan, CompletionFormat(plan, context.files.tokenizer, _fingerprint(context.ready)))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    arrived, service = time.monotonic(), request.app[SERVICE]
-    body = await read_body(request)
-    ready = service.engine()
-    wanted = service.decode(body, ChatRequest)
-    plan = await plan_chat(wanted, service.context(wanted.model, ready, arrived))
-    return await _answer(request, service, plan, ChatFormat(plan, service.files.tokenizer, service.fingerprint(ready)))
+    wanted, context = await _asked(request, ChatRequest)
+    plan = await plan_chat(wanted, context)
+    return await _answer(request, plan, ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready)))
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
-    arrived, service = time.monotonic(), request.app[SERVICE]
-    body = await read_body(request)
-    ready = service.engine()
-    wanted = service.decode(body, ResponsesRequest)
-    context = service.context(wanted.model, ready, arrived)
+    wanted, context = await _asked(request, ResponsesRequest)
     with renamed(responses_request.RENAMED):
-        chat = responses_request.chat_request(wanted, context, service.metrics.on_unused_field)
+        chat = responses_request.chat_request(wanted, context, request.app[SERVICE].metrics.on_unused_field)
         plan = await plan_chat(chat, context, "resp_")
-    return await _answer(request, service, plan, ResponsesFormat(wanted, plan))
+    return await _answer(request, plan, ResponsesFormat(wanted, plan))
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    arrived, service = time.monotonic(), request.app[SERVICE]
-    body = await read_body(request)
-    ready = service.engine()
-    wanted, context = _messages_request(request, body, MessagesRequest, ready, arrived)
+    wanted, context = await _asked(request, MessagesRequest)
     with renamed(messages_request.RENAMED):
-        chat = messages_request.chat_request(wanted, context, service.metrics.on_unused_field)
-        plan = await plan_chat(chat, context, "msg_")
-    return await _answer(request, service, plan, MessagesFormat(plan))
+        plan = await plan_chat(_chat_of(request, wanted, context), context, "msg_")
+    return await _answer(request, plan, MessagesFormat(plan))
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    arrived, service = time.monotonic(), request.app[SERVICE]
-    body = await read_body(request)
-    wanted, context = _messages_request(request, body, CountTokensRequest, service.engine(), arrived)
+    wanted, context = await _asked(request, CountTokensRequest)
     with renamed(messages_request.RENAMED):
-        chat = messages_request.chat_request(wanted, context, service.metrics.on_unused_field)
-        count = await count_prompt(chat, context)
+        count = await count_prompt(_chat_of(request, wanted, context), context)
     return json_answer(TokenCount(count))
 
 
-def _messages_request(
-    request: web.Request, body: bytes, kind: type[AnyRequest], ready: Ready, arrived: float
-) -> tuple[AnyRequest, Context]:
-    service = request.app[SERVICE]
-    wanted = service.decode(body, kind)
+def _chat_of(request: web.Request, wanted: CountTokensRequest, context: Context) -> ChatRequest:
+    count = request.app[SERVICE].metrics.on_unused_field
     if unused.ANTHROPIC_BETA in request.headers:
-        service.metrics.on_unused_field(unused.ANTHROPIC_BETA)
-    return wanted, service.context(wanted.model, ready, arrived)
+        count(unused.ANTHROPIC_BETA)
+    return messages_request.chat_request(wanted, context, count)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    body = await read_body(request)
-    ready = service.engine()
-    wanted = service.decode(body, TokenizeRequest)
-    service.check_model(wanted.model)
-    ids = await tokens_of(wanted, service.files, ignore_unknown=service.ignore_unknown_fields)
-    texts = [service.files.tokenizer.token_text(token_id) for token_id in ids] if wanted.return_token_strs else None
-    return json_answer(Tokens(len(ids), ready.max_model_len, ids, texts))
+    wanted, context = await _asked(request, TokenizeRequest)
+    ids = await tokens_of(wanted, context.files, ignore_unknown=context.ignore_unknown)
+    texts = [context.files.tokenizer.token_text(token_id) for token_id in ids] if wanted.return_token_strs else None
+    return json_answer(Tokens(len(ids), context.ready.max_model_len, ids, texts))
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
+    wanted, context = await _asked(request, DetokenizeRequest)
+    check_ids(wanted.tokens, context.ready.vocab_size)
+    return json_answer(Text(context.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
+
+
+async def _asked(request: web.Request, kind: type[AnyRequest]) -> tuple[AnyRequest, Context]:
+    """The body, and what it is planned against. Raises ApiError."""
+    arrived, service = time.monotonic(), request.app[SERVICE]
     body = await read_body(request)
     ready = service.engine()
-    wanted = service.decode(body, DetokenizeRequest)
-    service.check_model(wanted.model)
-    check_ids(wanted.tokens, ready.vocab_size)
-    return json_answer(Text(service.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
+    lenient = service.ignore_unknown_fields
+    wanted = decode_request(body, kind, ignore_unknown=lenient, on_unused=service.metrics.on_unused_field)
+    model = service.check_model(wanted.model)
+    return wanted, Context(model=model, files=service.files, ready=ready, arrived=arrived, ignore_unknown=lenient)
+
+
+def _fingerprint(ready: Ready) -> str:
+    """What the text of a seed depends on besides the model."""
+    return f"pilotfish-{pilotfish.__version__}-{ready.device}-{ready.dtype}"
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -215,7 +182,8 @@ async def read_body(request: web.Request) -> bytes:
         raise BadRequest(f"The body cannot be read: {error}", code="invalid_body") from error
 
 
-async def _answer(request: web.Request, service: Service, plan: Plan, shape: Format) -> web.StreamResponse:
+async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.StreamResponse:
+    service = request.app[SERVICE]
     num_sequences = len(plan.prompts) * plan.n
     service.check_room(service.engine(), num_sequences)
     generation = Generation(plan, service.client, service.files.tokenizer, service.metrics)

@@ -132,4 +132,4 @@ def _shown(value: Any) -> str:
     """A short quotation for a message; of containers only what they are."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
-    return repr(value[:60]) if isinstance(value, str) else repr(value)
+    return repr(value[:60]) if isinstance(value, str) else json.dumps(value)

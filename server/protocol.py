@@ -61,6 +61,10 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+Seed = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
@@ -116,15 +120,15 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     """What both endpoints share. None means: the checkpoint's default, else the neutral value."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Unit | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED)] | None = None
-    seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
@@ -176,6 +180,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 AnyRequest = TypeVar("AnyRequest", bound=Body)
 
+_JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+_TYPES = re.compile(r"(?<=[`| ])(int|float|str|bool)(?=[`| ])")
 _PATH = re.compile(r"^(?P<what>.*?) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
 
 
@@ -265,8 +271,8 @@ def _check_stream_options(options: Any) -> None:
 
 
 def _named(message: str, kinds: Mapping[str, str]) -> BadRequest:
-    """msgspec's `Expected ... - at `$.field`` as a refusal that names the field."""
-    found = _PATH.match(message)
+    """msgspec's `Expected ... - at `$.field`` as a refusal that names the field, types by JSON's names."""
+    found = _PATH.match(_TYPES.sub(lambda name: _JSON_TYPES[name[0]], message))
     if found:
         param = found["path"].lstrip(".") or None
         field = re.search(r"(\w+)(\[\d+\])?\.type$", param or "")

@@ -62,11 +62,6 @@ class StopMatcher:
         self._include = include
         self._held = ""
 
-    @property
-    def num_held(self) -> int:
-        """Characters that wait for the next ones."""
-        return len(self._held)
-
     def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Text that is now certain, and the stop string that has just completed, if any.
 

@@ -40,6 +40,16 @@ class Tools(msgspec.Struct, frozen=True):
     choice: ToolChoice
 
 
+def function_tool(name: str, description: str | None, parameters: Schema | None) -> dict[str, Any]:
+    """A tool as chat completions have it."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
+
+
+def function_choice(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def read_tools(tools: list[Any] | None, choice: Any) -> Tools | None:
     """None where no tool may be called. Raises BadRequest naming the field."""
     shown = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]

@@ -23,18 +23,23 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class WholeCalls:
-    """Feed the parts of one choice in order."""
+    """Feed the parts of one choice in order. Without `reasoning` there is none in what comes out."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reasoning: bool = True) -> None:
+        self._reasoning = reasoning
         self._opened: CallOpened | None = None
         self._arguments: list[str] = []
 
     def push(self, parts: Iterable[Part]) -> list[Said | Call]:
-        """What is certain now. Calls do not overlap, and nothing is said inside of one."""
+        """What is certain now, neighbours as one. Calls do not overlap, and nothing is said inside of one."""
         certain: list[Said | Call] = []
         for part in parts:
             if isinstance(part, Said):
-                certain.append(part)
+                last = certain[-1] if certain else None
+                if isinstance(last, Said) and last.kind == part.kind:
+                    certain[-1] = Said(part.kind, last.text + part.text)
+                elif part.kind == "content" or self._reasoning:
+                    certain.append(part)
             elif isinstance(part, CallOpened):
                 self._opened, self._arguments = part, []
             elif isinstance(part, CallArguments):

@@ -175,7 +175,7 @@ class MessagesFormat:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._calls = WholeCalls()
+        self._calls = WholeCalls(reasoning=plan.include_reasoning)
         self._index = 0
         self._kind: Kind | None = None
 
@@ -192,10 +192,7 @@ class MessagesFormat:
     def chunks(self, choice: Choice, piece: Piece) -> list[Event]:
         events: list[Event] = []
         for part in self._calls.push(piece.parts):
-            if isinstance(part, Call):
-                events += self._close() + self._use(part)
-            elif self._is_shown(part):
-                events += self._say(part)
+            events += self._close() + self._use(part) if isinstance(part, Call) else self._say(part)
         return events
 
     def closing(self, choices: Sequence[Choice]) -> list[Event]:
@@ -206,17 +203,10 @@ class MessagesFormat:
         (piece,) = pieces
         blocks: list[Block] = []
         for part in self._calls.push(piece.parts):
-            last = blocks[-1] if blocks else None
             if isinstance(part, Call):
                 blocks.append(_tool_use(part, part.arguments))
-            elif not self._is_shown(part):
-                continue
-            elif part.kind == "reasoning":
-                before = last.thinking if isinstance(last, Thinking) else ""
-                blocks[len(blocks) - bool(before) :] = [Thinking(before + part.text, self._plan.id)]
             else:
-                before = last.text if isinstance(last, Text) else ""
-                blocks[len(blocks) - bool(before) :] = [Text(before + part.text)]
+                blocks.append(Thinking(part.text, self._plan.id) if part.kind == "reasoning" else Text(part.text))
         return self._message(blocks, *_stop_of(piece.finish_reason, piece.stop_reason), self._usage(choices))
 
     def _message(self, content: list[Block], reason: StopReason | None, sequence: str | None, usage: Usage) -> Message:
@@ -232,9 +222,6 @@ class MessagesFormat:
     def _usage(self, choices: Sequence[Choice]) -> Usage:
         usage = usage_of(self._plan, choices)
         return Usage(input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens)
-
-    def _is_shown(self, part: Said) -> bool:
-        return part.kind == "content" or self._plan.include_reasoning
 
     def _say(self, part: Said) -> list[Event]:
         events: list[Event] = []

@@ -12,15 +12,19 @@ from pilotfish.server.errors import BadRequest
 from pilotfish.server.messages import lead_with_system
 from pilotfish.server.plan import Context
 from pilotfish.server.protocol import (
-    MAX_INT,
     MAX_STOPS,
     Body,
     ChatRequest,
     Count,
     PositiveCount,
+    Seed,
     SpeculationField,
     StopString,
+    Temperature,
+    TopK,
+    TopP,
 )
+from pilotfish.server.tool_calls import function_choice, function_tool
 
 Name = Annotated[str, Meta(min_length=1)]
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -129,12 +133,12 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """POST /v1/messages. `seed` and `speculation` are ours."""
 
     max_tokens: PositiveCount
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    seed: Seed | None = None
     speculation: SpeculationField | None = None
 
 
@@ -173,7 +177,7 @@ def chat_request(request: CountTokensRequest, context: Context, on_unused: Calla
     choice = request.tool_choice
     return ChatRequest(
         messages=lead_with_system(_messages(request), context.files.chat_template),
-        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in request.tools or ()],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(request.output_config),
@@ -257,11 +261,6 @@ def _misplaced(kind: str, role: str, where: str) -> BadRequest:
 # -- tools, thinking, output ---------------------------------------------------------------------------------------
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
-
-
 def _tool_choice(choice: ToolChoice | None) -> Any:
     if choice is None or choice.type in ("auto", "none"):
         return choice.type if choice is not None else None
@@ -269,7 +268,7 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
         return "required"
     if choice.name is None:
         raise BadRequest("Want the name of the tool.", param="tool_choice.name", code="missing_parameter")
-    return {"type": "function", "function": {"name": choice.name}}
+    return function_choice(choice.name)
 
 
 def _thinking(request: CountTokensRequest, context: Context, on_unused: Callable[[str], None]) -> dict[str, Any]:

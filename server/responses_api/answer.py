@@ -206,7 +206,7 @@ class ResponsesFormat:
     def __init__(self, request: ResponsesRequest, plan: Plan) -> None:
         self._request = request
         self._plan = plan
-        self._calls = WholeCalls()
+        self._calls = WholeCalls(reasoning=plan.include_reasoning)
         self._numbers = itertools.count()
         self._items: list[Item] = []
         self._open: _Open | None = None
@@ -229,10 +229,7 @@ class ResponsesFormat:
     def chunks(self, choice: Choice, piece: Piece) -> list[Event]:
         events: list[Event] = []
         for part in self._calls.push(piece.parts):
-            if isinstance(part, Call):
-                events += self._close("completed") + self._call(part)
-            elif part.kind == "content" or self._plan.include_reasoning:
-                events += self._say(part)
+            events += self._close("completed") + self._call(part) if isinstance(part, Call) else self._say(part)
         return events
 
     def closing(self, choices: Sequence[Choice]) -> list[Event]:

@@ -11,7 +11,8 @@ from pilotfish.server import unused
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.messages import lead_with_system
 from pilotfish.server.plan import Context
-from pilotfish.server.protocol import MAX_INT, Body, ChatRequest, PositiveCount, SpeculationField
+from pilotfish.server.protocol import Body, ChatRequest, PositiveCount, Seed, SpeculationField, Temperature, TopP
+from pilotfish.server.tool_calls import function_choice, function_tool
 
 Name = Annotated[str, Meta(min_length=1)]
 LOGPROBS = "message.output_text.logprobs"
@@ -153,8 +154,8 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: PositiveCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
@@ -164,7 +165,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    seed: Seed | None = None
     speculation: SpeculationField | None = None
 
     @classmethod
@@ -196,15 +197,14 @@ def chat_request(request: ResponsesRequest, context: Context, on_unused: Callabl
     """What is asked for, in the terms of chat completions. Raises BadRequest naming the field."""
     _check_include(request.include or [], on_unused)
     choice = request.tool_choice
-    named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
     return ChatRequest(
         model=request.model,
         messages=lead_with_system(_messages(request), context.files.chat_template),
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
-        tool_choice=named,
+        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in request.tools or ()],
+        tool_choice=function_choice(choice.name) if isinstance(choice, NamedFunction) else choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request.text),
         stream=request.stream,
@@ -281,11 +281,6 @@ def _thought(item: ReasoningItem, where: str) -> str:
 
 
 # -- tools, reasoning, format --------------------------------------------------------------------------------------
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def _reasoning(given: Reasoning | None, context: Context, on_unused: Callable[[str], None]) -> dict[str, Any]:

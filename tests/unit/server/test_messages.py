@@ -34,6 +34,11 @@ def test_an_answer_can_be_sent_back_as_it_came():
     assert check_messages([answer]) == [{"role": "assistant", "content": ""}]
 
 
+def test_what_came_is_told_as_json():
+    assert refusal({"role": "user", "content": None}).message.endswith("got null.")
+    assert refusal({"role": True}).message.endswith("got true.")
+
+
 def test_names_and_reasoning_reach_the_template():
     message = {"role": "assistant", "content": "x", "name": "n", "reasoning_content": "r"}
     assert check_messages([message]) == [message]

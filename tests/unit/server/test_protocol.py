@@ -58,6 +58,13 @@ def test_bad_values_name_their_field(field, value):
     assert refusal({"prompt": "hi", field: value}).param.split("[")[0].split(".")[0] == field
 
 
+def test_types_have_the_names_of_json():
+    assert refusal({"prompt": "hi", "stream": "yes"}).message == (
+        "Invalid 'stream': Expected `boolean | null`, got `string`."
+    )
+    assert refusal({"prompt": 1.5}).message == "Invalid 'prompt': Expected `string | array | null`, got `number`."
+
+
 @pytest.mark.parametrize("field", ["temperature", "top_p", "n", "seed", "stop", "max_tokens", "stream", "logit_bias"])
 def test_null_means_absent(field):
     assert getattr(decode(**{field: None}), field) is None
