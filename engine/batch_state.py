@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from pilotfish.engine import parcel
 from pilotfish.engine.messages import SamplingParams
 from pilotfish.engine.rules import BadSequences, ThinkingBudgets, bad_sequences, bad_singles
 from pilotfish.kernels.cuda import slots as kernel_slots
@@ -110,15 +111,16 @@ class BatchState:
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros((num_slots, *shape), dtype=dtype, device=device)
 
-        self.last_token, self.length, self.limit, self.pending_count = buffer(), buffer(), buffer(), buffer()
-        self.own_k, self.num_offered, self.min_until = buffer(), buffer(), buffer()
+        # of one table each, so that one copy writes a slot
+        self._ints = parcel.columns(9, num_slots, torch.int64, device)
+        self.length, self.limit, self.pending_count, self.own_k, self.num_offered = self._ints[:5]
+        self.min_until, self.seed, self.choice, self.top_k = self._ints[5:]
+        self._floats = parcel.columns(6, num_slots, torch.float32, device)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = self._floats
+        self.last_token = buffer()
         self.drafts = buffer(max_depth)
         self.done = torch.ones(num_slots, dtype=torch.bool, device=device)
         self.stop_ids = buffer(MAX_STOP_IDS)
-        self.seed, self.choice, self.top_k = buffer(), buffer(), buffer()
-        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
-            buffer(dtype=torch.float32) for _ in range(6)
-        )
         self.history = buffer(history_length, dtype=torch.int32) if history_length else None
         self.features = [Features()] * num_slots
         self.flags = buffer(dtype=torch.int32)
@@ -138,37 +140,62 @@ class BatchState:
             self.thinking = ThinkingBudgets(num_slots, device)
 
     def admit(self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int) -> None:
-        """Writes a slot for a new request whose tokens may number `limit` in all."""
-        self.features[slot] = Features.of(params)
-        self.flags[slot] = flags_of(params)
-        self.length[slot] = 0
-        self.limit[slot] = limit
-        self.pending_count[slot] = 0
-        self.own_k[slot] = own_k
-        self.num_offered[slot] = 0
-        self.min_until[slot] = len(prompt) + params.min_tokens
-        self.done[slot] = False
-        stop_ids = stop_ids_of(params)
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64, device=self.device)
-        self.seed[slot] = params.seed
-        self.choice[slot] = params.choice
-        self.temperature[slot] = params.temperature if self.features[slot].sampled else 0
-        self.top_k[slot] = params.top_k if params.top_k > 0 else self.vocab_size
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition[slot] = params.repetition_penalty
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self._write_history(slot, prompt)
+        """Writes a slot for a new request whose tokens may number `limit` in all: one copy to the device, and no wait
+        for it. Raises ValueError for more stop ids than a slot has places."""
+        features = Features.of(params)
+        arrays = {
+            "stop_ids": _padded(stop_ids_of(params)),
+            "numbers": self._numbers(params, len(prompt), limit, own_k),
+            "factors": _factors(params, features),
+        }
+        self.features[slot] = features
+        self._make_tables(features)
+        if self.seen is not None or self.history is not None:
+            arrays["prompt"] = torch.tensor(prompt, dtype=torch.int32)
+        if features.biased:
+            arrays["bias_ids"], arrays["biases"] = _biases(params)
+        if self.bad_sequences is not None:
+            arrays["bad_sequences"] = self.bad_sequences.rows(bad_sequences(params))
+        if self.thinking is not None:
+            arrays["thinking"] = self.thinking.row(len(prompt), params.thinking)
+        sent = dict(zip(arrays, parcel.send(list(arrays.values()), self.device), strict=True))
+        self.flags[slot].fill_(flags_of(params))
+        self.done[slot].fill_(False)
+        self._ints[:, slot] = sent["numbers"]
+        self._floats[:, slot] = sent["factors"]
+        self.stop_ids[slot] = sent["stop_ids"]
+        if self.counts is not None and self.seen is not None:
+            self.counts[slot].zero_()
+            self.seen[slot].zero_().index_fill_(0, sent["prompt"].long(), True)
         if self.history is not None:
-            self.history[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32, device=self.device)
-        self._write_bias(slot, params)
-        self._write_rules(slot, len(prompt), params)
+            self.history[slot, : len(prompt)] = sent["prompt"]
+        if self.bias is not None:
+            self.bias[slot].fill_(0.0 if params.allowed_token_ids is None else float("-inf"))
+            if features.biased:
+                self.bias[slot].index_copy_(0, sent["bias_ids"], sent["biases"])
+        if self.bad_sequences is not None:
+            self.bad_sequences.admit(slot, sent["bad_sequences"])
+        if self.thinking is not None:
+            self.thinking.admit(slot, sent["thinking"])
         if self.oracle is not None:
             self.oracle.admit(slot, prompt)
+
+    def _numbers(self, params: SamplingParams, num_prompt: int, limit: int, own_k: int) -> torch.Tensor:
+        """Of a new sequence, int64, in the order of `_ints`."""
+        top_k = params.top_k if params.top_k > 0 else self.vocab_size
+        min_until = num_prompt + params.min_tokens
+        return torch.tensor([0, limit, 0, own_k, 0, min_until, params.seed, params.choice, top_k])
+
+    def _make_tables(self, features: Features) -> None:
+        """What the first request that needs it allocates."""
+        if features.penalised and self.counts is None:
+            self._make_history()
+        if features.biased and self.bias is None:
+            self._make_bias()
+        if features.bad_sequences and self.bad_sequences is None:
+            self.bad_sequences = BadSequences(self.num_slots, self.vocab_size, self.device)
+        if features.thinking and self.thinking is None:
+            self.thinking = ThinkingBudgets(self.num_slots, self.device)
 
     def _make_history(self) -> None:
         shape = (self.num_slots, self.vocab_size)
@@ -177,38 +204,6 @@ class BatchState:
 
     def _make_bias(self) -> None:
         self.bias = torch.zeros((self.num_slots, self.vocab_size), dtype=torch.float32, device=self.device)
-
-    def _write_history(self, slot: int, prompt: list[int]) -> None:
-        if self.features[slot].penalised and self.counts is None:
-            self._make_history()
-        if self.counts is not None and self.seen is not None:
-            self.counts[slot] = 0
-            self.seen[slot] = False
-            self.seen[slot, torch.tensor(prompt, device=self.device)] = True
-
-    def _write_bias(self, slot: int, params: SamplingParams) -> None:
-        """Bans that hold at every position are a bias too."""
-        if self.features[slot].biased and self.bias is None:
-            self._make_bias()
-        if self.bias is None:
-            return
-        self.bias[slot] = 0
-        if params.allowed_token_ids is not None:
-            self.bias[slot] = float("-inf")
-            self.bias[slot, torch.tensor(params.allowed_token_ids, device=self.device)] = 0
-        for token, value in params.logit_bias.items():
-            self.bias[slot, token] += value
-        self.bias[slot, torch.tensor(bad_singles(params), dtype=torch.int64, device=self.device)] = float("-inf")
-
-    def _write_rules(self, slot: int, num_prompt: int, params: SamplingParams) -> None:
-        if self.features[slot].bad_sequences and self.bad_sequences is None:
-            self.bad_sequences = BadSequences(self.num_slots, self.vocab_size, self.device)
-        if self.bad_sequences is not None:
-            self.bad_sequences.admit(slot, bad_sequences(params))
-        if self.features[slot].thinking and self.thinking is None:
-            self.thinking = ThinkingBudgets(self.num_slots, self.device)
-        if self.thinking is not None:
-            self.thinking.admit(slot, num_prompt, params.thinking)
 
     def remaining(self, slots: torch.Tensor) -> torch.Tensor:
         """Tokens that each sequence may still commit, int64 [B]; its last token, not yet in the caches, is counted."""
@@ -333,6 +328,31 @@ class BatchState:
         drafts[:count] = forced
         offered = torch.where(agreed, self.num_offered[slot], count)
         self.set_drafts(torch.tensor([slot], device=self.device), drafts[None], offered[None])
+
+
+def _factors(params: SamplingParams, features: Features) -> torch.Tensor:
+    """float32, in the order of BatchState._floats."""
+    temperature = params.temperature if features.sampled else 0.0
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return torch.tensor([temperature, params.top_p, params.min_p, *penalties], dtype=torch.float32)
+
+
+def _padded(stop_ids: list[int]) -> torch.Tensor:
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
+    return torch.tensor(stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids)))
+
+
+def _biases(params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int64 and what is added to their logits, float32; where ids are allowed, all others have -inf. Bans that hold
+    at every position are a bias too."""
+    banned = float("-inf")
+    biases = dict.fromkeys(params.allowed_token_ids or (), 0.0)
+    for token, value in params.logit_bias.items():
+        if params.allowed_token_ids is None or token in biases:
+            biases[token] = value
+    biases |= dict.fromkeys(bad_singles(params), banned)
+    return torch.tensor(list(biases), dtype=torch.int64), torch.tensor(list(biases.values()), dtype=torch.float32)
 
 
 def _either(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import torch
 
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.messages import SamplingParams, ThinkingBudget
+from pilotfish.engine.parcel import columns
 
 MAX_BAD_SEQUENCES = 256
 MAX_BAD_LENGTH = 32
@@ -34,15 +35,17 @@ class BadSequences:
         self.lasts = torch.full((num_slots, MAX_BAD_SEQUENCES), NO_TOKEN, device=device)
         self.recent = torch.full((num_slots, before), NO_TOKEN, device=device)
 
-    def admit(self, slot: int, sequences: list[tuple[int, ...]]) -> None:
-        self.prefixes[slot] = ANY
-        self.lasts[slot] = self.recent[slot] = NO_TOKEN
-        if not sequences:
-            return
-        device = self.lasts.device
-        width = self.prefixes.shape[2]
-        padded = [[ANY] * (width + 1 - len(sequence)) + list(sequence) for sequence in sequences]
-        rows = torch.tensor(padded, device=device)
+    def rows(self, sequences: list[tuple[int, ...]]) -> torch.Tensor:
+        """What `admit` wants of a request's sequences, int64 [n, M + 1], on the host."""
+        width = self.prefixes.shape[2] + 1
+        padded = [[ANY] * (width - len(sequence)) + list(sequence) for sequence in sequences]
+        return torch.tensor(padded, dtype=torch.int64).view(len(padded), width)
+
+    def admit(self, slot: int, rows: torch.Tensor) -> None:
+        """`rows`: on the device."""
+        self.prefixes[slot].fill_(ANY)
+        self.lasts[slot].fill_(NO_TOKEN)
+        self.recent[slot].fill_(NO_TOKEN)
         self.prefixes[slot, : len(rows)] = rows[:, :-1]
         self.lasts[slot, : len(rows)] = rows[:, -1]
 
@@ -71,21 +74,27 @@ class ThinkingBudgets:
     """
 
     def __init__(self, num_slots: int, device: torch.device):
-        self.start, self.end, self.num_closing = (torch.full((num_slots,), NO_TOKEN, device=device) for _ in range(3))
-        self.budget, self.opened, self.closed = (torch.full((num_slots,), NEVER, device=device) for _ in range(3))
+        self._table = columns(6, num_slots, torch.int64, device)
+        self.opened, self.closed, self.budget, self.start, self.end, self.num_closing = self._table
+        self._table[:3].fill_(NEVER)
+        self._table[3:].fill_(NO_TOKEN)
         self.closing = torch.full((num_slots, MAX_CLOSING), NO_TOKEN, device=device)
 
-    def admit(self, slot: int, num_prompt: int, rule: ThinkingBudget | None) -> None:
-        self.opened[slot] = self.closed[slot] = self.budget[slot] = NEVER
+    @staticmethod
+    def row(num_prompt: int, rule: ThinkingBudget | None) -> torch.Tensor:
+        """What `admit` wants of a request, int64, on the host."""
         if rule is None:
-            return
-        self.budget[slot] = rule.num_tokens
-        self.end[slot] = rule.end_token_id
-        self.start[slot] = NO_TOKEN if rule.start_token_id is None else rule.start_token_id
-        if rule.start_token_id is None:
-            self.opened[slot] = num_prompt - 1
-        self.num_closing[slot] = len(rule.closing)
-        self.closing[slot, : len(rule.closing)] = torch.tensor(rule.closing, device=self.closing.device)
+            return torch.tensor([NEVER] * 3)
+        opened, start = (num_prompt - 1, NO_TOKEN) if rule.start_token_id is None else (NEVER, rule.start_token_id)
+        return torch.tensor(
+            [opened, NEVER, rule.num_tokens, start, rule.end_token_id, len(rule.closing), *rule.closing]
+        )
+
+    def admit(self, slot: int, row: torch.Tensor) -> None:
+        """`row`: on the device. Without a rule what is left of the one before it is never in force."""
+        numbers, closing = row[: len(self._table)], row[len(self._table) :]
+        self._table[: len(numbers), slot] = numbers
+        self.closing[slot, : len(closing)] = closing
 
     def forced(self, slots: torch.Tensor, positions_BW: torch.Tensor, drafts_Bn: torch.Tensor) -> torch.Tensor:
         """int64 [B * W], for the last W of the n + 1 rows: the token that must be chosen, NO_TOKEN where any may."""

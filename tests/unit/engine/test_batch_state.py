@@ -7,9 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pilotfish.engine.batch_state import MAX_STOP_IDS, BatchState, Features, stop_ids_of
-from pilotfish.engine.messages import SamplingParams, ThinkingBudget
+from pilotfish.engine.batch_state import MAX_STOP_IDS, BatchState, Features, flags_of, stop_ids_of
+from pilotfish.engine.messages import Grammar, SamplingParams, ThinkingBudget
+from pilotfish.engine.rules import ANY, NEVER, NO_TOKEN, bad_sequences, bad_singles
 from pilotfish.spec import sampling
 from pilotfish.spec.accept import Verdict
 
@@ -322,3 +324,131 @@ def test_nothing_is_forced_where_nothing_is_drafted():
     admit(state, 1, [1], own_k=0)
     state.force_drafts(1, [3, 4])
     assert int(state.num_offered[1]) == 0
+
+
+# -- admission: one copy, and what it writes
+
+ADMITTED = (
+    {},
+    {"temperature": 0.7, "seed": -(1 << 63), "choice": 3, "top_k": 7, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1e-40, "top_k": -1, "seed": (1 << 63) - 1},
+    {"presence_penalty": 0.1, "frequency_penalty": -0.3, "repetition_penalty": 1.7},
+    {"logit_bias": {2: 1.1, 11: -4.0}, "bad_words_token_ids": ((2,), (7,), (1, 2, 3), (4, 5))},
+    {"allowed_token_ids": (1, 2, 5), "logit_bias": {2: 0.3, 9: 8.0}, "bad_words_token_ids": ((5,),)},
+    {"min_tokens": 4, "stop_token_ids": (8, 3), "eos_token_ids": (0, 9)},
+    {"thinking": ThinkingBudget(num_tokens=5, start_token_id=None, end_token_id=2, closing=(4, 2, 6))},
+    {"thinking": ThinkingBudget(num_tokens=0, start_token_id=3, end_token_id=2, closing=(2,))},
+    {"grammar": Grammar(kind="regex", source="x"), "ignore_eos": True, "eos_token_ids": (1,)},
+)
+
+
+def admit_field_by_field(state, slot, prompt, params, limit, own_k):
+    """What an admission means: every field of a slot, one by one."""
+    values = {
+        "flags": flags_of(params), "length": 0, "limit": limit, "pending_count": 0, "own_k": own_k, "num_offered": 0,
+        "min_until": len(prompt) + params.min_tokens, "done": False, "seed": params.seed, "choice": params.choice,
+        "temperature": params.temperature if params.temperature >= 1e-5 else 0,
+        "top_k": params.top_k if params.top_k > 0 else state.vocab_size, "top_p": params.top_p, "min_p": params.min_p,
+        "repetition": params.repetition_penalty, "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+    }  # fmt: skip
+    for name, value in values.items():
+        getattr(state, name)[slot] = value
+    state.stop_ids[slot] = -1
+    for place, token in enumerate(stop_ids_of(params)):
+        state.stop_ids[slot, place] = token
+    state.history[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+    state.counts[slot] = 0
+    state.seen[slot] = torch.tensor([token in prompt for token in range(state.vocab_size)])
+    state.bias[slot] = 0
+    if params.allowed_token_ids is not None:
+        state.bias[slot] = float("-inf")
+        state.bias[slot, list(params.allowed_token_ids)] = 0
+    for token, value in params.logit_bias.items():
+        state.bias[slot, token] += value
+    for token in bad_singles(params):
+        state.bias[slot, token] = float("-inf")
+    bad, thinking, rule = state.bad_sequences, state.thinking, params.thinking
+    bad.prefixes[slot], bad.lasts[slot], bad.recent[slot] = ANY, NO_TOKEN, NO_TOKEN
+    for row, (*before, last) in enumerate(bad_sequences(params)):
+        bad.lasts[slot, row] = last
+        bad.prefixes[slot, row, -len(before) :] = torch.tensor(before)
+    thinking.opened[slot] = thinking.closed[slot] = thinking.budget[slot] = NEVER
+    if rule is not None:
+        thinking.budget[slot], thinking.end[slot] = rule.num_tokens, rule.end_token_id
+        thinking.start[slot] = NO_TOKEN if rule.start_token_id is None else rule.start_token_id
+        if rule.start_token_id is None:
+            thinking.opened[slot] = len(prompt) - 1
+        thinking.num_closing[slot] = len(rule.closing)
+        thinking.closing[slot, : len(rule.closing)] = torch.tensor(rule.closing)
+
+
+def tensors_of(state):
+    owners = {"": state, "bad_sequences.": state.bad_sequences, "thinking.": state.thinking}
+    return {
+        name + field: value
+        for name, owner in owners.items()
+        for field, value in vars(owner).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_an_admission_writes_every_field_of_its_slot_and_no_other_slot():
+    generator = random.Random(0)
+    state, twin = (
+        BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"), history_length=40, complete=True) for _ in range(2)
+    )
+    for number in range(60):
+        fields = {"temperature": 0} | generator.choice(ADMITTED)
+        slot, prompt = generator.randrange(1, SLOTS), generator.choices(range(VOCAB), k=generator.randint(1, 20))
+        request = (slot, prompt, SamplingParams(**fields), 20 + number, number % (DEPTH + 1))
+        state.admit(*request)
+        admit_field_by_field(twin, *request)
+        wanted = tensors_of(twin)
+        for name, value in tensors_of(state).items():
+            assert torch.equal(value, wanted[name]), (number, name, fields)
+        for each in (state, twin):
+            # what decoding leaves behind must not stay
+            each.pending_count[slot], each.num_offered[slot], each.done[slot] = 3, 2, True
+            each.counts[slot, 1], each.thinking.closed[slot], each.bad_sequences.recent[slot] = 4, 5, 6
+
+
+class Copies(TorchDispatchMode):
+    """Counts what goes from the host to a device that computes nothing; there a wait for a value is an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.copied = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = [value for value in args if isinstance(value, torch.Tensor)]
+        to = [value for value in (*given, out) if isinstance(value, torch.Tensor) and value.device.type == "meta"]
+        if to and any(value.device.type == "cpu" for value in given):
+            self.copied.append(func)
+        return out
+
+
+@pytest.mark.parametrize("fields", ADMITTED, ids=range(len(ADMITTED)))
+def test_an_admission_is_one_copy_to_the_device_and_no_wait(fields):
+    state = BatchState(SLOTS, DEPTH, VOCAB, torch.device("meta"), history_length=40, complete=True)
+    with Copies() as copies:
+        state.admit(2, [1, 2, 3], SamplingParams(**{"temperature": 0} | fields), 30, 2)
+    assert len(copies.copied) == 1, copies.copied
+
+
+def test_copies_are_seen_one_by_one():
+    state = BatchState(SLOTS, DEPTH, VOCAB, torch.device("meta"))
+    with Copies() as copies:
+        state.stop_ids[1, :2] = torch.tensor([3, 4])
+        torch.tensor([3, 4]).to("meta")
+        state.seed[1].fill_(3)
+    assert len(copies.copied) == 2
+
+
+def test_tables_of_many_fields_keep_each_one_whole_and_aligned():
+    state = BatchState(7, DEPTH, VOCAB, torch.device("cpu"), complete=True)
+    for name in ("length", "limit", "seed", "top_k", "temperature", "frequency"):
+        field = getattr(state, name)
+        assert field.shape == (7,) and field.is_contiguous() and field.data_ptr() % 16 == 0, name
+    assert all(getattr(state.thinking, name).data_ptr() % 16 == 0 for name in ("opened", "budget", "num_closing"))
