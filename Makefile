@@ -7,6 +7,10 @@ K ?= 3
 PORT ?= 8000
 JOBS ?= 2
 SEED ?= 1
+GPU_PYTHON ?= $(BIN)/python
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed)
+OUT ?= gpu-results
+LEGS ?=
 
 .PHONY: demo serve test check bench audit fuzz soak gpu-test gpu-bench clean
 
@@ -44,14 +48,12 @@ soak: $(VENV)/.installed  ## 64 streaming clients: 10 minutes on the model, then
 	$(BIN)/python -m tests.soak.soak --seconds 600 --model $(MODEL)
 	$(BIN)/python -m tests.soak.soak --seconds 60 --rate 200
 
-gpu-test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m gpu
+# on a machine without network: make gpu-test GPU_PYTHON=python3, with the packages at hand
+gpu-test: $(GPU_SETUP)  ## tests/gpu/legs.py says what a leg is; LEGS="linear moe" runs these
+	$(GPU_PYTHON) -m tests.gpu.legs test $(LEGS) --out $(OUT)
 
-gpu-bench: $(VENV)/.installed
-	$(BIN)/python tests/bench/bench_kernels_linear.py
-	$(BIN)/python tests/bench/bench_kernels_state.py
-	$(BIN)/python -m tests.bench.bench_kernels_small
-	$(BIN)/python tests/bench/bench_decode.py $(MODEL) --device cuda --no-http
+gpu-bench: $(GPU_SETUP)
+	$(GPU_PYTHON) -m tests.gpu.legs bench $(LEGS) --out $(OUT)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

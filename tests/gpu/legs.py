@@ -1,0 +1,208 @@
+"""What to run on a GPU, leg by leg: `make gpu-test`, `make gpu-bench`.
+
+    python -m tests.gpu.legs test|bench [LEG ...] [--out FOLDER] [--jobs N] [--again] [--rehearse] [--list]
+
+Each leg is a process of its own with a time limit. One line says how it went; of one that failed the end of what it
+printed follows, the whole stands in FOLDER/LEG.log. FOLDER/LEG.json holds its outcome, FOLDER/LEG.jsonl the rows that a
+measurement printed. A leg that has passed is not run again (--again: it is), so an interrupted run goes on where it
+was. --rehearse needs no GPU: tests are collected, and measurements read their arguments.
+
+Needs no installation but the packages: PYTHONPATH is set here. Exits with 1 if a leg failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PATHS = ("typings", ".", "tests/bench")
+SHOWN_LINES = 30
+TEST_JOBS = 4
+NO_GPU = ("needs a CUDA device", "want a CUDA device")
+"""What a measurement says when its arguments were fine and the machine was not."""
+FIRST_TESTS = ("small_operators", "linear", "moe", "delta_net", "attention")
+"""Files of tests/gpu in the order in which one builds on another; the rest follow by name."""
+running: set[subprocess.Popen[bytes]] = set()
+DUMMY = "--load-format dummy --kernels fused --device cuda"
+
+
+@dataclass(frozen=True)
+class Leg:
+    """`command` comes after the interpreter's name."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_seconds: int = 480
+
+    @property
+    def is_test(self) -> bool:
+        return self.command[:2] == ("-m", "pytest")
+
+
+def test_legs() -> list[Leg]:
+    files = {file.stem.removeprefix("test_"): file for file in sorted((ROOT / "tests/gpu").glob("test_*.py"))}
+    names = [*FIRST_TESTS, *(name for name in files if name not in FIRST_TESTS)]
+    # a warning of torch or of a driver that we have never seen is shown, and fails nothing
+    options = ("-m", "gpu", "-q", "--maxfail=2", "--tb=short", "-rfE", "-p", "no:cacheprovider", "-W", "default")
+    tests = [Leg(name, ("-m", "pytest", *options, str(files[name].relative_to(ROOT)))) for name in names]
+    audit = "-m pilotfish.server.cli audit demo/model --device cuda --kernels fused --max-batch 4"
+    return [_leg("environment", "-m tests.gpu.environment", 120), *tests, _leg("audit-demo", audit)]
+
+
+def bench_legs() -> list[Leg]:
+    rounds = f"-m pilotfish.server.cli bench {{}} {DUMMY} --synthetic-acceptance-length 3.2 --json {{{{out}}}}"
+    moe, dense = rounds.format("Qwen3.6-35B-A3B"), rounds.format("Qwen3.6-27B")
+    return [
+        _leg("rounds-first", f"{moe} --k 0 --batch 1 --enforce-eager --tokens 64"),
+        _leg("rounds-35B", f"{moe} --k 0,3 --batch 1,2,4,8 --profile"),
+        _leg("linear", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 1,4,8,16"),
+        _leg("state", "tests/bench/bench_kernels_state.py --contexts 1024,32768 --batches 1,4 --widths 1,4"),
+        _leg("small", "-m tests.bench.bench_kernels_small --rows 1,4,16"),
+        _leg("rounds-27B", f"{dense} --k 0,3 --batch 1,2,4,8 --profile"),
+        _leg("rounds-mixed", f"{moe} --dummy-layout mixed --k 0,3 --batch 1,4"),
+        _leg("rounds-wide", f"{moe} --k 0,3 --batch 16,32,64 --tokens 128"),
+        _leg("rounds-long", f"{moe} --k 0,3 --batch 1,4 --context 32768 --tokens 128"),
+        _leg("starts", f"{moe} --k 0,3 --batch 1,4 --first-requests --admission 8192"),
+        _leg("prefill", "tests/bench/bench_kernels_state.py --prefill"),
+        _leg(
+            "linear-tune",
+            "tests/bench/bench_kernels_linear.py --tune --formats NVFP4 --rows 1,8,16 "
+            "--shapes 12288x2048,34816x5120,5120x17408",
+        ),
+        _leg("linear-formats", "tests/bench/bench_kernels_linear.py --formats FP8,BF16 --rows 1,4,16 --no-experts"),
+        _leg("linear-wide", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 32,64,256"),
+        _leg("decode-demo", "tests/bench/bench_decode.py demo/model --device cuda --no-http"),
+    ]
+
+
+def _leg(name: str, command: str, limit_seconds: int = 480) -> Leg:
+    return Leg(name, tuple(command.split()), limit_seconds)
+
+
+def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
+    """Its outcome, which is also written to the folder."""
+    rows = folder / f"{leg.name}.jsonl"
+    rows.unlink(missing_ok=True)
+    command = [sys.executable, *(part.replace("{out}", str(rows)) for part in leg.command)]
+    if leg.is_test:
+        command += ["-W", "ignore::pytest.PytestConfigWarning"] if find_spec("pytest_timeout") is None else []
+        command += ["--collect-only"] if rehearse else []
+    began = perf_counter()
+    with (folder / f"{leg.name}.log").open("w+") as log:
+        # a group of its own: what it started ends with it
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        running.add(process)
+        try:
+            status = "passed" if process.wait(leg.limit_seconds) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            running.discard(process)
+        log.seek(0)
+        text = log.read()
+    if rehearse and status == "failed" and not leg.is_test and any(words in text for words in NO_GPU):
+        status = "passed"
+    found = [line for line in text.splitlines() if line.startswith('{"')]
+    if found and not rows.exists():
+        rows.write_text("\n".join(found) + "\n")
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", text[-400:])}
+    if leg.is_test and not rehearse and status == "passed" and not counts.get("passed"):
+        status = "failed"  # all were skipped
+    outcome = {
+        "leg": leg.name,
+        "status": status,
+        "seconds": round(perf_counter() - began, 1),
+        "tests": counts if leg.is_test else None,
+        "rows": len(found) or (len(rows.read_text().splitlines()) if rows.exists() else 0),
+        "commit": _commit(),
+        "command": command[1:],
+        "end": text.splitlines()[-SHOWN_LINES:] if status != "passed" else [],
+    }
+    if not rehearse:
+        (folder / f"{leg.name}.json").write_text(json.dumps(outcome, indent=1) + "\n")
+    return outcome
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT / path) for path in PATHS] + [path for path in [os.environ.get("PYTHONPATH")] if path]
+    # the checkout's own folder `pilotfish` holds a part of the package alone: it must not come first
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _commit() -> str | None:
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return git.stdout.strip() or None
+
+
+def passed_before(leg: Leg, folder: Path) -> bool:
+    file = folder / f"{leg.name}.json"
+    return file.exists() and json.loads(file.read_text())["status"] == "passed"
+
+
+def show(outcome: dict[str, Any]) -> None:
+    tests = ", ".join(f"{number} {word}" for word, number in (outcome["tests"] or {}).items())
+    rows = f"{outcome['rows']} rows" if outcome["rows"] else ""
+    print(f"{outcome['leg']:18} {outcome['status']:12} {outcome['seconds']:6.1f} s  {tests or rows}", flush=True)
+    for line in outcome["end"]:
+        print(f"    {line[:200]}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("test", "bench"))
+    parser.add_argument("legs", nargs="*", metavar="LEG", help="by name; all if none is given")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, help=f"legs at once (default: {TEST_JOBS} of tests, 1 of measurements)")
+    parser.add_argument("--again", action="store_true", help="legs that have passed, too")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU: collect tests, read arguments")
+    parser.add_argument("--list", action="store_true", help="print the legs' commands")
+    args = parser.parse_args(argv)
+    known = {leg.name: leg for leg in (test_legs() if args.what == "test" else bench_legs())}
+    if strange := [name for name in args.legs if name not in known]:
+        parser.error(f"{', '.join(strange)}: want {', '.join(known)}")
+    legs = [leg for leg in known.values() if not args.legs or leg.name in args.legs]
+    if args.list:
+        for leg in legs:
+            print(f"{leg.name:18} {' '.join(leg.command)}")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    done = [leg for leg in legs if not (args.again or args.rehearse) and passed_before(leg, args.out)]
+    for leg in done:
+        print(f"{leg.name:18} passed before")
+    todo = [leg for leg in legs if leg not in done]
+    failed = False
+    with ThreadPoolExecutor(args.jobs or (TEST_JOBS if args.what == "test" else 1)) as pool:
+        started = [pool.submit(run, leg, args.out.resolve(), args.rehearse) for leg in todo]
+        try:
+            for future in as_completed(started):
+                outcome = future.result()
+                show(outcome)
+                failed |= outcome["status"] != "passed"
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

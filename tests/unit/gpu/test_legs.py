@@ -1,0 +1,64 @@
+"""Legs on a GPU: what passed is not run again, what fails shows its end, what hangs is ended with all it started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+
+import pytest
+
+from tests.gpu import legs
+from tests.gpu.legs import Leg, main, run
+
+PASSES = "print('{\"us\": 1}'); print('{\"us\": 2}')"
+FAILS = "print('a reason'); raise SystemExit(3)"
+
+
+def leg(name, code, limit_seconds=60):
+    return Leg(name, ("-c", code), limit_seconds)
+
+
+def test_rows_and_outcome_are_written(tmp_path):
+    outcome = run(leg("good", PASSES), tmp_path)
+    assert outcome["status"] == "passed" and outcome["rows"] == 2 and outcome["end"] == []
+    assert [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()] == [{"us": 1}, {"us": 2}]
+    assert json.loads((tmp_path / "good.json").read_text()) == outcome
+
+
+def test_a_failed_leg_shows_its_end_and_is_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(legs, "bench_legs", lambda: [leg("bad", FAILS), leg("good", PASSES)])
+    assert main(["bench", "--out", str(tmp_path)]) == 1
+    assert "a reason" in capsys.readouterr().out
+    monkeypatch.setattr(legs, "bench_legs", lambda: [leg("bad", PASSES), leg("good", FAILS)])
+    assert main(["bench", "--out", str(tmp_path)]) == 0
+    assert "passed before" in capsys.readouterr().out
+    assert main(["bench", "good", "--out", str(tmp_path), "--again"]) == 1
+
+
+def test_a_leg_that_hangs_is_ended_with_what_it_started(tmp_path):
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(4); open({str(mark)!r}, 'w')"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    outcome = run(leg("slow", code, 2), tmp_path)
+    assert outcome["status"] == "out of time" and outcome["seconds"] < 30
+    time.sleep(4)
+    assert not mark.exists()
+
+
+def test_tests_that_were_all_skipped_have_not_passed(tmp_path):
+    code = "import sys; print('9 skipped in 0.1s')"
+    skipped = Leg("skipped", ("-m", "pytest", "--version"))
+    assert run(leg("other", code), tmp_path)["status"] == "passed"
+    assert run(skipped, tmp_path)["status"] == "failed"
+
+
+def test_a_name_that_is_no_leg_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["test", "no_such_leg"])
+    assert "want environment, small_operators" in capsys.readouterr().err
+
+
+def test_every_file_of_tests_has_a_leg():
+    files = {shlex.split(" ".join(each.command))[-1] for each in legs.test_legs() if each.is_test}
+    assert files == {str(file.relative_to(legs.ROOT)) for file in (legs.ROOT / "tests/gpu").glob("test_*.py")}
