@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,16 +79,22 @@ def test_tokens_and_bits_do_not_depend_on_k_or_batch(auditor):
     assert all(result.num_rows > 1000 for result in results)
 
 
+@pytest.fixture(scope="module")
+def plain(auditor):
+    """What k = 0 writes, one sequence at a time."""
+    return cache(lambda mode: decode(loop_of(auditor, 0, 1), mode, 16)[0])
+
+
+# k = 3 first: what is served
+@pytest.mark.parametrize("depth", (3, 1, 8, 2, 5))
 @pytest.mark.parametrize("mode", MODES)
 @torch.inference_mode()
-def test_every_k_and_batch_writes_what_k_0_writes(auditor, mode):
-    reference, _, _ = decode(loop_of(auditor, 0, 1), mode, 16)
-    for depth in range(1, 9):
-        for batch in (1, 2, 3, 5, 8, 16):
-            texts, accepted, graphs = decode(loop_of(auditor, depth, batch), mode, 16)
-            assert texts == reference, (depth, batch)
-            assert graphs[False] == 0 and graphs[True] > 0
-        assert sum(accepted.values()) > 0
+def test_every_k_and_batch_writes_what_k_0_writes(auditor, plain, mode, depth):
+    for batch in (1, 2, 3, 5, 8, 16) if depth == 3 else (1, 5, 16):
+        texts, accepted, graphs = decode(loop_of(auditor, depth, batch), mode, 16)
+        assert texts == plain(mode), batch
+        assert graphs[False] == 0 and graphs[True] > 0
+    assert sum(accepted.values()) > 0
 
 
 @torch.inference_mode()
