@@ -11,7 +11,8 @@
 5. Makes chat turns from functions and their docstrings, doctests, dictionary glosses and human small talk.
 
 Writes WORK/text/{python,docs,chat,heldout,heldout_docs}.jsonl with the fields "source" and "text". `--prompts` takes
-demo/prompts/{code,functions}.jsonl from the held-out text instead, once there is a tokenizer.
+demo/prompts/{code,functions}.jsonl from the held-out text instead, once there is a tokenizer. `--packages N` takes the
+Python of N training packages alone, a fixed draw, and the held-out ones: enough to train a head on.
 """
 
 import argparse
@@ -54,10 +55,19 @@ def sources() -> list[dict]:
         return list(csv.DictReader(f, delimiter="\t"))
 
 
-def fetch(work: Path) -> None:
+def drawn(packages: int | None) -> list[dict]:
+    """All sources, or the held-out packages and so many of the training ones."""
+    if packages is None:
+        return sources()
+    python = [s for s in sources() if s["registry"] == "pypi" and s["use"] == "python"]
+    random.Random(0).shuffle(python)
+    return [s for s in sources() if s["use"] == "heldout"] + python[:packages]
+
+
+def fetch(work: Path, wanted: list[dict]) -> None:
     (work / "wheels").mkdir(parents=True, exist_ok=True)
     (work / "debs").mkdir(exist_ok=True)
-    pins = [f"{s['name']}=={s['version']}" for s in sources() if s["registry"] == "pypi"]
+    pins = [f"{s['name']}=={s['version']}" for s in wanted if s["registry"] == "pypi"]
     pip = [
         sys.executable,
         "-m",
@@ -71,7 +81,7 @@ def fetch(work: Path) -> None:
     ]
     for pin in pins:
         subprocess.run([*pip, pin], check=True)
-    for s in sources():
+    for s in wanted:
         if s["registry"] == "debian":
             subprocess.run(["apt-get", "download", "-q", f"{s['name']}={s['version']}"], check=True, cwd=work / "debs")
 
@@ -542,16 +552,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--no-fetch", action="store_true", help="the packages are already in WORK")
+    parser.add_argument("--packages", type=int, metavar="N", help="the Python of so many training packages alone")
     parser.add_argument("--prompts", action="store_true", help="make demo/prompts from WORK/text")
     args = parser.parse_args()
     if args.prompts:
         return make_prompts(args.work)
+    wanted = drawn(args.packages)
     if not args.no_fetch:
-        fetch(args.work)
+        fetch(args.work, wanted)
     text = args.work / "text"
     text.mkdir(exist_ok=True)
     seen, sizes, out = Seen(), Counter(), {"python": [], "heldout": [], "docs": [], "heldout-docs": []}
-    for source in sorted(sources(), key=lambda s: not s["use"].startswith("heldout")):
+    for source in sorted(wanted, key=lambda s: not s["use"].startswith("heldout")):
         use = source["use"]
         if use == "chat":
             continue
@@ -566,8 +578,9 @@ def main() -> None:
                 out[use].append({"source": f"{source['name']}/{name}", "text": body})
     for use, docs in out.items():
         write(text / f"{use.replace('-', '_')}.jsonl", docs)
-    rng = random.Random(1)
-    write(text / "chat.jsonl", [{"source": "chat", "text": t} for t in chats(out["python"], args.work, rng)])
+    if args.packages is None:
+        rng = random.Random(1)
+        write(text / "chat.jsonl", [{"source": "chat", "text": t} for t in chats(out["python"], args.work, rng)])
     (text / "sizes.json").write_text(json.dumps(dict(sizes.most_common()), indent=1))
 
 

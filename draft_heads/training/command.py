@@ -44,6 +44,8 @@ NUM_PROMPTS, NUM_TOKENS, BATCH = 16, 64, 4
 """Of the measurement by decoding: prompts from the held-out text, tokens after each, sequences at once."""
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.002}
 ENCODED_AT_ONCE = 256
+SHALLOW_SHARE = 0.4
+"""Of the steps from random weights, those for the first draft alone: as long as the rate is level."""
 REFINING = 0.1
 """Of these rates, what a head takes that is there already."""
 
@@ -97,7 +99,11 @@ def train_head(args: argparse.Namespace) -> None:
     fit = Fit(head.to(trunk.plan.device), trunk.embedding, trunk.lm_head, train, heldout, options)
     fit.load(state)
     report = _Report(state / REPORT_FILE)
-    print(f"{rows.train.size} tokens to train on, {rows.heldout.size} held out, rows of {args.row_tokens}", flush=True)
+    own = f" and {args.own_tokens} of the trunk's own" if args.own_tokens else ""
+    print(
+        f"{rows.train.size} tokens to train on, {rows.heldout.size} held out, rows of {args.row_tokens}{own}",
+        flush=True,
+    )
     if trunk.own_head:
         report.once("before, with the head that was there", lambda: trunk.acceptance(trunk.own_head, prompts))
     _run(fit, args, state)
@@ -152,8 +158,9 @@ class _Report:
 def _read_rows(source: Path, args: argparse.Namespace) -> Rows:
     config = open_checkpoint(source).config
     separator = config.eos_token_ids[0] if config.eos_token_ids else None
-    if args.row_tokens > config.max_position_embeddings:
-        raise OptionError(f"--row-tokens: the model takes {config.max_position_embeddings}, got {args.row_tokens}")
+    if (length := args.row_tokens + args.own_tokens) > config.max_position_embeddings:
+        own = f" with --own-tokens {args.own_tokens}" if args.own_tokens else ""
+        raise OptionError(f"--row-tokens: the model takes {config.max_position_embeddings}, got {length}{own}")
     if args.heldout_text is None:
         return make_rows(document_ids(source, args.text), separator, args.row_tokens, args.seed)
     heldout = cut_rows(stream_of(document_ids(source, args.heldout_text), separator), args.row_tokens)
@@ -247,20 +254,22 @@ def _weights(head: TrainableHead) -> dict[str, torch.Tensor]:
 
 
 def _hidden_states(trunk: Trunk, rows: Rows, args: argparse.Namespace, part: str) -> HiddenStates:
-    numbers = getattr(rows, part)
+    texts = getattr(rows, part)
     if args.cache is None:
-        return HiddenStates(trunk.model, numbers)
+        return HiddenStates(trunk.model, texts, args.own_tokens)
     width, dtype = trunk.checkpoint.config.hidden_size, trunk.plan.dtype
     # a head from elsewhere changes no hidden state
     files = _files(module for name, module in trunk.checkpoint.modules.items() if not is_mtp(name))
-    cache = HiddenCache(args.cache / part, numbers, width, dtype, files)
-    return HiddenStates(trunk.model, numbers, cache)
+    cache = HiddenCache(args.cache / part, texts, args.own_tokens, width, dtype, files)
+    return HiddenStates(trunk.model, texts, args.own_tokens, cache)
 
 
 def _options(args: argparse.Namespace, dtype: torch.dtype) -> FitOptions:
     usual = LEARNING_RATES[args.optimizer] * (REFINING if args.init == "head" else 1.0)
     rate = args.learning_rate if args.learning_rate is not None else usual
-    return FitOptions(args.steps, args.batch_size, rate, args.depths, args.seed, args.target, args.optimizer, dtype)
+    shallow = int(args.steps * SHALLOW_SHARE) if args.init == "scratch" else 0
+    fixed = (args.depths, args.seed, args.target, args.optimizer, dtype)
+    return FitOptions(args.steps, args.batch_size, rate, *fixed, shallow)
 
 
 # The folder
@@ -276,7 +285,15 @@ def _stamp(checkpoint: Checkpoint, rows: Rows, options: FitOptions, args: argpar
     """What must not change between a run and its continuation."""
     text = hashlib.blake2b(rows.train.tobytes() + rows.heldout.tobytes(), digest_size=16).hexdigest()
     fit = {name: str(value) for name, value in dataclasses.asdict(options).items()}
-    return json.dumps({"files": _files(checkpoint.modules.values()), "text": text, "init": args.init, "fit": fit})
+    return json.dumps(
+        {
+            "files": _files(checkpoint.modules.values()),
+            "text": text,
+            "own": args.own_tokens,
+            "init": args.init,
+            "fit": fit,
+        }
+    )
 
 
 def _claim(args: argparse.Namespace, stamp: str) -> None:
@@ -298,6 +315,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("steps", "batch_size", "eval_rows", "save_every"):
         if getattr(args, name) < 1:
             raise OptionError(f"--{name.replace('_', '-')}: want at least 1, got {getattr(args, name)}")
+    if args.own_tokens < 0:
+        raise OptionError(f"--own-tokens: want at least 0, got {args.own_tokens}")
     if not 1 <= args.depths <= MAX_DEPTH:
         raise OptionError(f"--depths: want 1..{MAX_DEPTH}, got {args.depths}")
     if args.row_tokens < args.depths + 2:
@@ -327,6 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=2000, metavar="N", help="(default: %(default)s)")
     add("--batch-size", type=int, default=8, metavar="N", help="rows a step (default: %(default)s)")
     add("--row-tokens", type=int, default=512, metavar="N", help="tokens of a row (default: %(default)s)")
+    add("--own-tokens", type=int, default=0, metavar="N", help="that the trunk writes behind each row, to train on too")
     add("--depths", type=int, default=3, metavar="K", help="drafts to train for (default: %(default)s)")
     add("--optimizer", choices=tuple(LEARNING_RATES), default="muon", help="for the matrices (default: %(default)s)")
     add("--learning-rate", type=float, metavar="RATE", help="(default: muon 0.02, adamw 0.002; of a head, a tenth)")

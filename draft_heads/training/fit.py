@@ -30,6 +30,8 @@ ADAM_RATE = 0.15
 """Of the learning rate, what AdamW takes: norms and the router want smaller steps than Muon's orthogonal ones."""
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
 ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight")
+WRITTEN_TOGETHER = 256
+"""At least so many rows: on a CPU fewer of them take longer each."""
 STATE_FILE, STEP_FILE = "state.safetensors", "step.json"
 
 Target = Literal["trunk", "text"]
@@ -38,7 +40,8 @@ Target = Literal["trunk", "text"]
 
 @dataclass(frozen=True)
 class FitOptions:
-    """`batch_size` is in rows. Everything that decides what weights come out."""
+    """`batch_size` is in rows; the first `shallow_steps` train the first draft alone, which costs a third and teaches
+    most of what deeper ones need. Everything that decides what weights come out."""
 
     steps: int
     batch_size: int
@@ -48,6 +51,7 @@ class FitOptions:
     target: Target
     optimizer: Literal["muon", "adamw"]
     dtype: torch.dtype
+    shallow_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ class Fit:
         """One step. Raises OptionError if the loss is no number any more."""
         for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * self._factor()
-        losses, shares = self._forward(self.train, self._batch(self.step_number))
+        numbers, together = self._batch(self.step_number)
+        depths = 1 if self.step_number < self.options.shallow_steps else self.options.depths
+        losses, shares = self._forward(*self.train.take(numbers, together), depths)
         total = losses.sum() + BALANCE * self.head.balance()
         if not bool(total.isfinite()):
             raise OptionError(
@@ -102,15 +108,13 @@ class Fit:
     @torch.no_grad()
     def evaluate(self, num_rows: int) -> Figures:
         """On the first held-out rows."""
-        count = min(num_rows, len(self.heldout.rows))
-        results = [torch.stack(self._forward(self.heldout, [number])) for number in range(count)]
-        losses, shares = torch.stack(results).mean(0)
+        numbers = list(range(min(num_rows, len(self.heldout))))
+        rows = (self.heldout.take([number], numbers) for number in numbers)
+        losses, shares = torch.stack([torch.stack(self._forward(*row, self.options.depths)) for row in rows]).mean(0)
         return Figures(tuple(losses.tolist()), tuple(shares.tolist()))
 
-    def _forward(self, states: HiddenStates, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses and agreement [k] of these rows. Drafts start at the first T - k positions."""
-        hidden, depths = states.take(numbers), self.options.depths
-        tokens = torch.from_numpy(states.rows[numbers]).long().to(hidden.device)
+    def _forward(self, tokens: torch.Tensor, hidden: torch.Tensor, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses and agreement [k] of rows [B, T] and [B, T, H]. Drafts start at the first T - k positions."""
         starts = tokens.shape[1] - depths
 
         def embed_next(depth: int, _: torch.Tensor) -> torch.Tensor:
@@ -131,15 +135,20 @@ class Fit:
         losses, shares = DraftLoss.apply(drafts.flatten(1, 2), keep.flatten(1), teacher, labels, self.lm_head)
         return losses, shares
 
-    def _batch(self, step: int) -> list[int]:
-        """Rows in a new random order each epoch."""
-        count, size = len(self.train.rows), self.options.batch_size
-        wanted = range(step * size, (step + 1) * size)
-        orders = {epoch: self._order(epoch) for epoch in {number // count for number in wanted}}
-        return [int(orders[number // count][number % count]) for number in wanted]
+    def _batch(self, step: int) -> tuple[list[int], list[int]]:
+        """Rows of a step, in a new random order each epoch; and those of all steps whose rows are written together."""
+        steps = -(-WRITTEN_TOGETHER // self.options.batch_size)
+        return self._rows(step, 1), self._rows(step // steps * steps, steps)
+
+    def _rows(self, step: int, count: int) -> list[int]:
+        """Of `count` steps from this one."""
+        num_rows, size = len(self.train), self.options.batch_size
+        wanted = range(step * size, (step + count) * size)
+        orders = {epoch: self._order(epoch) for epoch in {number // num_rows for number in wanted}}
+        return [int(orders[number // num_rows][number % num_rows]) for number in wanted]
 
     def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.options.seed, epoch)).permutation(len(self.train.rows))
+        return np.random.default_rng((self.options.seed, epoch)).permutation(len(self.train))
 
     def _factor(self) -> float:
         """Of the learning rate: up, level, and in a straight line down to zero."""

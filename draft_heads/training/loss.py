@@ -40,10 +40,14 @@ class DraftLoss(torch.autograd.Function):
             for depth, rows in enumerate(drafts[:, part]):
                 logits = _logits(rows, lm_head)
                 kept = keep[depth, part].float() / counts[depth]
-                hits[depth] += ((logits.argmax(1) == best) * kept).sum()
-                log_z = logits.logsumexp(1)
-                losses[depth] += ((log_z - (target * logits).sum(1)) * kept).sum()
-                wrong = logits.sub_(log_z[:, None]).exp_().sub_(target).mul_(kept[:, None])
+                top, first = _first_choice(logits)
+                hits[depth] += ((first == best) * kept).sum()
+                # row by row products: no [n, V] of their own
+                wanted = (target[:, None] @ logits[:, :, None])[:, 0, 0]
+                wrong = logits.sub_(top[:, None]).exp_()
+                total = wrong.sum(1)
+                losses[depth] += ((top + total.log() - wanted) * kept).sum()
+                wrong.mul_((kept / total)[:, None]).addcmul_(target, kept[:, None], value=-1)
                 grads[depth, part] = wrong.to(lm_head.dtype) @ lm_head
         ctx.save_for_backward(grads)
         ctx.mark_non_differentiable(hits)
@@ -64,10 +68,22 @@ def _target(
         best = labels[part]
         return torch.zeros(len(best), len(lm_head), device=best.device).scatter_(1, best[:, None], 1.0), best
     logits = _logits(teacher, lm_head)
-    best = logits.argmax(1)
+    _, best = _first_choice(logits)
     target = logits.softmax(1).mul_(1 - ARGMAX_SHARE)
     return target.scatter_add_(1, best[:, None], target.new_full((len(best), 1), ARGMAX_SHARE)), best
 
 
 def _logits(rows: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
     return (rows.to(lm_head.dtype) @ lm_head.T).float()
+
+
+def _first_choice(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row [n], and its id, the lowest of equals."""
+    top = logits.amax(1)
+    if logits.is_cuda:
+        return top, logits.argmax(1)
+    # argmax goes element by element here, half as long as a product takes
+    rows, ids = torch.where(logits == top[:, None])
+    # NaN has no place; the caller sees it in the loss
+    best = ids.new_full((len(logits),), logits.shape[1] - 1)
+    return top, best.scatter_reduce_(0, rows, ids, "amin")

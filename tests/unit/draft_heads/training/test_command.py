@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pilotfish.draft_heads.training import command
+from pilotfish.draft_heads.training import command, fit
 from pilotfish.draft_heads.training.fit import Fit
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
@@ -79,8 +79,11 @@ def test_what_it_writes_is_a_sidecar(model, trained):
         assert tensor.dtype == torch.bfloat16 and torch.equal(weights[name], tensor), name
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bytes(model, text, tmp_path, monkeypatch, capsys):
-    flags = ("--init", "scratch", "--steps", "6", "--save-every", "2", "--dtype", "float32")
+@pytest.mark.parametrize("own_tokens", ["0", "7"])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(model, text, tmp_path, monkeypatch, capsys, own_tokens):
+    # rows that the trunk wrote for several steps at once, and not yet trained on, are written again
+    monkeypatch.setattr(fit, "WRITTEN_TOGETHER", 9)
+    flags = ("--init", "scratch", "--steps", "6", "--save-every", "2", "--dtype", "float32", "--own-tokens", own_tokens)
     assert train(model, text, tmp_path / "whole", *flags) == 0
     step = Fit.step
 
@@ -100,6 +103,26 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(model, text, tmp_path, mon
     assert train(model, text, tmp_path / "parts", *flags, "--resume") == 0
     for name in ("mtp.safetensors", "training.json"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_random_weights_learn_the_first_draft_first(model, text, tmp_path, monkeypatch):
+    depths, step = [], Fit.step
+
+    def seen(self):
+        figures = step(self)
+        depths.append(len(figures.losses))
+        return figures
+
+    monkeypatch.setattr(Fit, "step", seen)
+    assert train(model, text, tmp_path / "scratch", "--init", "scratch", "--steps", "5") == 0
+    assert train(model, text, tmp_path / "head", "--steps", "2") == 0
+    assert depths == [1, 1, 2, 2, 2, 2, 2]
+
+
+def test_it_learns_from_what_the_trunk_writes(model, text, tmp_path):
+    flags = ("--init", "scratch", "--steps", "30", "--row-tokens", "6", "--own-tokens", "26")
+    assert train(model, text, tmp_path / "head", *flags) == 0
+    assert min(json.loads((tmp_path / "head" / "training.json").read_text())["after"]["shares"]) > 0.9
 
 
 def test_a_head_that_is_there_is_where_it_starts(model, text, trained, tmp_path, capsys):
@@ -122,6 +145,8 @@ def test_a_head_that_is_there_is_where_it_starts(model, text, trained, tmp_path,
         (("--learning-rate", "nan"), "--learning-rate: want above 0"),
         (("--learning-rate", "1e30", "--steps", "4"), "--learning-rate: the loss of step"),
         (("--row-tokens", "4096"), "--row-tokens: the model takes 2048"),
+        (("--own-tokens", "2017"), "the model takes 2048, got 2049 with --own-tokens 2017"),
+        (("--own-tokens", "-1"), "--own-tokens: want at least 0, got -1"),
         (("--resume",), "has no interrupted run"),
         (("--heldout-text", "missing.txt"), "missing.txt: cannot be read"),
     ],

@@ -124,3 +124,12 @@ class TestLoss:
         torch.testing.assert_close(drafts.grad, gradient, rtol=1e-4, atol=1e-7)
         agree = [(d[k] @ lm_head.T).argmax(1) == target[k].argmax(1) for d, k in zip(drafts, keep, strict=True)]
         torch.testing.assert_close(hits, torch.stack([a.float().mean() for a in agree]))
+
+    def test_of_equal_logits_the_lowest_id_is_the_first_choice(self):
+        hidden, lm_head = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
+        drafts, keep = hidden.flip(0)[None].contiguous(), torch.ones(1, 2, dtype=torch.bool)
+        # drafts choose ids 0 and 1; so do teachers, in the other order
+        _, other = DraftLoss.apply(drafts, keep, hidden, None, lm_head)
+        _, same = DraftLoss.apply(hidden[None].contiguous(), keep, hidden, None, lm_head)
+        _, label = DraftLoss.apply(drafts, keep, None, torch.tensor([0, 2]), lm_head)
+        assert other.tolist() == [0.0] and same.tolist() == [1.0] and label.tolist() == [0.5]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pilotfish.draft_heads.training import hidden as hidden_module
 from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates
 from pilotfish.draft_heads.training.texts import MIN_DOCUMENTS, cut_rows, make_rows, read_documents, stream_of
 from pilotfish.engine.errors import OptionError
@@ -98,16 +99,24 @@ class TestHiddenStates:
         ]
         assert torch.equal(read_text(trunk, tokens), torch.cat(parts))
 
-    def test_come_back_from_disk_without_the_trunk(self, trunk, tmp_path):
-        direct = HiddenStates(trunk, self.ROWS).take([1, 0])
+    @pytest.mark.parametrize("num_own", [0, 5])
+    def test_come_back_from_disk_without_the_trunk(self, trunk, tmp_path, num_own, monkeypatch):
+        wanted = [1, 0, 1], [0, 1]
+        tokens, hidden = HiddenStates(trunk, self.ROWS, num_own).take(*wanted)
+        assert tokens.shape == (3, PAGE + 30 + num_own) and hidden.shape == (*tokens.shape, trunk.config.hidden_size)
+        assert np.array_equal(tokens[:, : PAGE + 30], self.ROWS[wanted[0]])
         for _ in range(2):
-            cache = HiddenCache(tmp_path / "cache", self.ROWS, direct.shape[2], torch.bfloat16, "trunk")
-            assert torch.equal(HiddenStates(trunk, self.ROWS, cache).take([1, 0]), direct)
-        cache.read(0)[:] = 0  # a copy
-        assert torch.equal(cache.read(0), direct[1]) and cache.has(1)
+            cache = HiddenCache(tmp_path, self.ROWS, num_own, hidden.shape[2], torch.bfloat16, "trunk")
+            again = HiddenStates(trunk, self.ROWS, num_own, cache).take(*wanted)
+            assert torch.equal(again[0], tokens) and torch.equal(again[1], hidden)
+            monkeypatch.setattr(hidden_module, "write_on", None)
+            monkeypatch.setattr(hidden_module, "read_text", None)
+        for part in cache.read(0):
+            part[:] = 0  # copies
+        assert torch.equal(cache.read(0)[1], hidden[1]) and torch.equal(cache.read(0)[0], tokens[1])
 
     def test_of_another_text_or_trunk_are_refused(self, trunk, tmp_path):
-        HiddenCache(tmp_path, self.ROWS, 64, torch.bfloat16, "trunk")
-        for rows, source in ((self.ROWS[:1], "trunk"), (self.ROWS, "other")):
+        HiddenCache(tmp_path, self.ROWS, 0, 64, torch.bfloat16, "trunk")
+        for rows, own, source in ((self.ROWS[:1], 0, "trunk"), (self.ROWS, 0, "other"), (self.ROWS, 1, "trunk")):
             with pytest.raises(OptionError, match="of another text, trunk or row length"):
-                HiddenCache(tmp_path, rows, 64, torch.bfloat16, source)
+                HiddenCache(tmp_path, rows, own, 64, torch.bfloat16, source)

@@ -1,0 +1,126 @@
+"""What the trunk itself writes behind pieces of text, greedily, with its hidden states: many pieces in lockstep.
+
+All pieces have one length, so a step is the same position of each, and reads every weight once for all of them. It is
+prefill's arithmetic in other shapes than serving has: where two tokens are nearly as likely, the text may go another
+way than the served one. It is text to train on, nothing that was promised.
+B = pieces, P = tokens of a piece, N = tokens written, T = P + N, H = hidden, kv = key heads, D = head width, Hv = value
+heads, dk / dv = their widths, C = convolution channels, J = convolution width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.engine.cache.tensors import KvCache
+from pilotfish.engine.model.attention import GatedAttention
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.delta_net import GatedDeltaNet
+from pilotfish.engine.model.prefill import SLOT, pages_for, read_text
+from pilotfish.engine.model.window import Span
+from pilotfish.kernels.conv import causal_conv
+
+
+@torch.inference_mode()
+def write_on(model: Model, pieces: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 [B, T], and hidden states [B, T, H] in the model's dtype, of int64 pieces [B, P] with `num_tokens`
+    >= 1 behind each; all on the model's device. The model needs pages for one piece."""
+    pieces = pieces.to(model.device)
+    batch, length = pieces.shape
+    trunk = model.trunk
+    caches = [_Keys.empty(cache, batch, length, num_tokens) for cache in trunk.kv]
+    states = [_State.empty(s, conv, batch) for s, conv in zip(trunk.state.s, trunk.state.conv, strict=True)]
+    memories: list[_Keys | _State] = [*caches, *states]
+    hidden = []
+    for number, piece in enumerate(pieces):
+        hidden.append(read_text(model, piece))
+        for memory in memories:
+            memory.take(number)
+    parts, tokens = [torch.stack(hidden)], [pieces]
+    for position in range(length, length + num_tokens):
+        token = trunk.lm_head.bulk(parts[-1][:, -1]).argmax(-1, keepdim=True)
+        tokens.append(token)
+        parts.append(_step(model, token[:, 0], position, caches, states)[:, None])
+    return torch.cat(tokens, 1), torch.cat(parts, 1)
+
+
+def _step(model: Model, tokens: torch.Tensor, position: int, caches: list[_Keys], states: list[_State]) -> torch.Tensor:
+    """Final-norm hidden [B, H] of one token of each piece, all at `position`."""
+    x = model.trunk.embed(tokens)
+    # angles for all pieces alike; where keys go is no matter of pages here
+    span = Span.build(SLOT, position, 1, list(range(pages_for(position + 1))), model.inv_freq)
+    keys, recurrent = iter(caches), iter(states)
+    for layer in model.trunk.layers:
+        normed, mixer = layer.input_norm(x), layer.mixer
+        if isinstance(mixer, GatedAttention):
+            x = x + _attend(mixer, normed, span, next(keys))
+        else:
+            x = x + _recur(mixer, normed, next(recurrent))
+        x = x + layer.feed_forward_bulk(x)
+    return model.trunk.norm(x)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys and values fp32 [B, kv, T, D] of one attention layer; `source` has those of the piece that was read last."""
+
+    source: KvCache
+    k: torch.Tensor
+    v: torch.Tensor
+    length: int
+
+    @classmethod
+    def empty(cls, source: KvCache, batch: int, length: int, num_tokens: int) -> _Keys:
+        _, kv, _, dim = source.k.shape
+        k, v = (source.k.new_empty((batch, kv, length + num_tokens, dim), dtype=torch.float32) for _ in range(2))
+        return cls(source, k, v, length)
+
+    def take(self, number: int) -> None:
+        pages = slice(1, 1 + pages_for(self.length))
+        for own, cache in ((self.k, self.source.k), (self.v, self.source.v)):
+            own[number, :, : self.length] = cache[pages].transpose(0, 1).flatten(1, 2)[:, : self.length]
+
+
+@dataclass(frozen=True)
+class _State:
+    """State fp32 [B, Hv, dk, dv] and the last convolution inputs [B, J-1, C] of one layer; the sources [slots, ...]
+    have those of the piece that was read last."""
+
+    source: tuple[torch.Tensor, torch.Tensor]
+    s: torch.Tensor
+    conv: torch.Tensor
+
+    @classmethod
+    def empty(cls, s: torch.Tensor, conv: torch.Tensor, batch: int) -> _State:
+        return cls((s, conv), *(t.new_empty((batch, *t.shape[1:])) for t in (s, conv)))
+
+    def take(self, number: int) -> None:
+        for own, source in zip((self.s, self.conv), self.source, strict=True):
+            own[number] = source[SLOT]
+
+
+def _attend(mixer: GatedAttention, x_BH: torch.Tensor, span: Span, keys: _Keys) -> torch.Tensor:
+    q, k, v, gate = mixer._project(mixer.qkvg.bulk(x_BH), span)
+    keys.k[:, :, span.start], keys.v[:, :, span.start] = k, v
+    seen = slice(span.start + 1)
+    q = q.unflatten(1, (mixer.num_kv_heads, -1)) * mixer.head_dim**-0.5
+    weights = (q @ keys.k[:, :, seen].mT).softmax(-1)
+    mixed = (weights @ keys.v[:, :, seen]).flatten(1)
+    return mixer.output.bulk(mixer._gate(mixed, gate))
+
+
+def _recur(mixer: GatedDeltaNet, x_BH: torch.Tensor, state: _State) -> torch.Tensor:
+    u, z, beta, log_decay = mixer._project(mixer.in_proj.bulk(x_BH))
+    inputs = torch.cat((state.conv, u[:, None]), 1)
+    state.conv.copy_(inputs[:, 1:])
+    q, k, v = (part[:, 0] for part in mixer._heads(causal_conv(inputs, mixer.conv_weight)))
+    # `delta_step` as products, for which the state is read once and written once
+    beta, decay = beta[..., None], log_decay.exp()[..., None]
+    old_k, old_q = (torch.stack((k, q), -2) @ state.s).unbind(-2)
+    delta = beta * (v - decay * old_k)
+    state.s.mul_(decay[..., None])
+    flat = state.s.flatten(0, 1)
+    flat.baddbmm_(k.flatten(0, 1)[:, :, None], delta.flatten(0, 1)[:, None])
+    read = decay * old_q + (k * q).sum(-1, keepdim=True) * delta
+    return mixer.output.bulk(mixer._gate(read, z))
