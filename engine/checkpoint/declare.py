@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pilotfish.engine.checkpoint.layouts import GROUP
+from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.quantization import NVFP4_FORMAT
 from pilotfish.engine.checkpoint.recipe import Action, Form, Job, Plan, Recipe
 from pilotfish.engine.checkpoint.recognise import Checkpoint
 
 MIXED_FORMAT, FP8_FORMAT = "mixed-precision", "float-quantized"
-TRUNK, HEAD = r"re:(?!mtp\.).*", r"re:mtp\..*"
+TRUNK, HEAD, LM_HEAD = r"re:(?!mtp\.).*", r"re:mtp\..*", "re:.*lm_head$"
 ATTENTION = r"\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj))$"
 FEED_FORWARD = r"\.mlp\..*(gate|up|down)_proj$"
 FP8_ALGORITHM, NVFP4_ALGORITHM, MIXED_ALGORITHM = "FP8", "W4A16_NVFP4", "MIXED_PRECISION"
@@ -51,9 +53,10 @@ def _modelopt_layers(plan: Plan) -> dict[str, Any]:
 
 
 def _compressed_tensors(plan: Plan, recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
-    forms = {form for _, form in _packed(plan)}
-    if forms == {"nvfp4"}:
-        groups, outer = [_group(["Linear"], "nvfp4")], NVFP4_FORMAT
+    packed = dict(_packed(plan))
+    if set(packed.values()) == {"nvfp4"}:
+        # vLLM's output head is no "Linear"
+        groups, outer = [_group(["Linear", *([LM_HEAD] if "lm_head" in packed else [])], "nvfp4")], NVFP4_FORMAT
     else:
         # not "Linear" for the rest: vLLM holds its fused modules against classes before it looks at their parts
         groups = [_group(targets, form) for form in ("fp8", "nvfp4") if (targets := _targets(recipe, form))]
@@ -63,10 +66,19 @@ def _compressed_tensors(plan: Plan, recipe: Recipe, ignored: list[str]) -> dict[
         "format": outer,
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
-        "ignore": ignored,
+        "ignore": _ignore_patterns(ignored, packed),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _ignore_patterns(ignored: list[str], packed: Mapping[str, Form]) -> list[str]:
+    """The head by expressions: vLLM drops whole names under "mtp." from the list before it builds the head."""
+    trunk = [name for name in ignored if not is_mtp(name)]
+    head = [name for name in ignored if is_mtp(name)]
+    if any(is_mtp(name) for name in packed):
+        return [*trunk, *(f"re:{re.escape(name)}$" for name in head)]
+    return [*trunk, HEAD] if head else trunk
 
 
 def _targets(recipe: Recipe, form: Form) -> list[str]:
@@ -74,7 +86,7 @@ def _targets(recipe: Recipe, form: Form) -> list[str]:
     found = [
         (TRUNK + ATTENTION, recipe.attention),
         (TRUNK + FEED_FORWARD, "nvfp4"),
-        ("re:.*lm_head$", recipe.lm_head),
+        (LM_HEAD, recipe.lm_head),
         (HEAD + ATTENTION, recipe.head),
         (HEAD + FEED_FORWARD, recipe.head),
     ]
