@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -11,6 +12,9 @@ if str(SUPPORT) not in sys.path:
 
 from byte_model import write_model  # noqa: E402  (the path above makes it importable)
 from serving import serving_in_thread  # noqa: E402
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
+CORE = "pilotfish.engine.loop:make_core"
 
 
 @pytest.fixture
@@ -23,3 +27,22 @@ def server(tmp_path_factory):
     """One server for all tests of a file that leave it as they found it."""
     with serving_in_thread(write_model(tmp_path_factory.mktemp("model")), engine={"max_num_seqs": 8}) as running:
         yield running
+
+
+@pytest.fixture(scope="module", params=[0, 3], ids=["k0", "k3"])
+def demo_client(request):
+    """OpenAI's client to the demo model, without speculation and with it: the text must be the same."""
+    if not list(DEMO.glob("*.safetensors")):
+        pytest.skip("demo/model has no weights in this checkout")
+    engine = {"num_speculative_tokens": request.param, "max_model_len": 1024, "num_threads": 1}
+    with (
+        serving_in_thread(DEMO, core=CORE, engine=engine) as server,
+        openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def written():
+    """What each test saw first; the server with the other k must give the same."""
+    return {}

@@ -1,14 +1,10 @@
 """tool_choice required or a function, on the demo model: the call comes, fits its schema, and k changes nothing."""
 
 import json
-from pathlib import Path
 
 import openai
 import pytest
-from serving import serving_in_thread
 
-MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
-CORE = "pilotfish.engine.loop:make_core"
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -24,26 +20,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "close_shop"}},
 ]
 NAMED = {"type": "function", "function": {"name": "order_fish"}}
-
-pytestmark = pytest.mark.skipif(
-    not list(MODEL.glob("*.safetensors")), reason="demo/model has no weights in this checkout"
-)
-
-
-@pytest.fixture(scope="module", params=[0, 3], ids=["k0", "k3"])
-def client(request):
-    engine = {"num_speculative_tokens": request.param, "max_model_len": 1024, "num_threads": 1}
-    with (
-        serving_in_thread(MODEL, core=CORE, engine=engine) as server,
-        openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120) as client,
-    ):
-        yield client
-
-
-@pytest.fixture(scope="module")
-def written():
-    """What each test saw first; the server with the other k must give the same."""
-    return {}
 
 
 def ask(client, **fields):
@@ -67,16 +43,16 @@ def fits(values):
 
 
 @pytest.mark.parametrize("temperature", (0, 1.2))
-def test_a_named_function_is_called_with_fitting_arguments(client, written, temperature):
-    calls = ask(client, tool_choice=NAMED, temperature=temperature)
+def test_a_named_function_is_called_with_fitting_arguments(demo_client, written, temperature):
+    calls = ask(demo_client, tool_choice=NAMED, temperature=temperature)
     assert [name for name, _ in calls] == ["order_fish"]
     fits(calls[0][1])
     assert written.setdefault(("named", temperature), calls) == calls
 
 
 @pytest.mark.parametrize("temperature", (0, 1.2))
-def test_required_is_a_call_of_one_of_the_functions(client, written, temperature):
-    calls = ask(client, tool_choice="required", parallel_tool_calls=False, temperature=temperature)
+def test_required_is_a_call_of_one_of_the_functions(demo_client, written, temperature):
+    calls = ask(demo_client, tool_choice="required", parallel_tool_calls=False, temperature=temperature)
     assert len(calls) == 1
     name, values = calls[0]
     if name == "order_fish":
@@ -86,8 +62,8 @@ def test_required_is_a_call_of_one_of_the_functions(client, written, temperature
     assert written.setdefault(("required", temperature), calls) == calls
 
 
-def test_a_stream_has_the_same_call(client):
-    stream = client.chat.completions.create(
+def test_a_stream_has_the_same_call(demo_client):
+    stream = demo_client.chat.completions.create(
         model="scripted",
         messages=[{"role": "user", "content": "I want twelve fish."}],
         tools=TOOLS,
@@ -97,9 +73,9 @@ def test_a_stream_has_the_same_call(client):
         stream=True,
     )
     pieces = [call.function.arguments or "" for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
-    assert [("order_fish", json.loads("".join(pieces)))] == ask(client, tool_choice=NAMED, temperature=0)
+    assert [("order_fish", json.loads("".join(pieces)))] == ask(demo_client, tool_choice=NAMED, temperature=0)
 
 
-def test_min_tokens_does_not_go_with_a_demanded_call(client):
+def test_min_tokens_does_not_go_with_a_demanded_call(demo_client):
     with pytest.raises(openai.BadRequestError, match="min_tokens"):
-        ask(client, tool_choice="required", extra_body={"min_tokens": 5})
+        ask(demo_client, tool_choice="required", extra_body={"min_tokens": 5})

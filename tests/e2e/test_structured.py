@@ -2,14 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import openai
 import pytest
-from serving import serving_in_thread
 
-MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
-CORE = "pilotfish.engine.loop:make_core"
 SCHEMA = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 20}, "pages": {"type": "integer"}},
@@ -19,26 +15,6 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "book", "schema": SCHEMA, "strict": True}}
 BASE = {"model": "scripted", "messages": [{"role": "user", "content": "Name a book."}], "max_tokens": 64}
 
-pytestmark = pytest.mark.skipif(
-    not list(MODEL.glob("*.safetensors")), reason="demo/model has no weights in this checkout"
-)
-
-
-@pytest.fixture(scope="module", params=[0, 3], ids=["k0", "k3"])
-def client(request):
-    engine = {"num_speculative_tokens": request.param, "max_model_len": 1024, "num_threads": 1}
-    with (
-        serving_in_thread(MODEL, core=CORE, engine=engine) as server,
-        openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120) as client,
-    ):
-        yield client
-
-
-@pytest.fixture(scope="module")
-def written():
-    """What each test saw first; the server with the other k must give the same."""
-    return {}
-
 
 def same(written, name, text):
     assert written.setdefault(name, text) == text
@@ -46,36 +22,36 @@ def same(written, name, text):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_a_json_schema_is_kept(client, written, temperature):
-    answer = client.chat.completions.create(response_format=FORMAT, temperature=temperature, seed=4, **BASE)
+def test_a_json_schema_is_kept(demo_client, written, temperature):
+    answer = demo_client.chat.completions.create(response_format=FORMAT, temperature=temperature, seed=4, **BASE)
     text = same(written, ("schema", temperature), answer.choices[0].message.content)
     book = json.loads(text)
     assert isinstance(book["title"], str) and isinstance(book["pages"], int)
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_stream_is_the_same_text(client, written):
-    stream = client.chat.completions.create(response_format=FORMAT, temperature=0, seed=4, stream=True, **BASE)
+def test_a_stream_is_the_same_text(demo_client, written):
+    stream = demo_client.chat.completions.create(response_format=FORMAT, temperature=0, seed=4, stream=True, **BASE)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == same(written, ("schema", 0), text)
 
 
-def test_json_object(client, written):
+def test_json_object(demo_client, written):
     # an object of no given shape may be long: the limit may cut it
-    answer = client.chat.completions.create(response_format={"type": "json_object"}, temperature=0, **BASE)
+    answer = demo_client.chat.completions.create(response_format={"type": "json_object"}, temperature=0, **BASE)
     text = same(written, "object", answer.choices[0].message.content)
     assert text.startswith("{")
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(text), dict)
 
 
-def test_vllm_s_fields(client, written):
+def test_vllm_s_fields(demo_client, written):
     for name, fields, pattern in (
         ("regex", {"structured_outputs": {"regex": r"\d{2}-\d{2}"}}, r"\d{2}-\d{2}"),
         ("choice", {"guided_choice": ["yes", "no"]}, "yes|no"),
         ("grammar", {"structured_outputs": {"grammar": 'start: "a" /[bc]{3}/ "d"'}}, "a[bc]{3}d"),
     ):
-        answer = client.completions.create(
+        answer = demo_client.completions.create(
             model="scripted", prompt="Answer: ", temperature=0.8, seed=1, max_tokens=20, extra_body=fields
         )
         text = same(written, name, answer.choices[0].text)
@@ -93,12 +69,12 @@ def test_vllm_s_fields(client, written):
         ({"response_format": {"type": "yaml"}}, "json_object"),
     ],
 )
-def test_a_grammar_that_cannot_be_used_is_a_400_that_says_why(client, fields, word):
+def test_a_grammar_that_cannot_be_used_is_a_400_that_says_why(demo_client, fields, word):
     with pytest.raises(openai.BadRequestError, match=word):
-        client.completions.create(model="scripted", prompt="x", max_tokens=4, extra_body=fields)
+        demo_client.completions.create(model="scripted", prompt="x", max_tokens=4, extra_body=fields)
 
 
-def test_tools_and_a_schema_together_are_refused(client):
+def test_tools_and_a_schema_together_are_refused(demo_client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     with pytest.raises(openai.BadRequestError, match="tools"):
-        client.chat.completions.create(response_format=FORMAT, tools=[tool], **BASE)
+        demo_client.chat.completions.create(response_format=FORMAT, tools=[tool], **BASE)

@@ -1,36 +1,13 @@
 """bad_words, allowed_token_ids and thinking budgets over HTTP on the demo model: kept, and the same for every k."""
 
 import functools
-from pathlib import Path
 
 import openai
 import pytest
-from serving import serving_in_thread
+from demo_models import DEMO
 from tokenizers import Tokenizer
 
-MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
-CORE = "pilotfish.engine.loop:make_core"
 ASK = [{"role": "user", "content": "Tell me a story about a fish."}]
-
-pytestmark = pytest.mark.skipif(
-    not list(MODEL.glob("*.safetensors")), reason="demo/model has no weights in this checkout"
-)
-
-
-@pytest.fixture(scope="module", params=[0, 3], ids=["k0", "k3"])
-def client(request):
-    engine = {"num_speculative_tokens": request.param, "max_model_len": 1024, "num_threads": 1}
-    with (
-        serving_in_thread(MODEL, core=CORE, engine=engine) as server,
-        openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120) as client,
-    ):
-        yield client
-
-
-@pytest.fixture(scope="module")
-def written():
-    """What each test saw first; the server with the other k must give the same."""
-    return {}
 
 
 def ask(client, *, max_tokens=60, temperature=0.0, **extra):
@@ -58,13 +35,13 @@ def same(written, name, value):
 
 
 @pytest.mark.parametrize("temperature", (0, 0.9))
-def test_bad_words_do_not_come(client, written, temperature):
-    text, _ = complete(client, temperature)
+def test_bad_words_do_not_come(demo_client, written, temperature):
+    text, _ = complete(demo_client, temperature)
     words = [word for word in dict.fromkeys(word.strip('.,"!?') for word in text.split()) if word][2:8]
     assert len(words) == 6
-    kept, ids = complete(client, temperature, bad_words=words)
+    kept, ids = complete(demo_client, temperature, bad_words=words)
     assert kept != text
-    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     # as sequences of ids, which is what vLLM promises; the text may have a word in another spelling
     for word in words:
         for spelling in (word, " " + word):
@@ -75,21 +52,21 @@ def test_bad_words_do_not_come(client, written, temperature):
     same(written, temperature, kept)
 
 
-def test_only_allowed_ids_come(client, written):
+def test_only_allowed_ids_come(demo_client, written):
     allowed = list(range(300, 700))
-    text, ids = complete(client, 0.9, allowed_token_ids=allowed)
+    text, ids = complete(demo_client, 0.9, allowed_token_ids=allowed)
     assert len(ids) == 48 and set(ids) <= set(allowed)
     same(written, "allowed", text)
 
 
-def test_bans_that_leave_nothing_are_a_400(client):
+def test_bans_that_leave_nothing_are_a_400(demo_client):
     with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
-        complete(client, 0, allowed_token_ids=[300], min_tokens=3, stop_token_ids=[300])
+        complete(demo_client, 0, allowed_token_ids=[300], min_tokens=3, stop_token_ids=[300])
 
 
 @pytest.mark.parametrize("budget", (0, 1, 9))
-def test_a_thinking_block_ends_at_its_budget(client, written, budget):
-    thinking = functools.partial(ask, client, chat_template_kwargs={"enable_thinking": True}, temperature=0.7)
+def test_a_thinking_block_ends_at_its_budget(demo_client, written, budget):
+    thinking = functools.partial(ask, demo_client, chat_template_kwargs={"enable_thinking": True}, temperature=0.7)
     # left alone, the model thinks for longer; the grammar begins in the row after the block's end
     content, _, usage = thinking(thinking_token_budget=budget, structured_outputs={"regex": "[a-z]{3} [a-z]{3}"})
     assert usage.completion_tokens_details.reasoning_tokens == budget

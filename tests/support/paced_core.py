@@ -11,7 +11,9 @@ import json
 import time
 from pathlib import Path
 
-from pilotfish.engine.messages import Ready, RequestOutput, StepReport, StepStats, Submit
+from loaded import ready
+
+from pilotfish.engine.messages import RequestOutput, StepReport, StepStats, Submit
 
 PERIOD = 1e-3
 RUN = 3
@@ -24,22 +26,7 @@ class PacedCore:
         self._done: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
         self._due = 0.0
-        self.ready = Ready(
-            model_type="paced",
-            vocab_size=512,
-            max_model_len=options.max_model_len or 1 << 20,
-            max_num_seqs=options.max_num_seqs or 64,
-            binding_limit="configured",
-            num_speculative_tokens=3,
-            speculation_disabled_reason=None,
-            max_waiting=64,
-            kv_pages_total=100,
-            page_size=256,
-            device="none",
-            dtype="none",
-            load_seconds=0.0,
-            ledger={},
-        )
+        self.ready = ready(max_model_len=options.max_model_len or 1 << 20, max_num_seqs=options.max_num_seqs or 64)
 
     def submit(self, request: Submit) -> None:
         self._done[request.request_id] = 0

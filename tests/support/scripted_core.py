@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from loaded import ready
 
-from pilotfish.engine.messages import Ready, RequestOutput, StepReport, StepStats, Submit, TokenLogprob
+from pilotfish.engine.messages import RequestOutput, StepReport, StepStats, Submit, TokenLogprob
 
 DEFAULT_REPLY = "Hello, world!"
 
@@ -60,21 +61,12 @@ class ScriptedCore:
         self._refused: list[RequestOutput] = []
         self._max_num_seqs = options.max_num_seqs or 4
         self._max_waiting = options.max_waiting
-        self.ready = Ready(
-            model_type="scripted",
-            vocab_size=512,
+        self.ready = ready(
             max_model_len=options.max_model_len or 4096,
             max_num_seqs=self._max_num_seqs,
-            binding_limit="configured",
             num_speculative_tokens=self._k,
             speculation_disabled_reason=None if self._k else "no head in a scripted core",
             max_waiting=options.max_waiting,
-            kv_pages_total=100,
-            page_size=256,
-            device="none",
-            dtype="none",
-            load_seconds=0.0,
-            ledger={},
         )
 
     def submit(self, request: Submit) -> None:

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pilotfish.engine.messages import Execution, Ready, RequestOutput, StepReport, StepStats
+from pilotfish.engine.messages import Execution, RequestOutput, StepReport, StepStats
 from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.metrics.definitions import DEFINITIONS, SPEC
+from tests.support.loaded import ready
 
 
 @pytest.fixture
@@ -134,52 +135,28 @@ def test_tokens_of_one_round_share_its_time(registry):
 
 
 def test_missing_head_is_a_series(registry):
-    ready = Ready(
-        model_type="m",
-        vocab_size=1,
-        max_model_len=1,
-        max_num_seqs=4,
+    without = ready(
         binding_limit="fast_path",
         num_speculative_tokens=0,
         speculation_disabled_reason="the checkpoint has no mtp.* tensor",
-        max_waiting=1,
-        kv_pages_total=1,
-        page_size=1,
-        device="cpu",
-        dtype="bfloat16",
-        load_seconds=3.0,
-        ledger={},
         execution=Execution(num_layers=1, kv_dtype="float8_e4m3fn", state_dtype="float32"),
     )
-    Collector(registry, "1.2").on_ready(ready)
+    Collector(registry, "1.2").on_ready(without)
     assert value(registry, SPEC + "disabled", reason="the checkpoint has no mtp.* tensor") == 1
     assert value(registry, SPEC + "k") == 0
     assert value(registry, "pilotfish_max_num_seqs", limit="fast_path") == 4
-    labels = {"version": "1.2", "model_type": "m", "device": "cpu", "dtype": "bfloat16"}
+    labels = {"version": "1.2", "model_type": "scripted", "device": "none", "dtype": "none"}
     assert value(registry, "pilotfish_build_info", **labels, kv_dtype="float8_e4m3fn") == 1
 
 
 def test_capacity_becomes_series(registry):
-    ready = Ready(
-        model_type="m",
-        vocab_size=1,
-        max_model_len=1,
-        max_num_seqs=4,
-        binding_limit="fast-path rows",
-        num_speculative_tokens=3,
-        speculation_disabled_reason=None,
-        max_waiting=1,
-        kv_pages_total=1,
-        page_size=1,
-        device="cpu",
-        dtype="bfloat16",
-        load_seconds=3.0,
+    capacity = ready(
         ledger={"weights_bytes": 7, "free_bytes": 5, "total_bytes": 12, "checkpoint_bytes": 6},
         limits={"fast-path rows": 4, "state slots": 4},
         kv_bytes_per_token=512,
         bytes_per_sequence=99,
     )
-    Collector(registry).on_ready(ready)
+    Collector(registry).on_ready(capacity)
     assert value(registry, "pilotfish_concurrency_limit", limit="fast-path rows") == 4
     assert value(registry, "pilotfish_memory_bytes", part="weights") == 7
     assert registry.get_sample_value("pilotfish_memory_bytes", {"part": "total"}) is None

@@ -6,30 +6,15 @@ import json
 import msgspec
 import pytest
 from byte_model import END, IM_END
+from loaded import ready
 
-from pilotfish.engine.messages import Ready
 from pilotfish.server.chat_template import ChatTemplate
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import SamplingDefaults
 from pilotfish.server.plan import Context, plan_chat, plan_completion
 from pilotfish.server.protocol import ChatRequest, CompletionRequest, decode_request
 
-READY = Ready(
-    model_type="x",
-    vocab_size=512,
-    max_model_len=100,
-    max_num_seqs=4,
-    binding_limit="configured",
-    num_speculative_tokens=3,
-    speculation_disabled_reason=None,
-    max_waiting=8,
-    kv_pages_total=10,
-    page_size=16,
-    device="cpu",
-    dtype="float32",
-    load_seconds=1.0,
-    ledger={},
-)
+READY = ready(max_model_len=100, max_waiting=8, kv_pages_total=10, page_size=16)
 USER = [{"role": "user", "content": "hi"}]
 
 
