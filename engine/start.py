@@ -250,7 +250,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     depth, reason = _depth(options, checkpoint)
     max_model_len = _max_model_len(options, config)
     max_num_seqs, binding = _max_num_seqs(options, depth)
-    fused = _fused(options, device, dtype, lookup)
+    fused = _fused(options, device, dtype)
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
     kv_scales = _kv_scales(checkpoint, kv_dtype)
     chunk = options.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
@@ -275,7 +275,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     )
 
 
-def _fused(options: EngineOptions, device: torch.device, dtype: torch.dtype, lookup: LookupHead | None) -> bool:
+def _fused(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
     """Not chosen by itself: no release has been measured with them yet."""
     if options.kernels != "fused":
         return False
@@ -286,8 +286,6 @@ def _fused(options: EngineOptions, device: torch.device, dtype: torch.dtype, loo
         raise OptionError(f"kernels: fused ones want compute capability 8.0 (bf16 products), got {capability}")
     if dtype != torch.bfloat16:
         raise OptionError(f"kernels: fused ones multiply bfloat16, got dtype {dtype}")
-    if lookup is not None:
-        raise OptionError("kernels: fused ones draft with an MTP head, not by look-up")
     return True
 
 

@@ -1,4 +1,4 @@
-"""The round's operators in order, over static buffers: verify, decide, and repair with drafting.
+"""The round's operators in order, over static buffers: verify, decide, and repair with drafting (or a look-up).
 
 Nothing here waits for the device, allocates, or looks at a value: what depends on lengths, counts and flags is decided
 on the device, so each part can be captured once for a shape and replayed.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.device_round.buffers import RoundBuffers
@@ -79,10 +80,15 @@ class RoundBody:
         ops.accept_commit(b.chosen[:rows], slots, self.state, b.verdicts(shape.num_sequences), shape.width, next_depth)
 
     def draft(self, shape: Shape, next_depth: int) -> None:
-        """The head over all window rows with the trunk's own tokens, then next_depth drafts from the last accepted."""
+        """The head over all window rows with the trunk's own tokens, then next_depth drafts from the last accepted; or
+        drafts from the text so far, which the commit has written."""
         head, b, ops = self.model.head, self.buffers, self.ops
-        assert isinstance(head, MtpHead)
         count, rows = shape.num_sequences, shape.num_rows
+        if isinstance(head, LookupHead):
+            ops.look_up(b.slots[:count], self.state, next_depth, head.longest, head.shortest, b.look_up)
+            self._replace_drafts(count, next_depth)
+            return
+        assert isinstance(head, MtpHead)
         self._head_rows(head, b.chosen[:rows], b.hidden[:rows], count, shape.width)
         self._see("head", b.x[:rows])
         hidden = b.head_hidden[:count]
@@ -105,7 +111,12 @@ class RoundBody:
                 ops.add_norm(b.x[:count], None, head.norm.scale, head.norm.eps, hidden)
             ops.linear(lm_head, hidden, logits)
             ops.choose(logits, slots, self.state, 1, b.draft[:count], b.choice, kept=kept, first=step, draft=True)
+        self._replace_drafts(count, next_depth)
+
+    def _replace_drafts(self, count: int, next_depth: int) -> None:
+        """For measurements."""
         if self.batch_state.oracle is not None:
+            slots = self.buffers.slots[:count]
             self.batch_state.oracle.replace(self.state.drafts, slots, self.state.length, next_depth)
 
     # -- operators of a layer ---------------------------------------------------------------------------------------

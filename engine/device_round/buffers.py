@@ -17,6 +17,7 @@ from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda.attention import AttentionScratch, RowPlan
 from pilotfish.kernels.cuda.commit import Verdicts
 from pilotfish.kernels.cuda.delta_net import DeltaScratch, pending_width
+from pilotfish.kernels.cuda.lookup import Scratch as LookUpScratch
 from pilotfish.kernels.cuda.moe import Scratch as ExpertScratch
 from pilotfish.kernels.cuda.sample import Scratch as ChoiceScratch
 
@@ -91,6 +92,7 @@ class RoundBuffers:
         self._counts, self.chosen, self.has_nan = split_report(self.report, sizes)
         self._head_row = buffer(sizes.max_sequences, kind=torch.int32)
         self.draft = buffer(sizes.max_sequences, kind=torch.int64)
+        self.look_up = LookUpScratch.empty(sizes.max_sequences, device)
 
     def verdicts(self, count: int) -> Verdicts:
         """Of the first `count` sequences."""

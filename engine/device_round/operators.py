@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pilotfish.kernels.cuda import attention, commit, delta_net, moe, norm, router, sample
+from pilotfish.kernels.cuda import attention, commit, delta_net, lookup, moe, norm, router, sample
 
 
 class Operators:
@@ -30,6 +30,7 @@ class Operators:
         self.combine = partial(moe.combine, pdl=pdl)
         self.choose = partial(sample.choose, pdl=pdl)
         self.accept_commit = partial(commit.accept_commit, pdl=pdl)
+        self.look_up = partial(lookup.look_up, pdl=pdl)
 
     def linear(self, weight: Any, x: torch.Tensor, out: torch.Tensor) -> None:
         """x times a packed weight [N, K], into out [R, N]."""

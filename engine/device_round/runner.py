@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.batch_state import BatchState, Features
 from pilotfish.engine.device_round.body import RoundBody
 from pilotfish.engine.device_round.mailbox import Mailbox
@@ -52,6 +53,9 @@ class DeviceRunner(Runner):
         depth: int,
         features: Features,
     ) -> None:
+        if not isinstance(self.model.head, MtpHead):
+            super()._propose(slots, hidden, lengths, tables, depth, features)
+            return
         count, own = len(lengths), slots.tolist()
         self.placement.place(own, tables, count)
         self.body.buffers.head_hidden[:count] = hidden[:count]

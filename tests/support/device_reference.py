@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pilotfish.draft_heads.lookup.head import look_up
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.device_round.state import slot_state
 from pilotfish.kernels.cuda.commit import Verdicts
@@ -81,3 +82,11 @@ class Reference:
         values = (verdict.num_accepted, verdict.num_committed, offered, verdict.stopped, verdict.done)
         for target, value in zip(verdicts, (*values, rows + verdict.num_accepted), strict=True):
             target.copy_(value)
+
+    def look_up(
+        self, slots_B: torch.Tensor, state: Any, depth: int, longest: int, shortest: int, scratch: Any = None
+    ) -> None:
+        state, slots = self.state, slots_B.long()
+        assert state.history is not None
+        drafts = look_up(state.history[slots], state.length[slots], depth, longest, shortest)
+        state.set_drafts(slots, drafts.tokens, drafts.counts)

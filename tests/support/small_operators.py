@@ -13,7 +13,7 @@ import torch
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.messages import SamplingParams, ThinkingBudget
 from pilotfish.kernels import moe
-from pilotfish.kernels.cuda import commit, norm, router, sample, slots
+from pilotfish.kernels.cuda import commit, lookup, norm, router, sample, slots
 from tests.support.device_reference import Reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -416,3 +416,36 @@ def test_the_prompt_s_first_token_leaves_nothing_pending(device):
 
     _, after = commit_both(make, [1, 2, 3], torch.tensor([20, 20, 7]), 1, 3, device, pending=False)
     assert after["length"].tolist()[1:] == [20, 21, 22] and not after["pending_count"].any()
+
+
+# -- look-up -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("longest", "shortest", "depth"), ((1, 1, 1), (3, 2, 8), (5, 5, 3), (64, 2, 5)))
+def test_look_up(device, longest, shortest, depth, monkeypatch):
+    """Texts that repeat themselves and some that do not, shorter and longer than what all programs take at once."""
+    monkeypatch.setattr(lookup, "CHUNK", 16)
+    monkeypatch.setattr(lookup, "PROGRAMS", 4)
+    lengths = (1, 2, 16, 40, 63, 64, 65, 130, 200, 380)
+    batch = torch.tensor([0, *range(len(lengths), 0, -1), 0], dtype=torch.int32, device=device)
+    outcomes = []
+    scratch = lookup.Scratch.empty(len(batch) + 1, device)
+    for is_reference in (False, True):
+        state = BatchState(len(lengths) + 1, MAX_DEPTH, VOCAB, torch.device(device), history_length=400, complete=True)
+        for slot, length in enumerate(lengths, 1):
+            # few ids, or a period; what stands behind the newest token must not be looked at
+            ids = integers(3 if slot % 2 else VOCAB, 400, seed=slot) if slot != 6 else torch.arange(400) % 23
+            text = ids.tolist()[: length + 1]
+            state.admit(slot, text, PLAIN, limit=length + 4 + 3 * slot, own_k=slot % (MAX_DEPTH + 1))
+            state.history[slot, length + 1 :] = state.history[slot, length]
+            state.length[slot] = length
+        # as a commit leaves it
+        state.set_drafts(batch.long(), torch.full((len(batch), depth), 7, device=device))
+        reference = Reference(state)
+        run = reference.look_up if is_reference else lookup.look_up
+        for _ in range(1 if is_reference else 2):
+            run(batch, reference.slots, depth, longest, shortest, scratch)
+        outcomes.append((state.drafts[:, :depth].tolist(), state.num_offered.tolist()))
+    assert outcomes[0] == outcomes[1]
+    assert any(outcomes[0][1]) and not all(outcomes[0][1][1:])
+    assert not scratch.counters.any()

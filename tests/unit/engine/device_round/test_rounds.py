@@ -8,26 +8,30 @@ import numpy as np
 import pytest
 import torch
 
+from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import Grammar
-from pilotfish.engine.start import FAST_ROWS
+from pilotfish.engine.messages import Grammar, SamplingParams, Submit
+from pilotfish.engine.start import FAST_ROWS, Plan, assemble
 from tests.support.device_operators import ReferenceOperators
 from tests.support.loops import LoopDriver
-from tests.support.rounds import CPU, MAX_DEPTH, make_engine
+from tests.support.rounds import CPU, MAX_DEPTH, MODES, make_engine, random_prompt
 from tests.support.tiny_models import VOCAB_SIZE
 
 KINDS = ("hv_gt_hk", "moe")
 
 
-def device_engine(kind, depth, max_num_seqs=4, captured=True, draft_ids=None, kv_dtype=None):
+def device_engine(kind, depth, max_num_seqs=4, captured=True, look_up=None, draft_ids=None, kv_dtype=None):
     """An engine whose rounds run over static buffers, in fp32."""
     engine = make_engine(kind, depth=depth, max_num_seqs=max_num_seqs, draft_ids=draft_ids, kv_dtype=kv_dtype)
     model = engine.runner.model
-    vocab, seqs = model.config.vocab_size, engine.ready.max_num_seqs
-    state = BatchState(seqs + 1, max(1, depth), vocab, CPU, complete=True)
-    rounds = make_rounds(model, state, depth, seqs, engine.ready.max_model_len, FAST_ROWS, ReferenceOperators(state))
+    vocab, seqs, longest = model.config.vocab_size, engine.ready.max_num_seqs, engine.ready.max_model_len
+    history_length = 0
+    if look_up is not None:
+        model, history_length = dataclasses.replace(model, head=look_up), longest + MAX_DEPTH + 1
+    state = BatchState(seqs + 1, max(1, depth), vocab, CPU, history_length, complete=True)
+    rounds = make_rounds(model, state, depth, seqs, longest, FAST_ROWS, ReferenceOperators(state))
     buffers = rounds.body.buffers
     if model.config.is_moe:
         buffers.experts = dataclasses.replace(buffers.experts, out=buffers.experts.out.float())
@@ -180,3 +184,44 @@ def test_masks_of_a_grammar_meet_their_rows_and_no_others():
         texts.append(masked.tokens)
         assert_idle(driver)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("captured", (True, False), ids=("captured", "not captured"))
+def test_a_look_up_drafts_in_the_round_what_it_drafts_in_the_eager_one(captured):
+    """Two ids are all that may come, so text repeats itself; rounds run ahead, and slots are used again."""
+    few = {5: 60.0, 6: 60.0}
+    engine = make_engine("hv_gt_hk", depth=4, max_num_seqs=2)
+    plan = Plan(CPU, torch.float32, 4, None, 2048, 2, "configured", 12, 64)
+    eager = assemble(dataclasses.replace(engine.runner.model, head=LookupHead(4, 2)), plan, 8, 0, 0.0)
+    device = device_engine("hv_gt_hk", 4, max_num_seqs=2, captured=captured, look_up=LookupHead(4, 2))
+    found = []
+    for core in (EngineLoop(eager), EngineLoop(device)):
+        for i, (mode, k) in enumerate((("greedy", 4), ("sampled", 4), ("every feature", 2), ("greedy", 0))):
+            values = {name: getattr(MODES[mode], name) for name in SamplingParams.__struct_fields__}
+            sampling = SamplingParams(**values | {"max_tokens": 24 + i, "logit_bias": few, "stop_token_ids": ()})
+            prompt = random_prompt(20 + 9 * i, i)
+            core.submit(Submit(request_id=str(i), prompt_token_ids=prompt, sampling=sampling, speculative_k=k))
+        outputs = {}
+        while core.has_work():
+            report = core.step()
+            for output in report.outputs if report else ():
+                assert output.error is None
+                counts = (output.token_ids, output.num_drafted, output.num_accepted) if output.token_ids else ()
+                outputs.setdefault(output.request_id, []).append(counts)
+        core.scheduler.check()
+        found.append({name: [counts for counts in rounds if counts] for name, rounds in outputs.items()})
+    assert device.rounds.asynchronous and (device.rounds.num_missed == 0) == captured
+    assert found[0] == found[1]
+    assert sum(accepted for rounds in found[1].values() for _, _, accepted in rounds) > 10
+
+
+def test_the_heads_that_draft_are_told_apart_at_the_prompt_s_end():
+    """The first round has the look-up's drafts already."""
+    core = EngineLoop(device_engine("hv_gt_hk", 3, look_up=LookupHead(4, 2)))
+    period = random_prompt(9, 1)
+    prompt, following = (period * 5)[:40], (period * 5)[40:44]
+    sampling = SamplingParams(temperature=0, max_tokens=9, logit_bias={following[0]: 99.0})
+    core.submit(Submit(request_id="a", prompt_token_ids=prompt, sampling=sampling))
+    core.step()
+    state, slot = core.runner.state, core.scheduler.running[0].slot
+    assert int(state.num_offered[slot]) == 3 and state.drafts[slot, :3].tolist() == following[1:4]

@@ -7,7 +7,7 @@ import torch
 
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.device_round.state import slot_state
-from pilotfish.kernels.cuda import commit, norm, router, sample
+from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
 from tests.support.compiled import Code, compiling
 
 EPS = 1e-6
@@ -70,6 +70,16 @@ def test_router_and_commit():
             verdicts = commit.Verdicts.empty(batch, CPU)
             commit.accept_commit(chosen, slots, state, verdicts, width, 3, pdl=True)
     checked(kernels, 96)
+
+
+def test_look_up():
+    state = slot_state(BatchState(4, 8, 64, CPU, history_length=4105, complete=True))
+    scratch = lookup.Scratch.empty(16, CPU)
+    with compiling() as kernels:
+        for batch, depth in ((1, 1), (4, 3), (16, 8)):
+            lookup.look_up(torch.zeros(batch, dtype=torch.int32), state, depth, 5, 2, scratch, pdl=True)
+    code = checked(kernels, 64)
+    assert code.count("ATOM") >= 1
 
 
 def test_choose():
