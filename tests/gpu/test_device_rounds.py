@@ -61,6 +61,18 @@ def decode(loop, mode, batch, lengths=(5, 130, 40, 64)):
     return texts, accepted, graphs
 
 
+@torch.inference_mode()
+def test_a_look_up_drafts_in_the_graph_and_changes_no_token():
+    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    args = ["--device", "cuda", "--kernels", "fused", "--num-prompts", "4", "--max-tokens", "64"]
+    auditor = make_auditor(_parse([DEMO, *args, "--speculative-config", config]))
+    results = list(audit(auditor, [2, 4], [1, 4]))
+    assert [finding for result in results for finding in result.findings] == []
+    texts, accepted, graphs = decode(loop_of(auditor, 4, 3), "greedy", 3)
+    assert texts == decode(loop_of(auditor, 0, 3), "greedy", 3)[0]
+    assert sum(number * count for number, count in accepted.items()) > 0 and set(graphs) == {True}
+
+
 def test_weights_are_packed(auditor):
     layer = auditor.model.trunk.layers[0]
     assert isinstance(layer.mixer.in_proj.packed, PackedLinear)
