@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pilotfish.engine.core import EngineCore
-from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit
+from pilotfish.engine.errors import OptionError
+from pilotfish.engine.messages import Ready, RequestOutput, Submit
 from pilotfish.engine.process import load_factory
 from pilotfish.server.detokenize import Detokenizer
+from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import ModelFiles, load_model_files
+from pilotfish.server.plan import Context, plan_chat, plan_completion
+from pilotfish.server.protocol import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions
@@ -30,7 +35,7 @@ def run(args: argparse.Namespace, engine: EngineOptions, core_name: str) -> int:
     core: EngineCore = load_factory(core_name)(engine)
     outputs: list[RequestOutput] = []
     detokenizer = Detokenizer(files.tokenizer.token_bytes, files.tokenizer.special_ids)
-    core.submit(_request(args, files))
+    core.submit(_request(args, files, core.ready))
     first = time.perf_counter()
     for output in _outputs(core):
         if not outputs:
@@ -46,28 +51,20 @@ def run(args: argparse.Namespace, engine: EngineOptions, core_name: str) -> int:
     return 0
 
 
-def _request(args: argparse.Namespace, files: ModelFiles) -> Submit:
-    text, defaults = args.prompt, files.defaults
-    if args.chat:
-        if files.chat_template is None:
-            raise SystemExit("pilotfish: this model has no chat template")
-        text = files.chat_template.render([{"role": "user", "content": text}])
-    temperature = args.temperature if args.temperature is not None else defaults.temperature
-    return Submit(
-        request_id="generate",
-        prompt_token_ids=files.tokenizer.encode(text, add_special_tokens=not args.chat),
-        sampling=SamplingParams(
-            temperature=1.0 if temperature is None else temperature,
-            top_k=max(defaults.top_k or 0, 0),
-            top_p=1.0 if defaults.top_p is None else defaults.top_p,
-            min_p=defaults.min_p or 0.0,
-            repetition_penalty=defaults.repetition_penalty or 1.0,
-            max_tokens=args.max_tokens,
-            eos_token_ids=files.eos_token_ids,
-            ignore_eos=args.ignore_eos,
-            seed=args.seed,
-        ),
-    )
+def _request(args: argparse.Namespace, files: ModelFiles, ready: Ready) -> Submit:
+    """What the server would ask the engine for this prompt. Raises OptionError."""
+    asked: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    asked |= {"seed": args.seed, "ignore_eos": args.ignore_eos}
+    context = Context(model=args.model, files=files, ready=ready, arrived=0.0)
+    try:
+        if args.chat:
+            messages = [{"role": "user", "content": args.prompt}]
+            plan = asyncio.run(plan_chat(ChatRequest(messages=messages, **asked), context))
+        else:
+            plan = asyncio.run(plan_completion(CompletionRequest(prompt=args.prompt, **asked), context))
+    except BadRequest as error:
+        raise OptionError(error.message) from None
+    return Submit(request_id="generate", prompt_token_ids=plan.prompts[0].token_ids, sampling=plan.sampling[0])
 
 
 def _outputs(core: EngineCore) -> Iterator[RequestOutput]:

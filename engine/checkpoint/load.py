@@ -50,7 +50,7 @@ def load_weights(
     """All weights by normalised tensor name, in the dtype the files have; the head's (`mtp.`) if it is complete.
 
     `model.layers.0.mlp.down_proj.weight` is a tensor, or a PackedWeight if stored packed; `lm_head.weight` is
-    absent when tied. Nothing is shared with the files. `progress` draws a bar over bytes on stderr.
+    absent when tied. Nothing is shared with the files. `progress` draws a bar over bytes on a terminal.
     Raises CheckpointError if a file changed since it was opened, or a scale is not a finite number above 0;
     LayoutError for a layout that the device has no arithmetic for.
     """
@@ -58,7 +58,12 @@ def load_weights(
     weights: dict[str, Weight] = {}
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     with tqdm(
-        total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", disable=not progress
+        total=checkpoint.num_bytes,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights",
+        # None: where nobody watches, a bar is one long line of a log
+        disable=None if progress else True,
     ) as bar:
         for module, suffix, info, tensor in _read_all(checkpoint):
             loaded = parts[module.name]

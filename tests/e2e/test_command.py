@@ -197,6 +197,13 @@ def test_generate_prints_the_text_then_the_numbers(folder):
     assert "13 tokens" in errors and "acceptance length 3.00" in errors
 
 
+def test_generate_refuses_what_the_server_would(folder):
+    with command("generate", str(folder), "--prompt", "hi", "--max-tokens", "5000", *SCRIPTED) as process:
+        out, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (2, "")
+    assert errors.startswith("pilotfish: This model's maximum context length is 4096 tokens.")
+
+
 def test_the_demo_asks_twice_and_ends_clean(folder):
     demo = [sys.executable, str(ROOT / "demo" / "try_it.py"), "--model", str(folder), "--", *SCRIPTED]
     done = subprocess.run(demo, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)

@@ -155,6 +155,13 @@ def test_progress_counts_every_byte(built, monkeypatch):
     assert sum(seen) == checkpoint.num_bytes
 
 
+def test_no_bar_is_drawn_into_a_log(built, capsys):
+    checkpoint = open_checkpoint(built("dense"))
+    capsys.readouterr()  # what making it said
+    load_weights(checkpoint)
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("change", ["shape", "dtype", "gone", "garbage", "deleted"])
 def test_file_that_changed_after_opening_is_refused(draft, change):
     changed = draft("dense")
