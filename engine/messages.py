@@ -182,7 +182,8 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is loaded and what was seen to run, none of it read from options.
 
     `routes`: kernel and dtype -> the layers that took it in the requests of engine/probe.py. `head_weights`: the draft
-    head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds.
+    head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds and parts of rounds,
+    which hold `graph_bytes` of device memory beside the buffers that all of them share.
     `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0, timed at the start.
     `start_seconds`: what the engine did until it was ready: "weights" (opened, read, packed, the head tested),
     "kernels" compiled, "graphs" captured, "rest" (caches, buffers, requests of our own, timed rounds).
@@ -193,6 +194,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state_dtype: str
     head_weights: tuple[int, int] = (0, 0)
     num_graphs: int = 0
+    graph_bytes: int = 0
     routes: dict[str, list[str]] = {}
     break_even: dict[int, float] = {}
     start_seconds: dict[str, float] = {}

@@ -217,6 +217,7 @@ def assemble(
             state_dtype=_shared_dtype([model.trunk.state.s]),
             head_weights=head.weights if head else (0, 0),
             num_graphs=rounds.num_graphs,
+            graph_bytes=rounds.graph_bytes,
         ),
     )
     return Engine(rounds.runner, rounds, scheduler, ready)

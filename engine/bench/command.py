@@ -80,6 +80,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for depth in sorted({0, *args.k}):
         loop = _loop(args, model, plan, depth)
         frame["start_seconds"] = {"weights": weights_seconds} | loop.rounds.start_seconds
+        frame |= {"num_graphs": loop.rounds.num_graphs, "graph_bytes": loop.rounds.graph_bytes}
         for batch in args.batch:
             if batch * (depth + 1) > MAX_ROWS:
                 continue
@@ -247,15 +248,16 @@ def _row(
 
 
 def _device_times(loop: EngineLoop, case: Case) -> dict[str, Any]:
-    """Milliseconds of the captured round and of its first part, replayed back to back over what the batch left."""
+    """Milliseconds of the captured round, with and without the launches for filters, and of its first part, replayed
+    back to back over what the batch left."""
     if not loop.rounds.num_graphs:
         return {}
-    from pilotfish.engine.device_round.rounds import VERIFY, WHOLE, DeviceRounds
+    from pilotfish.engine.device_round.rounds import PLAIN, VERIFY, WHOLE, DeviceRounds
 
     assert isinstance(loop.rounds, DeviceRounds)
     shape = loop.rounds.shapes.fit(case.batch, case.depth)
     times = {}
-    for part in (WHOLE, VERIFY):
+    for part in (WHOLE, PLAIN, VERIFY):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
         events[0].record()
         for event in events[1:]:

@@ -37,9 +37,11 @@ def show(rows: list[dict[str, Any]]) -> Iterator[str]:
         f"weights: {resident / MIB:.1f} MiB resident, {packed / MIB:.1f} MiB as packed in the checkpoint "
         f"({resident / packed - 1:+.1%})"
     )
-    for depth, start in {row["k"]: row["start_seconds"] for row in rows}.items():
+    for depth, row in {row["k"]: row for row in rows}.items():
+        start = row["start_seconds"]
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in start.items())
-        yield f"start to ready at k = {depth}: {sum(start.values()):.1f} s ({parts})"
+        graphs = f", {row['num_graphs']} graphs of {row['graph_bytes'] / MIB:.1f} MiB" if row["num_graphs"] else ""
+        yield f"start to ready at k = {depth}: {sum(start.values()):.1f} s ({parts}{graphs})"
     if any(row["synthetic"] for row in rows):
         yield "synthetic: random weights, or drafts replaced by a known text with seeded errors"
 

@@ -68,18 +68,19 @@ class RoundBody:
         ops.linear(trunk.lm_head, b.hidden[:rows], b.logits[:rows])
         self._see("logits", b.logits[:rows])
 
-    def decide(self, shape: Shape, next_depth: int) -> None:
-        """The trunk's own token of every row, how many are committed, and the commit."""
+    def decide(self, shape: Shape, next_depth: int, filters: bool = True) -> None:
+        """The trunk's own token of every row, how many are committed, and the commit. `filters` off: no sequence has
+        min_p, top_k or top_p."""
         b, ops = self.buffers, self.ops
         slots, rows = b.slots[: shape.num_sequences], shape.num_rows
         ops.choose(
             b.logits[:rows], slots, self.state, shape.width, b.chosen[:rows], b.choice, b.has_nan[:rows],
-            b.allowed[:rows],
+            b.allowed[:rows], filters=filters,
         )  # fmt: skip
         self._see("tokens", b.chosen[:rows])
         ops.accept_commit(b.chosen[:rows], slots, self.state, b.verdicts(shape.num_sequences), shape.width, next_depth)
 
-    def draft(self, shape: Shape, next_depth: int) -> None:
+    def draft(self, shape: Shape, next_depth: int, filters: bool = True) -> None:
         """The head over all window rows with the trunk's own tokens, then next_depth drafts from the last accepted; or
         drafts from the text so far, which the commit has written."""
         head, b, ops = self.model.head, self.buffers, self.ops
@@ -93,9 +94,9 @@ class RoundBody:
         self._see("head", b.x[:rows])
         hidden = b.head_hidden[:count]
         ops.add_norm(b.x[:rows], None, head.norm.scale, head.norm.eps, hidden, b.verdicts(count).head_row)
-        self.propose(count, next_depth)
+        self.propose(count, next_depth, filters)
 
-    def propose(self, count: int, next_depth: int) -> None:
+    def propose(self, count: int, next_depth: int, filters: bool = True) -> None:
         """Drafts of `count` sequences, from their rows in head_hidden on; the head's cache follows."""
         head, b, ops = self.model.head, self.buffers, self.ops
         assert isinstance(head, MtpHead)
@@ -110,7 +111,10 @@ class RoundBody:
                 self._head_rows(head, b.draft[:count], hidden, count, 1)
                 ops.add_norm(b.x[:count], None, head.norm.scale, head.norm.eps, hidden)
             ops.linear(lm_head, hidden, logits)
-            ops.choose(logits, slots, self.state, 1, b.draft[:count], b.choice, kept=kept, first=step, draft=True)
+            ops.choose(
+                logits, slots, self.state, 1, b.draft[:count], b.choice, kept=kept, first=step, draft=True,
+                filters=filters,
+            )  # fmt: skip
         self._replace_drafts(count, next_depth)
 
     def _replace_drafts(self, count: int, next_depth: int) -> None:

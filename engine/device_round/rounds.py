@@ -22,8 +22,9 @@ from pilotfish.engine.device_round.shapes import Shape, Shapes
 from pilotfish.engine.runner import Batch, Runner, SequenceReport, token_logprobs
 from pilotfish.kernels.cuda.warm import Compilations, compile_all
 
-WHOLE, VERIFY, FINISH = "round", "verify", "finish"
-"""What is captured for a shape: all of it, or the part before and the part after a grammar's masks."""
+WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
+"""What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need, for batches without
+them; the part before and the part after a grammar's masks."""
 
 
 class DeviceRounds:
@@ -91,7 +92,7 @@ class DeviceRounds:
             compile_all(lambda: self._work_each(chosen), load=True)
             self._compile_seconds += perf_counter() - began
         for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
-            for part in (WHOLE, VERIFY, FINISH):
+            for part in (WHOLE, PLAIN, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]
 
     def _work_each(self, shapes: Iterable[Shape]) -> None:
@@ -102,9 +103,10 @@ class DeviceRounds:
         if part != FINISH:
             self.body.verify(shape)
         if part != VERIFY:
-            self.body.decide(shape, shape.depth)
+            filters = part != PLAIN
+            self.body.decide(shape, shape.depth, filters)
             if shape.depth and self.runner.head_on:
-                self.body.draft(shape, shape.depth)
+                self.body.draft(shape, shape.depth, filters)
 
     def launch(self, batch: Batch, next_depth: int) -> DeviceRound:
         """See Rounds. The drafts are for a next round as deep as this one, whatever next_depth says."""
@@ -114,7 +116,8 @@ class DeviceRounds:
         self.runner.placement.place(batch.slots, batch.tables, shape.num_sequences)
         masks = self.runner.start_masks(batch.slots, shape.depth)
         if masks is None:
-            graph = self._run(shape, WHOLE)
+            features = self.runner.state.batch_features(batch.slots)
+            graph = self._run(shape, WHOLE if features.filtered or features.min_p else PLAIN)
         else:
             graph = self._run(shape, VERIFY)
             words = torch.from_numpy(masks.result())

@@ -47,6 +47,7 @@ class Reference:
         values = values[:, : state.vocab_size]
         positions = state.length[slots][:, None] + 1 + first + torch.arange(width, device=slots.device)
         features = state.batch_features(slots.tolist())
+        assert filters or not (features.filtered or features.min_p)
         forbidden = None
         if allowed is not None:
             is_allowed = np.unpackbits(allowed[:rows].cpu().numpy().view(np.uint8), axis=1, bitorder="little")

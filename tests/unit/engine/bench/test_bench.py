@@ -13,6 +13,7 @@ from pilotfish.engine.bench.experts import ExpertCounts, count_experts
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes
+from pilotfish.engine.bench.show import show
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.scheduler import PrefillStep, RoundStep
@@ -262,3 +263,15 @@ def test_a_slow_first_request_is_named_and_fails(folder, capsys, monkeypatch, fi
         assert "first request" not in output.err
     else:
         assert complaint in output.err and "k = 3, batch 2, context 20" in output.err
+
+
+def test_graphs_stand_beside_what_the_start_took():
+    row = {
+        "kind": "round", "k": 3, "resident_bytes": 3 << 20, "packed_bytes": 2 << 20, "synthetic": False,
+        "start_seconds": {"weights": 2.0, "kernels": 30.5, "graphs": 1.5}, "num_graphs": 32, "graph_bytes": 5 << 20,
+    }  # fmt: skip
+    lines = list(show([row]))
+    assert lines[-2:] == [
+        "weights: 3.0 MiB resident, 2.0 MiB as packed in the checkpoint (+50.0%)",
+        "start to ready at k = 3: 34.0 s (weights 2.0, kernels 30.5, graphs 1.5, 32 graphs of 5.0 MiB)",
+    ]

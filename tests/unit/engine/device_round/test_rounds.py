@@ -16,6 +16,7 @@ from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.messages import Grammar, SamplingParams, Submit
 from pilotfish.engine.start import FAST_ROWS, Plan, assemble
+from pilotfish.kernels.cuda.slots import FILTERED
 from tests.support.device_operators import ReferenceOperators
 from tests.support.loops import LoopDriver
 from tests.support.rounds import CPU, MAX_DEPTH, MODES, make_engine, random_prompt
@@ -258,3 +259,38 @@ def test_a_layer_s_scales_reach_its_attention():
     driver.submit("a", random_prompt(9), MODES["greedy"])
     driver.run(4)
     assert set(seen) == {(True, 0.25, 3.0), (False, 1.0, 1.0)}
+
+
+def test_launches_for_filters_are_left_out_of_rounds_that_have_none():
+    """Which graph a batch takes, by what its slots ask for; all of them were captured."""
+    driver = DeviceDriver("hv_gt_hk", 3, agreeing="own", observed=False)
+    loop, taken, launched = driver.loop, [], []
+    loop._constraint = lambda params: Multiples() if params.grammar else None
+    rounds, state = loop.rounds, loop.runner.state
+    replay, choose = rounds.graphs.replay, rounds.body.ops.choose
+
+    def watched(key):
+        slots = rounds.body.buffers.slots[: key[0].num_sequences].long()
+        taken.append((key[1], bool((state.flags[slots] & FILTERED).any())))
+        launched.clear()
+        replay(key)
+        assert set(launched) == ({key[1] != "plain"} if key[1] != "verify" else set())
+
+    rounds.graphs.replay = watched
+    rounds.body.ops.choose = lambda *args, **options: (launched.append(options["filters"]), choose(*args, **options))
+    assert rounds.num_graphs == 4 * len(list(rounds.shapes))
+    driver.ask("greedy", 21, top_k=5, top_p=0.5)
+    driver.ask("sampled", 40, seed=2, temperature=0.9)
+    driver.run()
+    assert set(taken) == {("plain", False)}
+    for name, fields in {"top_k": {"top_k": 5}, "top_p": {"top_p": 0.5}, "min_p": {"min_p": 0.1}}.items():
+        taken.clear()
+        driver.ask(name, 21, temperature=0.9, max_tokens=8, **fields)
+        driver.ask(f"beside {name}", 40, seed=2)
+        driver.run()
+        assert set(taken) == {("plain", False), ("round", True)}, name
+    taken.clear()
+    driver.ask("masked", 21, grammar=Grammar(kind="regex", source="x"))
+    driver.run()
+    assert {part for part, _ in taken} == {"verify", "finish"}
+    assert rounds.num_missed == 0
