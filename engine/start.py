@@ -43,7 +43,9 @@ DEFAULT_CHUNK = 256
 FUSED_CHUNK = 2048
 """Prompt tokens of a chunk on a GPU, where expanding a layer's weights costs the same for few tokens as for many."""
 GPU_RESERVE_BYTES = 2 << 30
-"""Of GPU memory, beside weights and KV cache: state, buffers, graphs, prefill's scratch."""
+"""Of GPU memory, beside weights, KV cache and `buffer_bytes`: graphs, libraries, prompts."""
+SLOT_TABLE_BYTES = 128 << 10
+"""Of a slot, beside what has the vocabulary's width: word bans, mostly."""
 MAX_NGRAM = 64
 CPU_KV_BYTES = 2 << 30
 FAST_ROWS = 16
@@ -409,7 +411,8 @@ def _num_pages(
         pages = options.kv_cache_tokens // PAGE
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        room = free - int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes - GPU_RESERVE_BYTES
+        room = free - int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes
+        room -= GPU_RESERVE_BYTES + buffer_bytes(config, depth, max_num_seqs)
         pages = min(longest * max_num_seqs, max(0, room) // page_bytes)
     else:
         pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page_bytes))
@@ -419,6 +422,18 @@ def _num_pages(
             "tokens; lower max_model_len or give it more memory"
         )
     return pages
+
+
+def buffer_bytes(config: ModelConfig, depth: int, max_num_seqs: int) -> int:
+    """About what fused rounds and prompts hold beside weights and keys and values: of each slot its state, pending rows
+    and sampling tables; of each row its logits; of experts those of one layer, expanded."""
+    vocab, layers = config.vocab_size, len(config.linear_layers)
+    state = 4 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    held = config.conv_dim + 2 * config.linear_num_value_heads
+    slot = layers * (state + 2 * held * (config.linear_conv_kernel_dim + depth)) + 9 * vocab + SLOT_TABLE_BYTES
+    rows = max(FAST_ROWS, max_num_seqs * (depth + 1))
+    experts = 4 * (config.num_experts + 1) * config.moe_intermediate_size * config.hidden_size if config.is_moe else 0
+    return (max_num_seqs + 1) * slot + 16 * rows * vocab + experts
 
 
 def limits(plan: Plan, num_slots: int, rounds: Rounds) -> dict[str, int]:

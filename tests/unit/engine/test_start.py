@@ -1,15 +1,21 @@
 """What options leave open is decided from the checkpoint and the machine, and impossible wishes are refused by name."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from pilotfish.engine import start
+from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError
+from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import make_plan
 from pilotfish.kernels.attention import PAGE
-from tests.support.tiny_models import build_tiny
+from pilotfish.kernels.cuda.delta_net import pending_width
+from tests.support.rounds import make_engine
+from tests.support.tiny_models import VOCAB_SIZE, build_tiny
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,23 @@ def test_the_key_value_cache_follows_the_model_unless_told_otherwise(folder, wan
     decided = plan(folder, kv_cache_dtype=wanted)
     assert (decided.kv_dtype, decided.dtype) == (dtype, torch.float32)
     assert decided.cache_sizes.kv_dtype == dtype
+
+
+@pytest.mark.parametrize("vocab", (VOCAB_SIZE, 248320))
+def test_room_is_left_for_every_slot(vocab):
+    """Against what an engine allocates: not less, and not much more."""
+    depth, slots = 3, 5
+    engine = make_engine("moe", "bfloat16", depth=depth, max_num_seqs=slots - 1)
+    state, config = engine.runner.model.trunk.state, engine.runner.model.config
+    tables = BatchState(slots, depth, vocab, torch.device("cpu"), complete=True)
+    held = (
+        slots * len(config.linear_layers) * (depth + 1) * pending_width(config.conv_dim, config.linear_num_value_heads)
+    )
+    rows = 16 * vocab * (4 + 8 + 4)  # logits, candidates, drafts' logits
+    experts = 2 * 3 * (config.num_experts + 1) * config.moe_intermediate_size * config.hidden_size
+    allocated = state.s.nbytes + state.conv.nbytes + 2 * held + tensor_bytes(tables) + rows
+    reserved = start.buffer_bytes(dataclasses.replace(config, vocab_size=vocab), depth, slots - 1)
+    assert allocated <= reserved <= 1.2 * allocated + experts + slots * start.SLOT_TABLE_BYTES
 
 
 def test_the_same_memory_holds_twice_the_tokens_in_fp8(tmp_path, monkeypatch):
