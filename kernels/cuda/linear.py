@@ -4,7 +4,8 @@ y = x W^T, W a fusion of parts [N_i, K] in NVFP4, FP8 or BF16, in the order of p
 or a few times 16; its warps share K between them: warp w the units w, w + warps, ... one after the other, by
 mma.m16n8k16 with 8 rows of x as columns; then the warps' sums are added in order of w. The number of warps follows
 from the weight's shape alone. How many tiles a CTA has, how many units are in flight and how many rows of x share a
-weight's unpacking follow from the number of rows, and change no bit.
+weight's unpacking follow from the number of rows, and change no bit. A few tiles of BF16 beside many of another format
+(b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own.
 
 Reads the packed weights once, x from L1 or L2. The floor is those bytes over the memory's rate. R = rows, N, K.
 """
@@ -28,12 +29,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.mma import FORMATS, load_factor, over_warps, products, scaled, silu
+from pilotfish.kernels.cuda.mma import BF16, FORMATS, load_factor, over_warps, products, scaled, silu
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 MAX_ROWS = 256
 BULK_NUMBERS, BULK_TILES = 1 << 26, 64  # expanded at a time for prefill: 128 MiB, if that is 1024 rows
 SM_COUNT = 132  # of an H200: what shapes are chosen for
+# of a thread, by tiles of rows: four and three programs of 128 threads an SM. A kernel of two formats fits them without
+# spilling, but the assembler takes more unless it is told
+REGISTERS = {1: 128, 2: 168}
 
 
 @dataclass(frozen=True)
@@ -79,22 +83,33 @@ def fill(shape: Shape, format: Format, num_units: int) -> Shape:
     return replace(shape, stages=stages, x_ahead=x_ahead)
 
 
+def beside(part: Packed, shape: Shape) -> Shape:
+    """For a few BF16 tiles in the launch of others, of `shape`; `warps`: the shares of K, as in a launch of their own.
+
+    A tile and 8 rows a program, and no more on its way than fits the registers that the others need anyway.
+    """
+    steps = part.num_units // shape.warps
+    return Shape(split(part.num_tiles, part.num_units), 1, 1, min(2, steps), min(1, steps - 1))
+
+
 def split(num_tiles: int, num_units: int) -> int:
     """The warps that share K, from the weight's shape alone."""
     wanted = 16 if num_tiles <= SM_COUNT // 2 else 8 if num_tiles <= 2 * SM_COUNT else 4
     return next(warps for warps in (16, 8, 4, 2, 1) if warps <= wanted and num_units % warps == 0)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
-def _rows_kernel(
+@gluon.jit
+def _tiles(
     data,
     block_scale,
     place,
     number,
     x,
     out,
-    num_rows,
+    first_tile,
+    first_row,
     num_tiles,
+    num_rows,
     out_stride,
     K: gl.constexpr,
     UNITS: gl.constexpr,
@@ -105,17 +120,15 @@ def _rows_kernel(
     DIVIDES: gl.constexpr,
     ROW_NUMBERS: gl.constexpr,
     SPAN: gl.constexpr,
+    SHARES: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
+    PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (i, j): tiles i MT ..., rows j NT 8 ... of x. SPAN 2: tiles are gate and up in turn."""
+    """MT tiles of weights, NT 8 rows of x. SPAN 2: tiles are gate and up in turn."""
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
-    if PDL:
-        gdc_launch_dependents()
-    first_tile = gl.program_id(0) * MT
-    first_row = gl.program_id(1) * (NT * 8)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     offsets = ()
     masks = ()
@@ -140,18 +153,89 @@ def _rows_kernel(
             columns = columns + (gl.load(place + tiles[m] * 2),)
             counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
     totals = products(
-        data, block_scale, x, offsets, masks, tiles, K, UNITS, MT, NT, FORMAT, BLOCKS, warps, STAGES, X_AHEAD, PDL
+        data,
+        block_scale,
+        x,
+        offsets,
+        masks,
+        tiles,
+        K,
+        UNITS,
+        MT,
+        NT,
+        FORMAT,
+        BLOCKS,
+        warps,
+        SHARES,
+        STAGES,
+        X_AHEAD,
+        PINNED,
+        PDL,
     )
     for m in gl.static_range(0, MT, SPAN):
         there = (feature < counts[m // SPAN]) & (first_tile + m < num_tiles)
         for n in gl.static_range(NT):
             row = first_row + n * 8 + (index % 4) * 2 + index // 64
-            value = scaled(over_warps(totals[m * NT + n], warps), factors[m], FORMAT, DIVIDES)
+            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps), factors[m], FORMAT, DIVIDES)
             if SPAN == 2:
-                up = scaled(over_warps(totals[(m + 1) * NT + n], warps), factors[m + 1], FORMAT, DIVIDES)
+                up = scaled(over_warps(totals[(m + 1) * NT + n :: MT * NT], warps), factors[m + 1], FORMAT, DIVIDES)
                 value = silu(value) * up
             target = out + row.to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
             gl.store(target, value.to(out.dtype.element_ty), mask=there & (row < num_rows))
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "num_plain"])
+def _rows_kernel(
+    data,
+    block_scale,
+    place,
+    number,
+    plain_data,
+    plain_place,
+    plain_number,
+    x,
+    out,
+    num_rows,
+    num_tiles,
+    num_plain,
+    out_stride,
+    K: gl.constexpr,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROW_NUMBERS: gl.constexpr,
+    SPAN: gl.constexpr,
+    STAGES: gl.constexpr,
+    X_AHEAD: gl.constexpr,
+    PLAIN_SHARES: gl.constexpr,
+    PLAIN_STAGES: gl.constexpr,
+    PLAIN_AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (i, j): tiles i MT ..., rows j NT 8 ... of x. Where K has PLAIN_SHARES the first programs, which read the
+    most, take a tile of BF16 and 8 of these rows each."""
+    if PDL:
+        gdc_launch_dependents()
+    program = gl.program_id(0)
+    first_row = gl.program_id(1) * (NT * 8)
+    if PLAIN_SHARES > 0:
+        if program < num_plain * NT:
+            row = first_row + program % NT * 8
+            _tiles(
+                *(plain_data, plain_data, plain_place, plain_number, x, out),
+                *(program // NT, row, num_plain, num_rows, out_stride, K, UNITS, 1, 1, BF16, False, False, False, 1),
+                *(PLAIN_SHARES, PLAIN_STAGES, PLAIN_AHEAD, True, PDL),
+            )
+            return
+        program -= num_plain * NT
+    _tiles(
+        *(data, block_scale, place, number, x, out),
+        *(program * MT, first_row, num_tiles, num_rows, out_stride, K, UNITS, MT, NT, FORMAT, BLOCKS, DIVIDES),
+        *(ROW_NUMBERS, SPAN, gl.num_warps(), STAGES, X_AHEAD, False, PDL),
+    )
 
 
 class PackedLinear:
@@ -180,6 +264,7 @@ class PackedLinear:
             self.ranges = [packing.join(list(run)) for _, run in groupby(packed, key=lambda part: part.kind)]
         if self.in_features % 8:
             raise ValueError(f"want a width that is a multiple of 8 (16 bytes of x), got {self.in_features}")
+        self.launches = _together(self.ranges)
         # where parts end inside a tile: the columns of its product that count
         self._columns = {id(part): _kept_columns(part.place[:: 2 if swiglu else 1]) for part in self.ranges}
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
@@ -193,8 +278,8 @@ class PackedLinear:
         assert 1 <= num_rows <= MAX_ROWS and out.shape[1] == self.out_features and out.stride(1) == 1, out.shape
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
-        for part in self.ranges:
-            launch(part, x, out, choose_shape(part, num_rows, self.swiglu), self.swiglu, pdl)
+        for part, plain in self.launches:
+            launch(part, x, out, choose_shape(part, num_rows, self.swiglu), self.swiglu, pdl, plain)
 
     def bulk(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """bf16 [T, N] for prefill: any T. scratch: bf16, at least `scratch_size` numbers; overwritten."""
@@ -252,17 +337,38 @@ def _kept_columns(place: torch.Tensor) -> torch.Tensor | None:
     return None if bool(kept.all()) else kept.nonzero()[:, 0]
 
 
-def launch(part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swiglu: bool, pdl: bool) -> None:
-    grid = (-(-part.num_tiles // shape.tiles), -(-len(out) // (8 * shape.row_tiles)))
+def _together(ranges: Sequence[Packed]) -> list[tuple[Packed, Packed | None]]:
+    """What each launch takes: a range, and the next one if it is BF16 and small beside it."""
+    launches: list[tuple[Packed, Packed | None]] = []
+    for part in ranges:
+        last, plain = launches[-1] if launches else (part, part)
+        small = part.format is Format.BF16 and part.num_tiles <= SM_COUNT // 8 and 8 * part.num_tiles <= last.num_tiles
+        if small and plain is None:
+            launches[-1] = (last, part)
+        else:
+            launches.append((part, None))
+    return launches
+
+
+def launch(
+    part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swiglu: bool, pdl: bool, plain: Packed | None = None
+) -> None:
+    """One launch for `part` and, if given, `plain`: some tiles of BF16 as wide, with fewer of them."""
+    other = Shape(0, 0, 0, 0, 0) if plain is None else beside(plain, shape)
+    num_plain = 0 if plain is None else plain.num_tiles
+    programs = num_plain * shape.row_tiles + -(-part.num_tiles // shape.tiles)
+    grid = (programs, -(-len(out) // (8 * shape.row_tiles)))
     _rows_kernel[grid](
         part.data.view(torch.int32),
         part.number if part.block_scale is None else part.block_scale,
         part.place,
         part.number,
+        *((None,) * 3 if plain is None else (plain.data.view(torch.int32), plain.place, plain.number)),
         x.view(torch.int32),
         out,
         len(out),
         part.num_tiles,
+        num_plain,
         out.stride(0),
         K=x.shape[1],
         UNITS=part.num_units,
@@ -275,8 +381,12 @@ def launch(part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swigl
         SPAN=2 if swiglu else 1,
         STAGES=shape.stages,
         X_AHEAD=shape.x_ahead,
+        PLAIN_SHARES=other.warps,
+        PLAIN_STAGES=other.stages,
+        PLAIN_AHEAD=other.x_ahead,
         PDL=pdl,
         num_warps=shape.warps,
+        maxnreg=REGISTERS.get(shape.row_tiles) if plain is not None else None,
         launch_pdl=pdl,
     )
 

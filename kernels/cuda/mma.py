@@ -99,18 +99,14 @@ def unit_words(FORMAT):
 
 
 @gluon.jit
-def _in_order():
-    """Loads stay on their side of this: the assembler would else put off those made early until they are needed."""
-    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def _in_order(ARITHMETIC: gl.constexpr = False):
+    """Loads stay on their side of this: the assembler would else put off those made early until they are needed.
 
-
-@gluon.jit
-def _loads_first():
-    """Nothing that follows starts before the loads that precede have been asked for: arithmetic neither.
-
-    An event for profilers, that costs nothing else: of many instructions the one that no arithmetic is moved across.
+    With ARITHMETIC that stays on its side too: by an event for profilers, which costs nothing else, of many
+    instructions the one that no arithmetic is moved across.
     """
-    gl.inline_asm_elementwise("pmevent 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    asm: gl.constexpr = "pmevent 0; // $0" if ARITHMETIC else "bar.warp.sync 0xffffffff; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -169,15 +165,24 @@ def _load_x(x, offsets, masks, columns, step, NT: gl.constexpr, WARPS: gl.conste
 
 @gluon.jit
 def _multiply(
-    units, xs, totals, scales, MT: gl.constexpr, NT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr
+    units,
+    xs,
+    totals,
+    scales,
+    SHARE: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
-    """Adds one step's products to the MT * NT sums."""
-    out = ()
+    """Adds one step's products to the MT * NT sums of one of the warp's shares."""
+    begin: gl.constexpr = SHARE * MT * NT
+    out = totals[:begin]
     for m in gl.static_range(MT):
         low = unpack_half(units[m], 0, FORMAT)
         high = unpack_half(units[m], 1, FORMAT)
         for n in gl.static_range(NT):
-            total = totals[m * NT + n]
+            total = totals[begin + m * NT + n]
             part = gl.zeros_like(total) if BLOCKS else total
             for t in gl.static_range(4):
                 part = gl.inline_asm_elementwise(
@@ -191,7 +196,7 @@ def _multiply(
             if BLOCKS:
                 part = gl.fma(part, scales[m], total)
             out = out + (part,)
-    return out
+    return out + totals[begin + MT * NT :]
 
 
 @gluon.jit
@@ -209,8 +214,10 @@ def products(
     FORMAT: gl.constexpr,
     BLOCKS: gl.constexpr,
     WARPS: gl.constexpr,
+    SHARES: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
+    PINNED: gl.constexpr,
     WAIT: gl.constexpr,
 ):
     """Sums of each warp's units, MT * NT tensors fp32 [warps * 32, 4], tile by tile: mma's accumulators.
@@ -218,11 +225,15 @@ def products(
     data int32, x int32 (two bf16 each); x_offsets, x_masks: for each of NT tiles of 8 rows of x, where a lane's row g
     begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles. STAGES units a tile are on
     their way while one is multiplied, and X_AHEAD steps of x. With WAIT weights are asked for before the wait for what
-    writes x.
+    writes x. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use than was meant.
+
+    SHARES, a multiple of WARPS, divides K as that many warps would: share i has the units i, i + SHARES, ..., warp w
+    the shares w, w + WARPS, ..., and there are MT * NT sums for each share of a warp, one share's after the other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     words: gl.constexpr = unit_words(FORMAT)
     steps: gl.constexpr = UNITS // WARPS
+    shares: gl.constexpr = SHARES // WARPS
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     warp = thread // 32
     lane = thread % 32
@@ -247,7 +258,7 @@ def products(
             _load_step(bases, block_scales, load_offsets, scale_offsets, warp, s, words, MT, FORMAT, BLOCKS, WARPS),
         )
     totals = ()
-    for _ in gl.static_range(MT * NT):
+    for _ in gl.static_range(SHARES // WARPS * MT * NT):
         totals = totals + (gl.zeros([WARPS * 32, 4], gl.float32, layout),)
     _in_order()
     if WAIT:
@@ -256,37 +267,39 @@ def products(
     for s in gl.static_range(X_AHEAD):
         xs = xs + (_load_x(x, x_words, x_there, columns, s, NT, WARPS, K),)
     if X_AHEAD > 0:
-        _loads_first()
-    # whole groups of STAGES steps in a loop, if more than one of them, and the rest written out
+        _in_order(True)
+    # whole groups of steps in a loop, if more than one of them, and the rest written out
     gl.static_assert(X_AHEAD <= STAGES)
-    groups: gl.constexpr = (steps - STAGES) // STAGES
-    looped: gl.constexpr = groups * STAGES if groups > 1 else 0
+    size: gl.constexpr = max(STAGES, shares)
+    gl.static_assert(size % STAGES == 0 and size % shares == 0)
+    groups: gl.constexpr = (steps - STAGES) // size
+    looped: gl.constexpr = groups * size if groups > 1 else 0
     if looped > 0:
         for group in range(0, groups):
-            for s in gl.static_range(STAGES):
-                step = group * STAGES + s
+            for s in gl.static_range(size):
+                step = group * size + s
                 xs = xs + (_load_x(x, x_words, x_there, columns, step + X_AHEAD, NT, WARPS, K),)
-                _in_order()
-                totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
+                _in_order(PINNED)
+                totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], s % shares, MT, NT, FORMAT, BLOCKS)
                 xs = xs[1:]
                 next_step = step + STAGES
                 loaded = _load_step(
                     bases, block_scales, load_offsets, scale_offsets, warp, next_step, words, MT, FORMAT, BLOCKS, WARPS
                 )
-                _in_order()
+                _in_order(PINNED)
                 stages = stages[1:] + (loaded,)
     for step in gl.static_range(looped, steps):
         if step + X_AHEAD < steps:
             xs = xs + (_load_x(x, x_words, x_there, columns, step + X_AHEAD, NT, WARPS, K),)
-            _in_order()
-        totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], MT, NT, FORMAT, BLOCKS)
+            _in_order(PINNED)
+        totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], step % shares, MT, NT, FORMAT, BLOCKS)
         xs = xs[1:]
         stages = stages[1:]
         if step + STAGES < steps:
             loaded = _load_step(
                 bases, block_scales, load_offsets, scale_offsets, warp, step + STAGES, words, MT, FORMAT, BLOCKS, WARPS
             )
-            _in_order()
+            _in_order(PINNED)
             stages = stages + (loaded,)
     return totals
 
@@ -316,17 +329,19 @@ def _load_step(
 
 
 @gluon.jit
-def over_warps(total, WARPS: gl.constexpr):
-    """The sum of the warps' tensors in order, fp32 [128]: element 64 c + 32 r + lane is row g + 8 r of the tile and
-    row 2 q + c of x's."""
+def over_warps(shares, WARPS: gl.constexpr):
+    """The sum of the warps' tensors, one share after the other and in order, fp32 [128]: element 64 c + 32 r + lane is
+    row g + 8 r of the tile and row 2 q + c of x's."""
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ordered = gl.reshape(gl.permute(gl.reshape(total, [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
-    memory = gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered)
-    out = memory.slice(0, 1).load(row)
-    for warp in gl.static_range(1, WARPS):
-        out = out + memory.slice(warp, 1).load(row)
+    out = 0.0
+    for share in gl.static_range(len(shares)):
+        ordered = gl.reshape(gl.permute(gl.reshape(shares[share], [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
+        memory = gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered)
+        for warp in gl.static_range(WARPS):
+            part = memory.slice(warp, 1).load(row)
+            out = part if share + warp == 0 else out + part
     return gl.convert_layout(gl.reshape(out, [128]), flat, assert_trivial=True)
 
 

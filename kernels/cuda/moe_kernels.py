@@ -220,16 +220,18 @@ def experts_kernel(
         FORMAT,
         BLOCKS,
         warps,
+        warps,
         STAGES,
         X_AHEAD,
+        False,
         PDL and DOWN,
     )
     for m in gl.static_range(0, MT, SPAN):
         counted = (feature < counts[m // SPAN]) & (first_tile + m < TILES)
         for n in gl.static_range(NT):
-            value = scaled(over_warps(totals[m * NT + n], warps), factors[m], FORMAT, DIVIDES)
+            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps), factors[m], FORMAT, DIVIDES)
             if SPAN == 2:
-                up = scaled(over_warps(totals[(m + 1) * NT + n], warps), factors[m + 1], FORMAT, DIVIDES)
+                up = scaled(over_warps(totals[(m + 1) * NT + n :: MT * NT], warps), factors[m + 1], FORMAT, DIVIDES)
                 value = silu(value) * up
             target = out + targets[n] + (columns[m // SPAN] + feature)
             gl.store(target, value.to(out.dtype.element_ty), mask=counted & stored[n])

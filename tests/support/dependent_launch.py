@@ -23,7 +23,7 @@ class Waits:
     def __init__(self, kernel: Any):
         code = _parsed(kernel.asm["ptx"])
         self.instructions, self.labels = code.instructions, code.labels
-        names = list(_argument_names(kernel))
+        names = list(argument_names(kernel))
         self._pointers(names)
         waited = self._waited()
         self.early: set[Access] = set()
@@ -91,7 +91,7 @@ def _register(operand: str) -> str:
     return operand.strip("[] ").partition("+")[0].strip()
 
 
-def _argument_names(kernel: Any) -> Any:
+def argument_names(kernel: Any) -> Any:
     """Of the arguments that are passed, in order; of a tuple's elements its own name."""
 
     def flat(name: str, kind: Any) -> Any:

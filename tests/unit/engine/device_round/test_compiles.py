@@ -22,7 +22,7 @@ from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.model.build import CacheSizes, build_model
 from tests.support.compiled import Code, compiling
-from tests.support.dependent_launch import Waits
+from tests.support.dependent_launch import Waits, argument_names
 from tests.support.rounds import CPU
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
@@ -34,7 +34,7 @@ LAUNCHES = {
 
 EARLY = {
     *("data", "block_scale", "place", "number", "scale", "norm_scale", "embedding_scale", "hidden_scale", "qk_norm"),
-    *("gate_norm", "decay_rate", "dt_bias", "inv_freq"),
+    *("gate_norm", "decay_rate", "dt_bias", "inv_freq", "plain_data", "plain_place", "plain_number"),
     "slots",  # written by copies from the host alone, which are in no chain
 }
 """Arguments that no kernel of a round writes."""
@@ -58,6 +58,7 @@ def launched(request):
 def test_the_demo_model_s_round(launched):
     names = {kernel.metadata.name for kernel in launched}
     assert names >= LAUNCHES, LAUNCHES - names
+    assert any("plain_data" in argument_names(kernel) for kernel in launched)
     # twice the launches of eight layers, the head three times, lm_head four times
     assert len(launched) > 200
 
@@ -68,7 +69,9 @@ def test_no_kernel_touches_what_another_writes_before_it_has_waited(launched):
         # gate_up waits for the router before down may start: so down may read what the router wrote
         down = name == "experts_kernel" and waits.triggers_early
         allowed = EARLY | ({"ids", "lists"} if down else set())
-        assert kernel.metadata.launch_pdl and waits.num_waits == waits.num_triggers == 1, name
+        # b and a of GatedDeltaNet: another way through the product's kernel, with a wait of its own
+        ways = 2 if "plain_data" in argument_names(kernel) else 1
+        assert kernel.metadata.launch_pdl and waits.num_waits == ways and waits.num_triggers == 1, name
         assert waits.early <= {("ld", frozenset([argument])) for argument in allowed}, (name, waits.early)
         # programs of down that have nothing to do leave at once; the first one's expert is no other's
         assert waits.leaves_early == down, name

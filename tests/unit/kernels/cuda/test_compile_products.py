@@ -9,8 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pilotfish.kernels.cuda import linear
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch
+from pilotfish.kernels.cuda.packing import Format
+from tests.support.check_products import empty
 from tests.support.compiled import Code, compiling
 from tests.unit.kernels.cuda.test_packing import nvfp4, weights
 
@@ -73,3 +76,34 @@ def test_experts_load_wide_and_early(rows):
         assert code.stack == 0 and code.registers <= 216
         assert code.loads["LDG.E.EF.128"] == code.before("LDG.E.EF.128", "HMMA") > 0
         assert code.loads["LDG.E.128"] > 0
+
+
+@pytest.mark.parametrize(
+    ("format", "height", "width", "rows", "programs"),
+    [
+        # q|k|v|z with b|a of the 35B-A3B, and of the 27B
+        *((Format.NVFP4, 12288, 2048, rows, programs) for rows, programs in ((8, 4), (16, 3))),
+        *((Format.FP8, 16384, 5120, rows, programs) for rows, programs in ((8, 4), (16, 3))),
+    ],
+)
+def test_bf16_tiles_in_the_launch_cost_the_others_nothing(format, height, width, rows, programs):
+    """As many programs of 128 threads an SM as without them, no spill, and the same loads and products."""
+    part, plain = empty(format, height, width, row_numbers=format is Format.FP8), empty(Format.BF16, 64, width)
+    shape = linear.choose_shape(part, rows)
+    x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height + 64))
+    with compiling() as kernels:
+        linear.launch(part, x, out, shape, False, True)
+        linear.launch(part, x, out, shape, False, True, plain)
+    alone, both = (Code(kernel) for kernel in kernels)
+    assert shape.warps == 4 and both.stack == 0 and both.count("LDL") == both.count("STL") == 0
+    for code in (alone, both):
+        assert 65536 // (-(-code.registers // 8) * 8 * 128) == programs
+    # two ways through the kernel; what is asked for before a wait is no less than it was
+    assert alone.count("ACQBULK") == 1 and both.count("ACQBULK") == 2
+    for op in ("LDG.E.EF.128", "LDG.E.EF", "LDG.E.128"):
+        assert both.before(op, "ACQBULK") >= alone.before(op, "ACQBULK"), op
+    assert both.loads["LDG.E.EF"] == alone.loads["LDG.E.EF"]
+    # BF16's: 8 loads a unit, and three numbers of the end
+    more = both.loads - alone.loads
+    assert set(more) == {"LDG.E.EF.128", "LDG.E.128", "LDG.E"} and more["LDG.E"] == 3
+    assert more["LDG.E.EF.128"] == 2 * more["LDG.E.128"] >= 32 and more["LDG.E.EF.128"] % 8 == 0

@@ -25,7 +25,7 @@ def run(product: PackedLinear, x: torch.Tensor, rows: int | None = None, dtype=t
     out = torch.full((rows or len(x), product.out_features), NAN, dtype=dtype)
     with running() as names:
         product.rows(x, out, pdl)
-    assert len(names) == len(product.ranges)
+    assert len(names) == len(product.launches)
     return out
 
 
@@ -84,6 +84,44 @@ def test_parts_of_several_kinds_into_columns_of_a_wider_output():
     assert len(names) == 3
     close(wide[:, 16:83], x.double() @ torch.cat([values(part) for part in parts]).double().T, 0.005)
     assert (wide[:, :16] == -1).all() and (wide[:, 83:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "rows", "shape"),
+    [
+        ("nvfp4", 1024, 3, Shape(2, 2, 1, 2, 1)),  # 8 shares of K, a unit each, by 2 warps
+        ("fp8 block", 1024, 11, Shape(2, 2, 2, 1, 0)),
+        ("modelopt", 3072, 20, Shape(4, 1, 4, 1, 0)),  # 8 shares of 3 units, by 4 warps
+        ("fp8 channel", 5120, 2, Shape(4, 1, 1, 2, 1)),  # in a loop
+        ("nvfp4", 400, 5, Shape(4, 2, 1, 1, 0)),  # as many shares as warps, and a width that is no whole unit
+    ],
+)
+def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, columns, rows, shape):
+    product = PackedLinear([weights(40, columns)[kind], weights(20, columns)["bf16"]])
+    part, plain = product.ranges
+    x, together, apart = draw(rows, columns), *(torch.full((rows, 60), NAN) for _ in range(2))
+    with running() as names:
+        linear.launch(part, x, together, shape, False, True, plain)
+        assert len(names) == 1
+        linear.launch(part, x, apart, shape, False, True)
+        linear.launch(plain, x, apart, linear.choose_shape(plain, rows), False, True)
+    assert same_bits(together, apart)
+    close(together, x.double() @ product.dequantize().double().T, 1e-6)
+
+
+def test_one_launch_for_many_tiles_and_a_few_of_bf16():
+    few, many = weights(20, 128)["bf16"], nvfp4(256, 128)
+    product, x = PackedLinear([many, few]), draw(9, 128)
+    assert len(product.launches) == 1
+    got = run(product, x)
+    assert same_bits(run(product, x, 2), got[:2])
+    others = torch.full_like(x, NAN)
+    others[8] = x[8]
+    assert same_bits(run(product, others)[8], got[8])
+    close(got, x.double() @ product.dequantize().double().T, 1e-6)
+    # not where they would be a good part of it, nor where there is nothing to stand beside
+    for parts, count in (([nvfp4(240, 128), few], 2), ([few, many], 2), ([many, few, nvfp4(16, 128), few], 3)):
+        assert len(PackedLinear(parts).launches) == count
 
 
 @pytest.mark.parametrize(("kind", "group"), [("nvfp4", 4), ("modelopt", 0), ("fp8 block", 2), ("bf16", 0)])
