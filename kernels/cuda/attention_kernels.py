@@ -133,8 +133,9 @@ def project_kernel(
         # comparisons with NaN are false
         v = tl.where(tl.abs(v) < float("inf"), v, 0.0)
         if FP8:
-            x = tl.minimum(tl.maximum(x / k_scale, -448.0), 448.0)
-            v = tl.minimum(tl.maximum(v / v_scale, -448.0), 448.0)
+            # a key that is no number must not become the largest one
+            x = tl.clamp(x / k_scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+            v = tl.clamp(v / v_scale, -448.0, 448.0)
         tl.store(k_cache + cell, x.to(k_cache.dtype.element_ty))
         tl.store(v_cache + cell, v.to(v_cache.dtype.element_ty))
 

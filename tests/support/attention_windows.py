@@ -26,6 +26,7 @@ WIDEST = 9
 SCALES = (0.5, 2.0)
 """Of keys and values in an FP8 cache."""
 NAN = float("nan")
+FP8 = torch.float8_e4m3fn
 
 
 def draw(*shape, seed=0, scale=1.0):
@@ -65,7 +66,7 @@ class AttentionLayer:
         self.inv_freq = inverse_frequencies(rotary, 1e7).to(device)
         self.qk_norm = (1 + 0.1 * draw(self.heads + self.kv, self.dim, seed=1)).to(device)
         self.lengths = torch.tensor([0, *lengths], device=device)
-        self.scales = SCALES if cache_dtype == torch.float8_e4m3fn else (1.0, 1.0)
+        self.scales = SCALES if cache_dtype == FP8 else (1.0, 1.0)
         tables, caches = written_pages(self.kv, self.dim, tuple(lengths), cache_dtype, self.scales)
         self.tables = tables.to(device, copy=True)
         self.caches = [cache.to(device, copy=True) for cache in caches]
@@ -198,3 +199,29 @@ def test_what_rejected_slots_hold_is_not_seen(make, lengths):
         # the largest number, in FP8 NaN
         bits_of[layer.tables[3, page], :, offset:] = 0x7F if cache.element_size() == 1 else 3e38
     assert torch.equal(layer.step(rows, [3], 2), wanted)
+
+
+def test_what_an_fp8_page_cannot_hold_saturates(device, dtype, sizes, lengths):
+    layer, other = (AttentionLayer(sizes, lengths, dtype, FP8, place) for place in (device, "cpu"))
+    first_value = (layer.heads + layer.kv) * layer.dim
+    rows = layer.rows(3, 9)
+    rows[:2, first_value : first_value + layer.kv * layer.dim] *= 1e5
+    for made in (layer, other):
+        made.qk_norm[made.heads :] *= 1e5
+    got, wanted = layer.step(rows, [3], 3), other.step(rows, [3], 3, function=attention_window_reference)
+    stored = layer.written(3, lengths[2], 2)
+    assert torch.equal(stored, other.written(3, lengths[2], 2))
+    largest = (stored & 0x7F) == 0x7E
+    assert float(largest.float().mean()) > 0.9 and not bool(((stored & 0x7F) == 0x7F).any())
+    assert bool(got.isfinite().all())
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=2e-2, atol=2e-2 * float(wanted.abs().max()))
+
+
+def test_a_key_that_is_no_number_stays_none_in_fp8(device, dtype, sizes, lengths):
+    layer = AttentionLayer(sizes, lengths, dtype, FP8, device)
+    rows = layer.rows(3, 10)
+    wanted = layer.step(rows, [3], 3)
+    rows[1, layer.heads * layer.dim : (layer.heads + layer.kv) * layer.dim] = NAN
+    got = layer.step(rows, [3], 3)
+    assert torch.equal(got[0], wanted[0])
+    assert bool(got[1:].isnan().all())

@@ -240,12 +240,15 @@ class Program:
 
     def op_cvt(self, op: list[str], operands: list[str]) -> None:
         to, source = op[-2], op[-1]
-        if to == "bf16x2":
-            high, low = (_to_bf16(self.get(operand, "f32")).astype(np.uint32) for operand in operands[1:])
-            return self.put(operands[0], high << 16 | low)
+        if source == "e4m3x2":
+            pair = torch.from_numpy(self.get(operands[1], "u16").view(np.uint8)).view(torch.float8_e4m3fn)
+            return self.put(operands[0], pair.half().view(torch.int16).numpy().view(np.uint32))
+        if to in NARROW:
+            # the first operand is the high half; one that nobody reads may never have been written
+            words = [operand if operand in self.registers or operand[0] != "%" else "0" for operand in operands[1:]]
+            parts = [NARROW[to](self.get(word, "f32")) for word in reversed(words)]
+            return self.put(operands[0], np.stack(parts, -1).view(f"u{len(parts) * parts[0].itemsize}")[:, 0])
         value = self.get(operands[1], source)
-        if (to, source) == ("bf16", "f32"):
-            return self.put(operands[0], _to_bf16(value))
         if (to, source) == ("f32", "bf16"):
             return self.put(operands[0], (value.astype(np.uint32) << 16).view(np.float32))
         return self.put(operands[0], value.astype(DTYPES[to]))
@@ -271,6 +274,9 @@ class Program:
             "equ": lambda a, b: (a == b) | (a != a) | (b != b),
             "neu": np.not_equal,
         }
+        if op[-1] == "bf16":
+            values = ((self.get(operand, "bf16").astype(np.uint32) << 16).view(np.float32) for operand in operands[1:])
+            return self.put(operands[0], compare[op[1]](*values))
         self.binary(op, operands, compare[op[1]])
 
     # integers and bits
@@ -300,9 +306,11 @@ class Program:
     def op_bfe(self, op: list[str], operands: list[str]) -> None:
         value = self.get(operands[1], op[1])
         start, width = (self.get(operand, "u32").astype(value.dtype) for operand in operands[2:])
-        assert op[1][0] == "u", op
-        one = value.dtype.type(1)
-        self.put(operands[0], value >> start & (one << width) - one)
+        one, bits = value.dtype.type(1), value.dtype.type(8 * value.dtype.itemsize)
+        if op[1][0] == "u":
+            return self.put(operands[0], value >> start & (one << width) - one)
+        # the field's highest bit is its sign
+        self.put(operands[0], value << (bits - width - start) >> (bits - width))
 
     def op_shf(self, op: list[str], operands: list[str]) -> None:
         low, high, count = (self.get(operand, "u32").astype(np.uint64) for operand in operands[1:])
@@ -360,7 +368,14 @@ class Program:
         self.binary(op, operands, np.subtract)
 
     def op_min(self, op: list[str], operands: list[str]) -> None:
-        self.binary(op, operands, np.fmin if op[-1][0] == "f" else np.minimum)
+        least = np.fmin if op[-1][0] == "f" and "NaN" not in op else np.minimum
+        if "xorsign" in op:
+            # the sign is the product of both, of a zero too
+            one = np.float32(1)
+            return self.binary(
+                op, operands, lambda a, b: least(abs(a), abs(b)) * np.copysign(one, a) * np.copysign(one, b)
+            )
+        return self.binary(op, operands, least)
 
     def op_max(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, np.fmax if op[-1][0] == "f" else np.maximum)
@@ -375,7 +390,7 @@ class Program:
         self.binary(op, operands, lambda a, b: (a - _quotient(a, b) * b).astype(a.dtype))
 
     def op_abs(self, op: list[str], operands: list[str]) -> None:
-        self.binary(op, operands, np.abs)
+        self.binary(op, operands, (lambda bits: bits & np.uint16(0x7FFF)) if op[-1] == "bf16" else np.abs)
 
     def op_ex2(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, np.exp2)
@@ -394,9 +409,12 @@ class Program:
         return self.put(operands[0], high << 16 | low)
 
     def op_mma(self, op: list[str], operands: list[str]) -> None:
-        assert op[3:] == ["m16n8k16", "row", "col", "f32", "bf16", "bf16", "f32"], op
-        names = [_split(operand[1:-1]) for operand in operands]
-        a, b = ([_halves(self.get(name, "b32")).reshape(-1, 32, 2) for name in names[part]] for part in (1, 2))
+        assert op[3:7] == ["m16n8k16", "row", "col", "f32"] and op[7:] in (
+            ["bf16"] * 2 + ["f32"],
+            ["f16"] * 2 + ["f32"],
+        ), op
+        names, kind = [_split(operand[1:-1]) for operand in operands], op[7]
+        a, b = ([_halves(self.get(name, "b32"), kind).reshape(-1, 32, 2) for name in names[part]] for part in (1, 2))
         c = np.stack([self.get(name, "f32") for name in names[3]], -1).reshape(-1, 32, 4).astype(np.float64)
         lane = np.arange(32)
         g, q = lane // 4, lane % 4
@@ -475,6 +493,21 @@ class Program:
         for place, name in enumerate(_split(operands[1].strip("{} "))):
             self._write(space, address + place * step, self.get(name, op[-1]))
 
+    def op_cp(self, op: list[str], operands: list[str]) -> None:
+        """Asynchronous copies to shared memory are there at once: a wait that is missing is not found."""
+        if op[2] in ("commit_group", "wait_group"):
+            return
+        assert op[-2:] == ["shared", "global"], op
+        target, source = (self._address(operand) for operand in operands[:2])
+        size = int(operands[2], 0)
+        copied = self.get(operands[3], "u32") if len(operands) > 3 else np.full(self.size, size)
+        active = self.active
+        for place in range(size):
+            self.active = active & (place < copied)
+            byte = self._read("global", source + place, "u8")
+            self.active = active
+            self._write("shared", target + place, byte)
+
     def op_atom(self, op: list[str], operands: list[str]) -> None:
         """One thread after the other."""
         kind, address, added = op[-1], self._address(operands[1]), self.get(operands[2], op[-1])
@@ -498,10 +531,16 @@ class Program:
         return address.reshape(-1, 32)[:, 8 * matrix + np.arange(32) // 4].reshape(-1) + 4 * (self.lane % 4)
 
     def op_ldmatrix(self, op: list[str], operands: list[str]) -> None:
-        assert op[1:4:2] == ["sync", op[3]] and "trans" not in op, op
         address = self._address(operands[1])
         for matrix, name in enumerate(_split(operands[0].strip("{} "))):
-            self.put(name, self._read("shared", self._rows(address, matrix), "b32"))
+            if "trans" not in op:
+                self.put(name, self._read("shared", self._rows(address, matrix), "b32"))
+                continue
+            # a lane's two numbers stand in one column, below each other
+            rows = address.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
+            low, high = (rows[:, 2 * (np.arange(32) % 4) + i] + 2 * (np.arange(32) // 4) for i in range(2))
+            low, high = (self._read("shared", part.reshape(-1), "u16").astype(np.uint32) for part in (low, high))
+            self.put(name, high << 16 | low)
 
     def op_stmatrix(self, op: list[str], operands: list[str]) -> None:
         assert "trans" not in op, op
@@ -523,12 +562,27 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where((a < 0) != (b < 0), -whole, whole).astype(a.dtype)
 
 
-def _halves(words: np.ndarray) -> np.ndarray:
-    """fp64 [..., 2] of bf16 pairs, the low half first."""
-    pairs = np.stack((words & 0xFFFF, words >> 16), -1).astype(np.uint32) << 16
-    return pairs.view(np.float32).astype(np.float64)
+def _halves(words: np.ndarray, kind: str = "bf16") -> np.ndarray:
+    """fp64 [..., 2] of bf16 or f16 pairs, the low half first."""
+    pairs = np.stack((words & 0xFFFF, words >> 16), -1)
+    if kind == "f16":
+        return pairs.astype(np.uint16).view(np.float16).astype(np.float64)
+    return (pairs.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
     """uint16 bits, rounded to nearest, ties to even."""
     return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def _to_f16(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float16).view(np.uint16)
+
+
+def _to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Bytes, saturated as cvt.satfinite does: NaN alone stays none."""
+    return torch.from_numpy(np.clip(values, -448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+NARROW = {"bf16": _to_bf16, "bf16x2": _to_bf16, "f16": _to_f16, "f16x2": _to_f16, "e4m3x2": _to_e4m3}
+"""What narrows fp32, alone or in pairs."""
