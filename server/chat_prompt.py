@@ -20,13 +20,10 @@ def chat_prompt(request: ChatRequest, files: ModelFiles, *, ignore_unknown: bool
     if template is None:
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
     tools = _tools(request, files)
-    text = template.render(
-        check_messages(request.messages, ignore_unknown=ignore_unknown),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        tools=tools.shown if tools else None,
-        values=_template_values(request, template),
-    )
-    answer = _answer_rules(request, files, text, tools)
+    messages = _messages(request, ignore_unknown=ignore_unknown)
+    text = _render(request, template, messages, tools, _template_values(request, template))
+    begun = messages[-1]["content"] if request.continue_final_message else None
+    answer = _answer_rules(request, files, text, tools, begun)
     if answer is not None and answer.forced:
         text = _close_thinking(text) + answer.forced
     return text, answer
@@ -37,21 +34,43 @@ async def tokens_of(request: TokenizeRequest, files: ModelFiles, *, ignore_unkno
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("Want either 'prompt' or 'messages'.", param="prompt", code="missing_parameter")
     if request.messages is None:
-        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(request, name) is not None:
                 raise BadRequest(f"'{name}' wants 'messages'.", param=name)
         special = request.add_special_tokens is not False
         return await encode(request.prompt or "", files.tokenizer, add_special_tokens=special)
     if files.chat_template is None:
         raise BadRequest("This model has no chat template.", param="messages")
-    tools = read_tools(request.tools, None)
-    text = files.chat_template.render(
-        check_messages(request.messages, ignore_unknown=ignore_unknown),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        tools=tools.shown if tools else None,
-        values=request.chat_template_kwargs,
-    )
+    messages, tools = _messages(request, ignore_unknown=ignore_unknown), read_tools(request.tools, None)
+    text = _render(request, files.chat_template, messages, tools, request.chat_template_kwargs)
     return await encode(text, files.tokenizer, add_special_tokens=bool(request.add_special_tokens))
+
+
+def _messages(request: ChatRequest | TokenizeRequest, *, ignore_unknown: bool) -> list[dict[str, Any]]:
+    """Checked. Only text that the assistant has begun is gone on with."""
+    messages = check_messages(request.messages or [], ignore_unknown=ignore_unknown)
+    if request.continue_final_message:
+        if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
+            raise BadRequest("Want a last message of the assistant, of text.", param="continue_final_message")
+        if request.add_generation_prompt:
+            raise BadRequest("Want no new turn: add_generation_prompt is true.", param="continue_final_message")
+    return messages
+
+
+def _render(
+    request: ChatRequest | TokenizeRequest,
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: Tools | None,
+    values: dict[str, Any] | None,
+) -> str:
+    return template.render(
+        messages,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_last=bool(request.continue_final_message),
+        tools=tools.shown if tools else None,
+        values=values,
+    )
 
 
 def _template_values(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
@@ -74,20 +93,25 @@ def _tools(request: ChatRequest, files: ModelFiles) -> Tools | None:
     template = files.chat_template
     if not files.parses_tool_calls or template is None or "tools" not in template.variables:
         raise BadRequest("This model's chat template has no tools that are known here.", param="tools")
-    if tools.choice.mode in ("required", "named") and request.add_generation_prompt is False:
+    new_turn = request.add_generation_prompt is not False and not request.continue_final_message
+    if tools.choice.mode in ("required", "named") and not new_turn:
         raise BadRequest("A call can only be demanded in a new turn.", param="add_generation_prompt")
     return tools
 
 
-def _answer_rules(request: ChatRequest, files: ModelFiles, text: str, tools: Tools | None) -> AnswerRules | None:
-    """None where the answer has no parts to tell apart."""
+def _answer_rules(
+    request: ChatRequest, files: ModelFiles, text: str, tools: Tools | None, begun: str | None
+) -> AnswerRules | None:
+    """None where the answer has no parts to tell apart. `begun` is its beginning where that stands in the messages."""
     if tools is None and not files.parses_reasoning:
         return None
     forced, named = "", tools.choice.named if tools is not None else ""
     if tools is not None and tools.choice.mode in ("required", "named"):
         forced = f"{CALL}\n{FUNCTION}" + (f"{named}>\n" if named else "")
     thinking: Literal["none", "look", "open"] = "none"
-    if files.parses_reasoning and not forced:
+    if files.parses_reasoning and begun is not None:
+        thinking = "open" if begun.rfind(THINK) > begun.rfind(END_THINK) else "none"
+    elif files.parses_reasoning and not forced:
         thinking = "open" if _is_thinking(text) else "look"
     return AnswerRules(
         thinking=thinking,

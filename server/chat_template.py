@@ -23,6 +23,9 @@ from pilotfish.server.errors import BadRequest
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 
+MARK = "\ue000to be continued\ue000"
+"""Where the last message's text ends: what a template strips and what it adds stands on either side."""
+
 
 class TemplateError(PilotfishError):
     """The operator's template cannot be used; the message names the file."""
@@ -46,28 +49,40 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_last: bool = False,
         tools: list[dict[str, Any]] | None = None,
         values: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises BadRequest naming `messages` for whatever the template objects to."""
+        """The prompt; with `continue_last` it ends with the last message's text, and `add_generation_prompt` is off.
+
+        Raises BadRequest naming `messages` for whatever the template objects to.
+        """
         values = values or {}
         for name in values:
             if name in RESERVED:
                 raise BadRequest(f"chat_template_kwargs cannot set {name!r}", param="chat_template_kwargs")
+        if continue_last:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
         try:
-            return self._template.render(
+            text = self._template.render(
                 {
                     **self._special_tokens,
                     **values,
                     "messages": messages,
                     "tools": tools,
                     "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
+                    "add_generation_prompt": add_generation_prompt and not continue_last,
                 }
             )
         # a sandboxed template can fail in any way Python can: all are about what the client sent
         except Exception as error:
             raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+        if not continue_last:
+            return text
+        before, mark, _ = text.rpartition(MARK)
+        if not mark:
+            raise BadRequest("the chat template does not show the last message's text", param="messages")
+        return before
 
     @functools.cached_property
     def takes_late_system(self) -> bool:

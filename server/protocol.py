@@ -100,6 +100,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     tools: list[Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -170,6 +171,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     max_completion_tokens: PositiveCount | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None

@@ -143,6 +143,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
 
 
 RENAMED = (
+    ("continue_final_message", "messages"),
     ("tool_choice.function", "tool_choice"),
     ("function.parameters", "input_schema"),
     (".function.", "."),
@@ -156,12 +157,6 @@ RENAMED = (
 def chat_request(request: CountTokensRequest, context: Context, on_unused: Callable[[str], None]) -> ChatRequest:
     """What is asked for, in the terms of chat completions. Raises BadRequest naming the field."""
     _check_context_management(request.context_management)
-    if request.messages[-1].role == "assistant":
-        raise BadRequest(
-            "An answer cannot be begun for the model: want a last message of the user.",
-            param=f"messages[{len(request.messages) - 1}].role",
-            code="unsupported_parameter",
-        )
     fields: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
         fields = {
@@ -181,6 +176,8 @@ def chat_request(request: CountTokensRequest, context: Context, on_unused: Calla
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(request.output_config),
+        # what the assistant has begun, the model goes on with
+        continue_final_message=request.messages[-1].role == "assistant",
         **_thinking(request, context, on_unused),
         **fields,
     )
@@ -279,6 +276,8 @@ def _thinking(request: CountTokensRequest, context: Context, on_unused: Callable
     fields: dict[str, Any] = {}
     if "enable_thinking" in variables:
         fields["chat_template_kwargs"] = {"enable_thinking": on}
+    if on and request.messages[-1].role == "assistant":
+        raise BadRequest("An answer that is begun comes without thought: want it disabled.", param="thinking")
     if thinking is not None and on:
         fields["include_reasoning"] = thinking.display != "omitted"
         if thinking.budget_tokens is not None and context.files.parses_reasoning:

@@ -352,6 +352,8 @@ def unused_fields(server):
     return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
 
 
+BEGUN = [{"role": "user", "content": script(reply="x")}, {"role": "assistant", "content": "Answer: "}]
+CALLED = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
 
 
@@ -359,7 +361,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("fields", "named"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: "),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}, "messages[1].role: "),
+        ({"messages": BEGUN, "thinking": {"type": "adaptive"}}, "thinking: "),
+        ({"messages": [*BEGUN[:1], {"role": "assistant", "content": [CALLED]}]}, "messages: "),
         ({"messages": []}, "messages: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"max_tokens": 50000}, "max_tokens: "),
@@ -377,7 +380,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"system": [{"text": "x"}]}, "system[0].type: "),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "size": 3}]}]}, "content[0].size: "),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+            {"messages": [{"role": "user", "content": [CALLED]}]},
             "[0]",
         ),
         ({"extra_body": {"speculation": {"k": 9}}}, "speculation.k: "),
@@ -390,6 +393,16 @@ def test_refusals_name_the_field(client, fields, named):
     assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
     assert body["error"]["type"] == "invalid_request_error"
     assert named in body["error"]["message"]
+
+
+def test_what_the_assistant_has_begun_is_gone_on_with(client, server):
+    answer = create(client, messages=BEGUN)
+    assert [block.text for block in answer.content] == ["x"]
+    counted = client.messages.count_tokens(model="scripted", messages=BEGUN)
+    _, _, text = raw(server, {"messages": BEGUN, "continue_final_message": True}, path="/tokenize")
+    assert counted.input_tokens == answer.usage.input_tokens == json.loads(text)["count"]
+    _, _, text = raw(server, {"tokens": json.loads(text)["tokens"]}, path="/detokenize")
+    assert json.loads(text)["prompt"].endswith("<|im_start|>assistant\nAnswer: ")
 
 
 def test_other_errors_have_the_same_shape(client, server):

@@ -36,6 +36,27 @@ def test_renders_as_transformers_does(values, generation):
     assert rendered == expected
 
 
+@pytest.mark.parametrize("begun", ["So", "So ", " So\n", "<think>\nHm", ""])
+def test_goes_on_with_the_last_message(begun):
+    """As transformers does where the template keeps spaces; ours are kept where it strips them, too."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [*USER, {"role": "assistant", "content": begun}]
+    keeping = QWEN_LIKE.replace(" | trim", "")
+    rendered = ChatTemplate(keeping).render(messages, continue_last=True)
+    if begun.strip() and begun == begun.rstrip():
+        (expected,), _ = render_jinja_template([messages], chat_template=keeping, continue_final_message=True)
+        assert rendered == expected
+    assert rendered.endswith("<|im_start|>assistant\n" + begun)
+    stripping = ChatTemplate(QWEN_LIKE).render(messages, continue_last=True)
+    assert stripping.endswith("<|im_start|>assistant\n" + begun.lstrip())
+
+
+def test_a_template_that_hides_the_last_message_cannot_go_on_with_it():
+    with pytest.raises(BadRequest, match="does not show"):
+        ChatTemplate("{{ messages[0].content }}").render([*USER, *USER], continue_last=True)
+
+
 def test_tojson_keeps_text_as_it_is():
     template = ChatTemplate("{{ messages | tojson }}{{ {'b': 1, 'a': 2} | tojson(indent=2) }}")
     assert template.render([{"a": "<é>&'"}]) == '[{"a": "<é>&\'"}]{\n  "b": 1,\n  "a": 2\n}'

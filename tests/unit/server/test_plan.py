@@ -189,6 +189,22 @@ def test_chat_prompt_and_its_switches(files):
     assert text(chat_template_kwargs={"enable_thinking": True}).endswith("<think>\n")
 
 
+def test_an_answer_that_is_begun_goes_on(files):
+    def begun(text, **fields):
+        messages = [*USER, {"role": "assistant", "content": text}]
+        return chat(files, messages=messages, continue_final_message=True, **fields)
+
+    plan = begun("Su")
+    prompt = files.tokenizer.decode(plan.prompts[0].token_ids, skip_special_tokens=False)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nSu"
+    thinking = [begun(text).stops.answer.thinking for text in ("Su", "<think>\nHm", "<think>\nHm</think>\nSu")]
+    assert thinking == ["none", "open", "none"]
+    assert refusal(chat, files, continue_final_message=True).param == "continue_final_message"
+    assert refusal(begun, "Su", add_generation_prompt=True).param == "continue_final_message"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert refusal(begun, "Su", tools=tools, tool_choice="required").param == "add_generation_prompt"
+
+
 def test_reasoning_effort_only_where_the_template_reads_it(files):
     assert refusal(chat, files, reasoning_effort="low").param == "reasoning_effort"
 
