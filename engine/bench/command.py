@@ -42,9 +42,9 @@ from pilotfish.engine.checkpoint.recognise import loaded_parts, open_checkpoint
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.options import MAX_DEPTH
-from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble
+from pilotfish.engine.model.build import Model, build_model
+from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
+from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble, choose_kv_dtype
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
@@ -57,9 +57,8 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     began = perf_counter()
     config, weights, packed_bytes = _weights(args)
     plan = _plan(args, config)
-    sizes = CacheSizes(plan.num_pages + 1, plan.max_num_seqs + 1, 0 if plan.fused else plan.depth + 1)
     draft_ids = None if args.draft_vocab_size is None else range(min(args.draft_vocab_size, config.vocab_size))
-    model = build_model(weights, config, sizes, plan.dtype, plan.device, plan.fused, draft_ids)
+    model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused, draft_ids)
     weights_seconds = perf_counter() - began
     resident_bytes = _resident_bytes(model)
     rate = memory_rate(plan.device) if plan.device.type == "cuda" else None
@@ -69,6 +68,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "layout": args.dummy_layout if args.load_format == "dummy" else None,
         "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu",
         "kernels": "fused" if plan.fused else "torch",
+        "kv_dtype": str(plan.cache_sizes.kv_dtype).removeprefix("torch."),
         "pdl": plan.fused and not args.no_pdl,
         "memory_bytes_per_second": rate,
         "weights_bytes": sum(linear.num_bytes for linear in _products(model)),
@@ -154,16 +154,14 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
         lengths = [stream] * STREAMS + [args.admission + 2]
         pages = max(pages, sum(-(-(length + depth + 1) // PAGE) for length in lengths))
         longest, batch = max(longest, *lengths), max(batch, len(lengths))
+    kv_dtype = choose_kv_dtype(args.kv_cache_dtype, dtype, device, fused)
     # what is captured is chosen batch by batch
-    return Plan(device, dtype, depth, None, longest, batch, "configured", pages, chunk, fused=fused)
+    return Plan(device, dtype, depth, None, longest, batch, "configured", pages, chunk, fused=fused, kv_dtype=kv_dtype)
 
 
 def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> EngineLoop:
     loop = EngineLoop(assemble(model, dataclasses.replace(plan, depth=depth), max(args.batch), 0, 0.0))
     state = loop.runner.state
-    if args.first_requests:
-        # as a server does before it is ready
-        probe.routes(loop)
     if depth and args.synthetic_acceptance_length is not None:
         rates = [acceptance_rate(args.synthetic_acceptance_length, depth)] * depth
         state.oracle = Oracle(state.num_slots, plan.max_model_len, state.vocab_size, rates, plan.device)
@@ -178,7 +176,12 @@ def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> Eng
                 beside = [] if args.admission is None else [STREAMS, STREAMS + 1]
                 fitting = (loop.rounds.shapes.fit(batch, depth) for batch in (*args.batch, *beside))
                 loop.rounds.capture({shape for shape in fitting if isinstance(shape, Shape)})
-        loop.rounds.take_compiled()
+    if args.first_requests:
+        # as a server does before it is ready; what is asked then is not the oracle's text
+        oracle, state.oracle = state.oracle, None
+        probe.routes(loop)
+        state.oracle = oracle
+    loop.rounds.take_compiled()
     return loop
 
 
@@ -300,6 +303,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--synthetic-acceptance-length", type=float, metavar="N", help="committed tokens a round")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--kernels", choices=("torch", "fused"), default="torch")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve, at scale 1")
     parser.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch between kernels")
     parser.add_argument(

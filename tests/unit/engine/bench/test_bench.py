@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -179,8 +180,10 @@ def admission_loop(depth=3):
 
 
 @pytest.mark.parametrize("depth", (0, 3))
-def test_a_stream_waits_for_a_chunk_and_a_round(depth, monkeypatch):
+@pytest.mark.parametrize("ahead", (False, True), ids=("read at once", "run ahead"))
+def test_a_stream_waits_for_a_chunk_and_a_round(depth, ahead, monkeypatch):
     loop = admission_loop(depth)
+    loop.rounds = dataclasses.replace(loop.rounds, asynchronous=ahead)
     StepClock(loop, monkeypatch)
     found = admission.measure_admission(loop, 20, 300)
     assert found.round == 1 and found.chunks == [10] * 5 and found.first_token_alone == 50
@@ -229,12 +232,13 @@ def test_a_prompt_that_is_no_length_is_refused(folder, value, capsys):
     assert "--admission: want a number in 1" in capsys.readouterr().err
 
 
-def test_first_requests_are_timed_before_any_other(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", ([], ["--synthetic-acceptance-length", "2"]), ids=("own drafts", "synthetic"))
+def test_first_requests_are_timed_before_any_other(folder, tmp_path, monkeypatch, more):
     asked = []
     monkeypatch.setattr(first, "run_batch", _recorded(first.run_batch, asked))
     monkeypatch.setattr(command, "run_batch", _recorded(command.run_batch, asked))
     monkeypatch.setattr(command, "complaints", lambda rows: [])
-    rows = rows_of(folder, tmp_path / "out", "--first-requests")
+    rows = rows_of(folder, tmp_path / "out", "--first-requests", *more)
     assert asked == [(1, 32), (1, 32), (1, 40), (2, 32), (2, 32), (2, 40)] * 2
     for row in rows:
         assert row["first_request_ms"] > 0 and row["second_request_ms"] > 0 and row["num_compiled"] == 0
