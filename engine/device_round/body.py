@@ -90,10 +90,9 @@ class RoundBody:
             self._replace_drafts(count, next_depth)
             return
         assert isinstance(head, MtpHead)
-        self._head_rows(head, b.chosen[:rows], b.hidden[:rows], count, shape.width)
+        accepted = b.verdicts(count).head_row
+        self._head_rows(head, b.chosen[:rows], b.hidden[:rows], count, shape.width, b.head_hidden[:count], accepted)
         self._see("head", b.x[:rows])
-        hidden = b.head_hidden[:count]
-        ops.add_norm(b.x[:rows], None, head.norm.scale, head.norm.eps, hidden, b.verdicts(count).head_row)
         self.propose(count, next_depth, filters)
 
     def propose(self, count: int, next_depth: int, filters: bool = True) -> None:
@@ -108,8 +107,7 @@ class RoundBody:
         for step in range(next_depth):
             if step:
                 self._plan(slots, 1, step - 1)
-                self._head_rows(head, b.draft[:count], hidden, count, 1)
-                ops.add_norm(b.x[:count], None, head.norm.scale, head.norm.eps, hidden)
+                self._head_rows(head, b.draft[:count], hidden, count, 1, hidden)
             ops.linear(lm_head, hidden, logits)
             ops.choose(
                 logits, slots, self.state, 1, b.draft[:count], b.choice, kept=kept, first=step, draft=True,
@@ -131,8 +129,11 @@ class RoundBody:
         heads = (config.num_attention_heads, config.num_key_value_heads)
         self.ops.plan_rows(slots, self.state.length, self.model.inv_freq, width, step, *heads, b.plan)
 
-    def _head_rows(self, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, count: int, width: int) -> None:
-        """The head's layer over count * width rows: its residual stream into x."""
+    def _head_rows(
+        self, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, count: int, width: int, out: torch.Tensor,
+        chosen: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The head over count * width rows; its last norm, of all rows or those chosen, goes to `out`."""
         b, ops, rows = self.buffers, self.ops, count * width
         layer: Layer = head.layer
         pair, x, h = b.pair[:rows], b.x[:rows], b.h[:rows]
@@ -143,7 +144,7 @@ class RoundBody:
         assert isinstance(layer.mixer, GatedAttention)
         self._attention(layer.mixer, head.cache, count, width)
         ops.add_norm(x, sum_over_ranks(b.delta[:rows]), layer.post_norm.scale, layer.post_norm.eps, h)
-        self._feed_forward(layer, rows, None, None)
+        self._feed_forward(layer, rows, head.norm.scale, out, chosen)
 
     def _attention(self, mixer: GatedAttention, cache: Any, count: int, width: int) -> None:
         b, ops, rows = self.buffers, self.ops, count * width
@@ -168,8 +169,13 @@ class RoundBody:
         )  # fmt: skip
         ops.linear(mixer.output, mixed, b.delta[:rows])
 
-    def _feed_forward(self, layer: Layer, rows: int, scale: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        """x += the layer's second half of h; then out = the norm of x with `scale`, if one is given."""
+    def _feed_forward(
+        self, layer: Layer, rows: int, scale: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> None:
+        """x += the layer's second half of h; then out = the norm of x with `scale`, of all rows or those chosen.
+
+        x may stay as it was where rows are chosen: it is read no more.
+        """
         b, ops, x, h = self.buffers, self.ops, self.buffers.x[:rows], self.buffers.h[:rows]
         eps = layer.post_norm.eps
         if isinstance(layer.mlp, DenseMlp):
@@ -178,10 +184,9 @@ class RoundBody:
             ops.gate_up(mlp, h, inner)
             ops.linear(mlp.down, inner, b.delta[:rows])
             added = sum_over_ranks(b.delta[:rows])
-            if scale is None or out is None:
+            ops.add_norm(x, added, scale, eps, out, chosen)
+            if chosen is not None and self.trace is not None:
                 x += added
-            else:
-                ops.add_norm(x, added, scale, eps, out)
             return
         moe = layer.mlp
         weights, ids, gate = b.expert_weights[:rows], b.expert_ids[:rows], b.shared_gate[:rows]
@@ -189,7 +194,11 @@ class RoundBody:
         ops.linear(moe.router, h, logits)
         ops.route(logits, moe.router.out_features - 1, weights, ids, gate)
         parts = sum_over_ranks(ops.experts(moe, h, ids, b.experts))
-        ops.combine(parts, weights, gate, x, scale, eps, out)
+        if chosen is None:
+            ops.combine(parts, weights, gate, x, scale, eps, out)
+        else:
+            ops.combine(parts, weights, gate, x)
+            ops.add_norm(x, None, scale, eps, out, chosen)
 
     def _see(self, name: str, rows: torch.Tensor) -> None:
         if self.trace is not None:
