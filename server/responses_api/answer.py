@@ -6,7 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -129,39 +129,36 @@ class Response(Struct, frozen=True, kw_only=True):
 # -- events --------------------------------------------------------------------------------------------------------
 
 
-class ResponseEvent(Struct, frozen=True, kw_only=True):
-    """`response.created`, `.in_progress`, `.completed`, `.incomplete`, `.failed`."""
-
+class _Event(Struct, frozen=True, kw_only=True):
     type: str
     sequence_number: int
+
+
+class ResponseEvent(_Event, frozen=True, kw_only=True):
+    """`response.created`, `.in_progress`, `.completed`, `.incomplete`, `.failed`."""
+
     response: Response
 
 
-class ItemEvent(Struct, frozen=True, kw_only=True):
+class ItemEvent(_Event, frozen=True, kw_only=True):
     """`response.output_item.added`, `.done`."""
 
-    type: str
-    sequence_number: int
     output_index: int
     item: Item
 
 
-class PartEvent(Struct, frozen=True, kw_only=True):
+class PartEvent(_Event, frozen=True, kw_only=True):
     """`response.content_part.added`, `.done`."""
 
-    type: str
-    sequence_number: int
     item_id: str
     output_index: int
     content_index: int = 0
     part: OutputText | ReasoningText
 
 
-class TextEvent(Struct, frozen=True, kw_only=True):
+class TextEvent(_Event, frozen=True, kw_only=True):
     """`response.output_text.delta`, `.done` and `response.reasoning_text.delta`, `.done`."""
 
-    type: str
-    sequence_number: int
     item_id: str
     output_index: int
     content_index: int = 0
@@ -170,11 +167,9 @@ class TextEvent(Struct, frozen=True, kw_only=True):
     logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ArgumentsEvent(Struct, frozen=True, kw_only=True):
+class ArgumentsEvent(_Event, frozen=True, kw_only=True):
     """`response.function_call_arguments.delta`, `.done`."""
 
-    type: str
-    sequence_number: int
     item_id: str
     output_index: int
     name: str | msgspec.UnsetType = msgspec.UNSET
@@ -184,6 +179,7 @@ class ArgumentsEvent(Struct, frozen=True, kw_only=True):
 
 Event = ResponseEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent
 EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextEvent, ArgumentsEvent)
+AnyEvent = TypeVar("AnyEvent", bound=_Event)
 
 
 # -- the format ----------------------------------------------------------------------------------------------------
@@ -217,14 +213,11 @@ class ResponsesFormat:
     def failure(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response = self._response("failed", error=ErrorDetail(code, error.message))
-        return self.event(ResponseEvent(type="response.failed", sequence_number=self._number(), response=response))
+        return self.event(self._response_event("failed", response))
 
     def opening(self) -> list[Event]:
         response = self._response("in_progress")
-        return [
-            ResponseEvent(type=f"response.{step}", sequence_number=self._number(), response=response)
-            for step in ("created", "in_progress")
-        ]
+        return [self._response_event(step, response) for step in ("created", "in_progress")]
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Event]:
         events: list[Event] = []
@@ -234,8 +227,7 @@ class ResponsesFormat:
 
     def closing(self, choices: Sequence[Choice]) -> list[Event]:
         events, status = self._finish(choices[0].finish_reason)
-        response = self._response(status, choices)
-        return [*events, ResponseEvent(type=f"response.{status}", sequence_number=self._number(), response=response)]
+        return [*events, self._response_event(status, self._response(status, choices))]
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Response:
         self.chunks(choices[0], pieces[0])
@@ -303,54 +295,30 @@ class ResponsesFormat:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def _number(self) -> int:
-        return next(self._numbers)
+    def _numbered(self, kind: type[AnyEvent], step: str, **fields: Any) -> AnyEvent:
+        return kind(type=f"response.{step}", sequence_number=next(self._numbers), **fields)
+
+    def _response_event(self, step: str, response: Response) -> ResponseEvent:
+        return self._numbered(ResponseEvent, step, response=response)
 
     def _item_event(self, step: str, item: Item) -> ItemEvent:
-        return ItemEvent(
-            type=f"response.output_item.{step}",
-            sequence_number=self._number(),
-            output_index=len(self._items),
-            item=item,
-        )
+        return self._numbered(ItemEvent, f"output_item.{step}", output_index=len(self._items), item=item)
 
     def _part_event(self, step: str, written: _Open) -> PartEvent:
         text = "".join(written.text)
-        return PartEvent(
-            type=f"response.content_part.{step}",
-            sequence_number=self._number(),
-            item_id=written.id,
-            output_index=len(self._items),
-            part=ReasoningText(text) if written.kind == "reasoning" else OutputText(text),
-        )
+        part = ReasoningText(text) if written.kind == "reasoning" else OutputText(text)
+        place = {"item_id": written.id, "output_index": len(self._items)}
+        return self._numbered(PartEvent, f"content_part.{step}", **place, part=part)
 
-    def _text_event(
-        self,
-        step: str,
-        written: _Open,
-        *,
-        delta: str | msgspec.UnsetType = msgspec.UNSET,
-        text: str | msgspec.UnsetType = msgspec.UNSET,
-    ) -> TextEvent:
-        reasoning = written.kind == "reasoning"
-        return TextEvent(
-            type=f"response.{'reasoning' if reasoning else 'output'}_text.{step}",
-            sequence_number=self._number(),
-            item_id=written.id,
-            output_index=len(self._items),
-            delta=delta,
-            text=text,
-            logprobs=msgspec.UNSET if reasoning else [],
-        )
+    def _text_event(self, step: str, written: _Open, **text: str) -> TextEvent:
+        place = {"item_id": written.id, "output_index": len(self._items)}
+        if written.kind == "reasoning":
+            return self._numbered(TextEvent, f"reasoning_text.{step}", **place, **text)
+        return self._numbered(TextEvent, f"output_text.{step}", **place, **text, logprobs=[])
 
-    def _arguments_event(self, step: str, item_id: str, **fields: Any) -> ArgumentsEvent:
-        return ArgumentsEvent(
-            type=f"response.function_call_arguments.{step}",
-            sequence_number=self._number(),
-            item_id=item_id,
-            output_index=len(self._items),
-            **fields,
-        )
+    def _arguments_event(self, step: str, item_id: str, **fields: str) -> ArgumentsEvent:
+        place = {"item_id": item_id, "output_index": len(self._items)}
+        return self._numbered(ArgumentsEvent, f"function_call_arguments.{step}", **place, **fields)
 
     # -- the response ------------------------------------------------------------------------------------------------
 
