@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from pilotfish.engine.audit import _parse, audit, make_auditor
+from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
+from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.start import assemble
 from pilotfish.kernels.cuda.linear import PackedLinear
 
@@ -59,6 +60,29 @@ def decode(loop, mode, batch, lengths=(5, 130, 40, 64)):
         if report and "wait" in report.stats.phases:
             graphs[report.stats.graph] += 1
     return texts, accepted, graphs
+
+
+def test_an_admission_is_the_cpu_s_and_waits_for_nothing():
+    thinking = ThinkingBudget(num_tokens=5, start_token_id=None, end_token_id=2, closing=(4, 2))
+    params = SamplingParams(
+        temperature=0.7, top_k=7, top_p=0.9, seed=-5, presence_penalty=0.5, logit_bias={2: 1.5, 9: -1.0}, min_tokens=3,
+        bad_words_token_ids=((3,), (1, 2, 3)), stop_token_ids=(8, 6), thinking=thinking,
+    )  # fmt: skip
+    found = []
+    for device in ("cpu", "cuda"):
+        state = BatchState(5, 4, 500, torch.device(device), history_length=300, complete=True)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for slot, length in ((2, 100), (3, 7)):
+                state.admit(slot, list(range(length)), params, length + 40, slot)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        owners = (state, state.bad_sequences, state.thinking)
+        values = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+        found.append([value.cpu() for value in values])
+    assert len(found[0]) == len(found[1]) > 20
+    assert all(torch.equal(wanted, got) for wanted, got in zip(*found, strict=True))
 
 
 @torch.inference_mode()
