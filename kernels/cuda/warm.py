@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,24 @@ def compile_all(launch: Callable[[], object], num_threads: int | None = None, lo
             launch()
         kernels = [kernel for future in compiling.future_kernels.values() if (kernel := future.kernel) is not None]
         if load:
-            # reading it makes it
-            list(pool.map(lambda kernel: kernel.run, kernels))
+            _load(kernels, pool)
     return (Compilations.now() - before).compiled
+
+
+def _load(kernels: list[Any], pool: Executor) -> None:
+    """Onto the device, on several threads.
+
+    What launches kernels with arguments of the same types is one extension module of Triton 3.6, and all such modules
+    have one name. Python gives who loads one again the module that was loaded last, with its contents exchanged: so
+    what has been loaded already is asked for when nobody else loads.
+    """
+    first: dict[str, Any] = {}
+    for kernel in kernels:
+        first.setdefault(str(list(kernel.src.signature.values())), kernel)
+    # reading it loads it
+    list(pool.map(lambda kernel: kernel.run, first.values()))
+    for kernel in kernels:
+        kernel.run  # noqa: B018
 
 
 class Compilations:
