@@ -3,12 +3,15 @@ spills, and no read of what changes before the wait for the kernel before."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.device_round.state import slot_state
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
+from pilotfish.kernels.cuda.packing import PackedRows, pack
 from tests.support.compiled import Code, compiling
+from tests.support.dependent_launch import Waits
 
 EPS = 1e-6
 CPU = torch.device("cpu")
@@ -29,8 +32,11 @@ def bf16(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def test_embedding_and_norms():
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_norms(tied):
     hidden, embedding = 2048, bf16(100, 2048)
+    if tied:
+        embedding = PackedRows(pack(embedding), hidden)
     scale = torch.ones(hidden)
     state = slot_state(BatchState(4, 8, 64, CPU, complete=True))
     with compiling() as kernels:
@@ -79,7 +85,7 @@ def test_look_up():
         for batch, depth in ((1, 1), (4, 3), (16, 8)):
             lookup.look_up(torch.zeros(batch, dtype=torch.int32), state, depth, 5, 2, scratch, pdl=True)
     code = checked(kernels, 64)
-    assert code.count("ATOM") >= 1
+    assert code.count("ATOM") >= 1 and not Waits(kernels[0]).early
 
 
 def test_choose():
