@@ -174,7 +174,7 @@ class EngineClient:
         if self._alive:
             self.state = "closed"
             self._ended.set()
-            self._end_all("abort", "the server is shutting down")
+            self.abort_all()
         self._settle_ready(EngineUnavailable("process", "the engine is closed"))
         self._send(Shutdown())
         if self._process and self._watcher:
@@ -244,6 +244,10 @@ class EngineClient:
         """Frees the sequence within one round; unknown and finished ids are fine."""
         if self._open.pop(request_id, None) is not None:
             self._send(Abort(request_id))
+
+    def abort_all(self) -> None:
+        """Those who wait for open requests hear that the server ends; the engine itself goes on until `close`."""
+        self._end_all("abort", "the server is shutting down")
 
     async def stream(self, request: Submit) -> AsyncIterator[RequestOutput]:
         """The outputs of one request; what piles up while the consumer is busy comes merged."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from aiohttp import web
 
 from pilotfish.server.app import SUPERVISOR, ServerOptions, make_app, make_runner
+from pilotfish.server.handlers import SERVICE
 from pilotfish.server.model_files import load_model_files
 from pilotfish.server.tls import TlsError, TlsFiles, make_context, refresh
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pilotfish")
 
+LAST_WORDS_SECONDS = 1.0
+"""For the error of a request that has not ended in time to reach its client."""
 BACKLOG = 1024
 """Connections that wait to be accepted: a burst of clients meets our queue and its 503, not the kernel's."""
 
@@ -101,7 +104,7 @@ class Address(NamedTuple):
 
 
 async def _run(app: web.Application, address: Address, shutdown_seconds: float) -> int:
-    runner = make_runner(app, shutdown_seconds=shutdown_seconds)
+    runner = make_runner(app, shutdown_seconds=shutdown_seconds + LAST_WORDS_SECONDS)
     stop = asyncio.Event()
     _stop_on_signals(stop)
     await runner.setup()
@@ -127,6 +130,7 @@ async def _run(app: web.Application, address: Address, shutdown_seconds: float) 
     finally:
         if watching is not None:
             watching.cancel()
+        asyncio.get_running_loop().call_later(shutdown_seconds, app[SERVICE].client.abort_all)
         await runner.cleanup()
 
 

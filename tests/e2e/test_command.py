@@ -70,7 +70,7 @@ def test_a_signal_lets_running_requests_end(folder, number):
         assert process.wait(PATIENCE) == 0
 
 
-def test_after_the_shutdown_timeout_requests_are_cut(folder):
+def test_after_the_shutdown_timeout_requests_end_with_an_error(folder):
     with served(folder, "--shutdown-timeout", "0.2") as (process, url):
         body = {"prompt": script(reply="y", times=2000, delay=0.02), "max_tokens": 3000, "stream": True}
         request = urllib.request.Request(
@@ -79,7 +79,10 @@ def test_after_the_shutdown_timeout_requests_are_cut(folder):
         with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             response.readline()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+            *_, last = response.read().decode().strip().split("\n\n")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == ("aborted", "the server is shutting down")
+        assert process.wait(10) == 0
 
 
 def test_a_second_signal_ends_it_at_once(folder):
