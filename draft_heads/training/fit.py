@@ -131,8 +131,8 @@ class Fit:
         if is_text:
             keep[:, :, -1] = False  # what comes after the row is not known
         teacher = None if is_text else hidden.flatten(0, 1)
-        labels = F.pad(tokens[:, 1:], (0, 1)).flatten() if is_text else None
-        losses, shares = DraftLoss.apply(drafts.flatten(1, 2), keep.flatten(1), teacher, labels, self.lm_head)
+        text = F.pad(tokens[:, 1:], (0, 1)).flatten()
+        losses, shares = DraftLoss.apply(drafts.flatten(1, 2), keep.flatten(1), teacher, text, self.lm_head)
         return losses, shares
 
     def _batch(self, step: int) -> tuple[list[int], list[int]]:

@@ -126,7 +126,7 @@ def test_it_learns_from_what_the_trunk_writes(model, text, tmp_path):
 
 
 def test_a_head_that_is_there_is_where_it_starts(model, text, trained, tmp_path, capsys):
-    flags = ["--draft-head", str(trained), "--steps", "1", "--learning-rate", "1e-9", "--optimizer", "adamw"]
+    flags = ["--draft-head", str(trained), "--steps", "1", "--learning-rate", "1e-14", "--optimizer", "adamw"]
     # another head, the same hidden states
     flags += ["--cache", str(trained.parent / "cache"), "--target", "text"]
     assert train(model, text, tmp_path / "same", *flags) == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pilotfish.draft_heads.training.loss import ARGMAX_SHARE, ROWS_AT_ONCE, DraftLoss
+from pilotfish.draft_heads.training.loss import ARGMAX_SHARE, LEAST_REACH, ROWS_AT_ONCE, DraftLoss
 from pilotfish.draft_heads.training.module import TrainableHead
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
@@ -89,7 +89,7 @@ def test_a_draft_sees_no_later_text(heads, pairs):
 
 
 class TestLoss:
-    NUM, HIDDEN, VOCAB = ROWS_AT_ONCE + 7, 16, 50
+    DEPTHS, NUM, HIDDEN, VOCAB = 3, ROWS_AT_ONCE + 7, 16, 50
 
     @pytest.fixture
     def values(self):
@@ -98,38 +98,59 @@ class TestLoss:
         def draw(*shape):
             return torch.randn(*shape, generator=generator)
 
-        keep = torch.rand(2, self.NUM, generator=generator) < 0.7
-        labels = torch.randint(0, self.VOCAB, (self.NUM,), generator=generator)
-        drafts = draw(2, self.NUM, self.HIDDEN).requires_grad_()
-        return drafts, keep, draw(self.NUM, self.HIDDEN), labels, draw(self.VOCAB, self.HIDDEN)
+        keep = torch.rand(self.DEPTHS, self.NUM, generator=generator) < 0.7
+        drafts = draw(self.DEPTHS, self.NUM, self.HIDDEN).requires_grad_()
+        lm_head = draw(self.VOCAB, self.HIDDEN)
+        # mostly what drafts think likely, so that deeper ones are reached
+        text = (drafts[0] @ lm_head.T + draw(self.NUM, self.VOCAB)).argmax(1)
+        drafts.data[1:] += 3 * lm_head[text]
+        return drafts, keep, draw(self.NUM, self.HIDDEN), text, lm_head
 
-    def target(self, teacher, labels, lm_head, kind):
+    def target(self, teacher, text, lm_head, kind):
         if kind == "text":
-            return F.one_hot(labels, self.VOCAB).float()
+            return F.one_hot(text, self.VOCAB).float()
         p = (teacher @ lm_head.T).softmax(1)
         return (1 - ARGMAX_SHARE) * p + ARGMAX_SHARE * F.one_hot(p.argmax(1), self.VOCAB)
 
+    def reaches(self, drafts, keep, text, lm_head):
+        """Chain by chain."""
+        logits, reach = drafts.detach() @ lm_head.T, torch.zeros(self.DEPTHS, self.NUM)
+        for start in range(self.NUM):
+            chance = torch.tensor(1.0)
+            for depth, place in enumerate(range(start, min(start + self.DEPTHS, self.NUM))):
+                if not keep[depth, place] or chance <= LEAST_REACH:
+                    break
+                reach[depth, place] = chance
+                chance = chance * logits[depth, place].softmax(0)[text[place]]
+        return reach
+
     @pytest.mark.parametrize("kind", ["trunk", "text"])
     def test_equals_torchs_cross_entropy_and_its_gradient(self, values, kind):
-        drafts, keep, teacher, labels, lm_head = values
-        target = self.target(teacher, labels, lm_head, kind)
-        wanted = torch.stack([F.cross_entropy(d[k] @ lm_head.T, target[k]) for d, k in zip(drafts, keep, strict=True)])
-        (wanted * torch.tensor([1.0, 0.5])).sum().backward()
+        drafts, keep, teacher, text, lm_head = values
+        target, factors = self.target(teacher, text, lm_head, kind), torch.tensor([1.0, 0.5, 2.0])
+        reach = self.reaches(drafts, keep, text, lm_head)
+        assert ((reach > 0).sum(1) > 30).all() and ((reach[1:] > 0) & (reach[1:] < 0.9)).any()
+        entropies = torch.stack([F.cross_entropy(d @ lm_head.T, target, reduction="none") for d in drafts])
+        wanted = (entropies * reach).sum(1) / keep.sum(1)
+        (wanted * factors).sum().backward()
         gradient, drafts.grad = drafts.grad, None
-        got, hits = DraftLoss.apply(
-            drafts, keep, teacher if kind == "trunk" else None, None if kind == "trunk" else labels, lm_head
-        )
-        (got * torch.tensor([1.0, 0.5])).sum().backward()
+        got, shares = DraftLoss.apply(drafts, keep, teacher if kind == "trunk" else None, text, lm_head)
+        (got * factors).sum().backward()
         torch.testing.assert_close(got, wanted)
         torch.testing.assert_close(drafts.grad, gradient, rtol=1e-4, atol=1e-7)
-        agree = [(d[k] @ lm_head.T).argmax(1) == target[k].argmax(1) for d, k in zip(drafts, keep, strict=True)]
-        torch.testing.assert_close(hits, torch.stack([a.float().mean() for a in agree]))
+        agree = (drafts @ lm_head.T).argmax(2) == target.argmax(1)
+        torch.testing.assert_close(shares, (agree * reach).sum(1) / reach.sum(1))
 
     def test_of_equal_logits_the_lowest_id_is_the_first_choice(self):
         hidden, lm_head = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
-        drafts, keep = hidden.flip(0)[None].contiguous(), torch.ones(1, 2, dtype=torch.bool)
-        # drafts choose ids 0 and 1; so do teachers, in the other order
-        _, other = DraftLoss.apply(drafts, keep, hidden, None, lm_head)
-        _, same = DraftLoss.apply(hidden[None].contiguous(), keep, hidden, None, lm_head)
-        _, label = DraftLoss.apply(drafts, keep, None, torch.tensor([0, 2]), lm_head)
-        assert other.tolist() == [0.0] and same.tolist() == [1.0] and label.tolist() == [0.5]
+        drafts, keep, text = hidden.flip(0)[None], torch.ones(1, 2, dtype=torch.bool), torch.tensor([0, 2])
+        # the rows of `hidden` choose ids 1 and 0
+        for rows, teacher, share in ((drafts, hidden, 0.0), (hidden[None], hidden, 1.0), (drafts, None, 0.5)):
+            _, shares = DraftLoss.apply(rows.contiguous(), keep, teacher, text, lm_head)
+            assert shares.tolist() == [share]
+
+    def test_nothing_is_reached_behind_a_draft_that_was_wrong(self):
+        lm_head = torch.eye(2)
+        drafts, keep = 20 * torch.tensor([[[1.0, 0.0]] * 3] * 2), torch.ones(2, 3, dtype=torch.bool)
+        losses, shares = DraftLoss.apply(drafts, keep, None, torch.tensor([1, 1, 0]), lm_head)
+        assert losses[0] > 10 and losses[1] == 0 and shares[1] == 0
