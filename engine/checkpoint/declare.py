@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pilotfish.engine.checkpoint.layouts import GROUP
-from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.quantization import NVFP4_FORMAT
 from pilotfish.engine.checkpoint.recipe import Action, Form, Job, Plan, Recipe
 from pilotfish.engine.checkpoint.recognise import Checkpoint
@@ -66,19 +64,10 @@ def _compressed_tensors(plan: Plan, recipe: Recipe, ignored: list[str]) -> dict[
         "format": outer,
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
-        "ignore": _ignore_patterns(ignored, packed),
+        "ignore": ignored,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-
-
-def _ignore_patterns(ignored: list[str], packed: Mapping[str, Form]) -> list[str]:
-    """The head by expressions: vLLM drops whole names under "mtp." from the list before it builds the head."""
-    trunk = [name for name in ignored if not is_mtp(name)]
-    head = [name for name in ignored if is_mtp(name)]
-    if any(is_mtp(name) for name in packed):
-        return [*trunk, *(f"re:{re.escape(name)}$" for name in head)]
-    return [*trunk, HEAD] if head else trunk
 
 
 def _targets(recipe: Recipe, form: Form) -> list[str]:
