@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import triton
@@ -59,6 +61,8 @@ def main() -> int:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__} for CUDA {torch.version.cuda}")
     print(f"triton {triton.__version__}, C compiler {compiler or 'MISSING: Triton 3.6 launches nothing without one'}")
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    print(f"{headers} {'there' if headers.exists() else 'MISSING: Triton 3.6 launches nothing without it'}")
     print(", ".join(f"{package} {'there' if find_spec(package) else 'MISSING'}" for package in PACKAGES))
     if not torch.cuda.is_available():
         print("needs a CUDA device")
