@@ -346,7 +346,7 @@ def gdn_window(
     counts     int [S]: pending rows of a slot that were accepted, 0..W_max; not changed
     state      fp32 [S, Hv, dk, dv]: replayed counts[slot] rows forward and stored
     history    bf16 [S, J-1, C]: likewise
-    pending    bf16 [S, W_max, pending_width]: accepted rows in; the window's rows out, in [:W]
+    pending    bf16 [<= S, W_max, pending_width]: accepted rows in; the window's rows out, in [:W]
     conv_weight fp32 [J, C], decay_rate (-exp(A_log)) and dt_bias fp32 [Hv], gate_norm fp32 [dv]
     out        bf16 [>= R, Hv dv]: the gated norm's output
     """
@@ -393,7 +393,8 @@ def _check(
     num_slots, heads, _, dv = state.shape
     channels, most, values = history.shape[2], pending.shape[1], heads * dv
     assert history.shape == (num_slots, TAPS - 1, channels) and conv_weight.shape == (TAPS, channels)
-    assert pending.shape == (num_slots, most, pending_width(channels, heads)) and 1 <= width <= most
+    # rounds may be made for fewer slots than the model has
+    assert len(pending) <= num_slots and pending.shape[2] == pending_width(channels, heads) and 1 <= width <= most
     assert state.dtype == conv_weight.dtype == torch.float32
     assert projected.dtype == history.dtype == pending.dtype == out.dtype
     assert projected.shape[1] == channels + values + 2 * heads and out.shape[1] == values

@@ -61,6 +61,14 @@ def test_delta_net_of_the_demo_model():
     assert checked(kernels[0], 128).count("BAR") == 1
 
 
+def test_rounds_may_have_fewer_slots_than_the_model():
+    layer = DeltaLayer((2, 4, 64, 64), torch.bfloat16)
+    layer.pending = layer.pending[:2]
+    with compiling() as kernels:
+        layer.step(layer.rows(4, 1), [1], counts_of(1, 2), 4)
+    assert names(kernels) == ["_rows_kernel", "_finish_kernel"]
+
+
 @pytest.mark.parametrize("cache_dtype", (torch.bfloat16, torch.float8_e4m3fn))
 def test_attention(cache_dtype):
     layer = AttentionLayer((16, 2, 256, 64), [PAGE, 5, 7], torch.bfloat16, cache_dtype)
