@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -117,6 +118,10 @@ def run_engine(socket_path: str, make_core: Callable[[], EngineCore]) -> int:
 
 
 def _report_fatal(channel: Channel, part: str, error: BaseException) -> int:
+    if part == "load" and isinstance(error, PilotfishError):
+        # a file or an option is wrong, not our code
+        channel.send(Fatal(part, str(error)))
+        return 1
     traceback.print_exception(error)
     channel.send(Fatal(part, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
     return 1

@@ -84,15 +84,13 @@ class Supervisor:
         """Until the engine ends; whether it had loaded."""
         try:
             ready = await self._client.wait_ready()
-        except EngineUnavailable as error:
-            logger.error("not serving: %s", error)
+        except EngineUnavailable:
             return False
         self._on_ready(ready)
         await self._client.wait_ended()
         return True
 
     def _give_up(self) -> None:
-        failure = self._client.failure
-        shown = f"{failure.part}: {failure.message}" if failure else "no reason known"
-        logger.error("the engine has failed and is not started again (%s)", shown)
+        # the client has told the reason
+        logger.error("the engine has failed and is not started again")
         self._gave_up.set()

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 from loaded import ready
 
+from pilotfish.engine.errors import OptionError
 from pilotfish.engine.messages import RequestOutput, StepReport, StepStats, Submit, TokenLogprob
 
 DEFAULT_REPLY = "Hello, world!"
@@ -196,6 +197,10 @@ def make_core(options) -> ScriptedCore:
 
 def make_core_that_fails(options) -> ScriptedCore:
     raise ValueError("no such checkpoint")
+
+
+def make_core_that_refuses(options):
+    raise OptionError("max_model_len: want 2..8, got 9")
 
 
 def make_core_that_loads_forever(options) -> ScriptedCore:
