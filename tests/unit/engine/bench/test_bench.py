@@ -86,6 +86,14 @@ def _worse_each_time():
     return lambda count, length, vocab: [[next(calls) % vocab] * length for _ in range(count)]
 
 
+def test_fp8_keys_and_values_are_fewer_bytes_at_the_floor(folder, tmp_path):
+    names = {"bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
+    exact, narrow = (rows_of(folder, tmp_path / name, "--kv-cache-dtype", name) for name in names)
+    for rows, dtype in zip((exact, narrow), names.values(), strict=True):
+        assert {row["kv_dtype"] for row in rows} == {dtype}
+    assert all(less["floor_bytes"] < more["floor_bytes"] for less, more in zip(narrow, exact, strict=True))
+
+
 def test_random_weights_by_config(folder, tmp_path):
     rows = rows_of(folder, tmp_path / "out", "--load-format", "dummy", "--dummy-layout", "mixed", "--batch", "1")
     assert all(row["synthetic"] and row["layout"] == "mixed" for row in rows)
