@@ -63,7 +63,7 @@ def test_delta_net_of_the_demo_model():
 
 def test_rounds_may_have_fewer_slots_than_the_model():
     layer = DeltaLayer((2, 4, 64, 64), torch.bfloat16)
-    layer.pending = layer.pending[:2]
+    layer.memory[2] = layer.memory[2][:2]
     with compiling() as kernels:
         layer.step(layer.rows(4, 1), [1], counts_of(1, 2), 4)
     assert names(kernels) == ["_rows_kernel", "_finish_kernel"]
