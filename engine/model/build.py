@@ -21,7 +21,7 @@ from pilotfish.engine.config import FULL, ModelConfig
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp
-from pilotfish.engine.model.trunk import Layer, Norm, Trunk
+from pilotfish.engine.model.trunk import Embedding, Layer, Norm, Trunk
 from pilotfish.kernels.linear import AnyLinear, make_linear
 from pilotfish.kernels.moe import GatedMlp
 from pilotfish.kernels.rope import inverse_frequencies
@@ -108,15 +108,24 @@ class Builder:
         if draft_ids is not None:
             whole = embedding if config.tie_word_embeddings else self.weights["lm_head.weight"]
             draft_vocabulary = self.draft_vocabulary(whole, draft_ids)
-        lm_head = self.product([embedding]) if config.tie_word_embeddings else self.linear("lm_head")
+        embedded: Embedding = embedding
+        if config.tie_word_embeddings:
+            embedded, lm_head = self.tied(embedding)
+        else:
+            lm_head = self.linear("lm_head")
+        del embedding  # its rows may be held as lm_head alone
         layers = [self.layer(f"model.layers.{i}", kind == FULL) for i, kind in enumerate(config.layer_types)]
         kv = [self.kv_cache(f"model.layers.{i}.self_attn") for i in config.full_layers]
         state = RecurrentState.empty(config, self.sizes.num_slots, self.sizes.max_window, self.dtype, self.device)
-        trunk = Trunk(embedding, layers, self.norm("model.norm"), lm_head, kv, state)
+        trunk = Trunk(embedded, layers, self.norm("model.norm"), lm_head, kv, state)
         head = self.mtp_head(trunk) if "mtp.fc.weight" in self.weights else None
         assert not self.weights, f"weights that no module took: {sorted(self.weights)[:3]}"
         inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
         return Model(config, trunk, head, inv_freq, self.dtype, self.device, draft_vocabulary)
+
+    def tied(self, embedding: torch.Tensor) -> tuple[Embedding, AnyLinear]:
+        """An embedding that is lm_head too, as both."""
+        return embedding, self.product([embedding])
 
     def draft_vocabulary(self, lm_head: Weight, draft_ids: Sequence[int]) -> DraftVocabulary:
         """Rows of their own beside the whole matrix: a product reads them in one piece."""

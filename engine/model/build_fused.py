@@ -13,11 +13,13 @@ from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.model.build import Builder, Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp
+from pilotfish.engine.model.trunk import Embedding
 from pilotfish.kernels.cuda import attention, delta_net
 from pilotfish.kernels.cuda.delta_prefill import is_installed
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts, FusedLinear, FusedMlp
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.linear import AnyLinear
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,11 @@ class FusedBuilder(Builder):
 
     def product(self, parts: Sequence[Weight]) -> AnyLinear:
         return FusedLinear(PackedLinear(self.packable(parts)), self.scratch)
+
+    def tied(self, embedding: torch.Tensor) -> tuple[Embedding, AnyLinear]:
+        """lm_head's order is the only one that is kept."""
+        packed = PackedLinear(self.packable([embedding]))
+        return PackedRows(packed.ranges[0], embedding.shape[1]), FusedLinear(packed, self.scratch)
 
     def delta_net(self, name: str) -> GatedDeltaNet:
         return dataclasses.replace(super().delta_net(name), prompt_kernels=self.prompt_kernels)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.model.attention import GatedAttention
@@ -18,11 +17,15 @@ from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp, SeeExperts
 from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.window import Span, Window
+from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.norm import rms_norm
 
 Trace = Callable[[str, torch.Tensor], None]
 """Sees named tensors of a decode window in the order they are computed, rows first; the audit compares runs by them."""
+
+Embedding = torch.Tensor | PackedRows
+"""[V, H]; `embedding[tokens]` are their rows."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Layer:
 class Trunk:
     """`kv` (one cache a full layer, in order) and `state` hold every sequence."""
 
-    embedding: torch.Tensor
+    embedding: Embedding
     layers: list[Layer]
     norm: Norm
     lm_head: AnyLinear
@@ -112,7 +115,7 @@ class Trunk:
 
     def bulk(self, tokens_T: torch.Tensor, span: Span) -> torch.Tensor:
         """Final-norm hidden [T, H] of a prompt span; the slot's state and the pages hold it afterwards."""
-        x = F.embedding(tokens_T, self.embedding).float()
+        x = self.embed(tokens_T)
         caches, number = iter(self.kv), 0
         for layer in self.layers:
             if isinstance(layer.mixer, GatedAttention):
@@ -129,7 +132,7 @@ class Trunk:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token embeddings as the residual stream's fp32."""
-        return F.embedding(tokens, self.embedding).float()
+        return self.embedding[tokens].float()
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """fp32 [R, V]; row-invariant, R a multiple of the tile."""

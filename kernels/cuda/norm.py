@@ -3,6 +3,9 @@
 h = x * rsqrt(mean(x^2) + eps) * scale in fp32, rounded to h's dtype. One program a row (two for a pair), one tile and
 one reduction order for every number of rows. Launch-bound: at H = 2048 a row moves 24 KB.
 
+An embedding is a matrix, or stands in the order of the product with it (lm_head, where the two are tied): a row is then
+64 bytes here and there, whole sectors, at the same price.
+
 R = rows, B = sequences, W = window rows of each, H = hidden, S = slots, V = vocabulary.
 """
 
@@ -13,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.norm import rms_norm
 
 
@@ -20,6 +24,18 @@ from pilotfish.kernels.norm import rms_norm
 def _normed(x, scale, eps, H):
     """x holds zeros past H."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * scale
+
+
+@triton.jit
+def _row_of(embedding, token, cols, H, UNITS: tl.constexpr):
+    """Where the numbers of a token's row are: in UNITS of 128 columns as packing.py has them; 0: in one piece."""
+    if UNITS == 0:
+        return embedding + token * H + cols
+    else:
+        # tile, row half and row of eight; unit, half, octet, q and column of eight
+        row = (token >> 4) * (UNITS * 2048) + ((token >> 3) & 1) * 1024 + (token & 7) * 32
+        octet = ((cols >> 7) * 2048 + ((cols >> 6) & 1) * 512) + (((cols >> 3) & 1) * 256 + ((cols >> 4) & 3) * 8)
+        return embedding + row + tl.max_contiguous(tl.multiple_of(octet + (cols & 7), 8), 8)
 
 
 @triton.jit(do_not_specialize=["W", "num_rows"])
@@ -38,6 +54,7 @@ def _embed_rows_kernel(
     W,
     num_rows,
     MAX_DEPTH: tl.constexpr,
+    UNITS: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -58,7 +75,7 @@ def _embed_rows_kernel(
         j = row % W
         position = tl.load(length + slot).to(tl.int64) + j
         token = tl.load(last_token + slot) if j == 0 else tl.load(drafts + slot * MAX_DEPTH + j - 1)
-        x = tl.load(embedding + token * H + cols, mask, other=0.0).to(tl.float32)
+        x = tl.load(_row_of(embedding, token, cols, H, UNITS), mask, other=0.0).to(tl.float32)
     out = row.to(tl.int64) * H + cols
     tl.store(tokens_out + row, token)
     tl.store(positions_out + row, position.to(positions_out.dtype.element_ty))
@@ -67,7 +84,7 @@ def _embed_rows_kernel(
 
 
 def embed_rows(
-    embedding_VH: torch.Tensor,
+    embedding_VH: torch.Tensor | PackedRows,
     scale_H: torch.Tensor,
     eps: float,
     slots_B: torch.Tensor,
@@ -85,14 +102,15 @@ def embed_rows(
 
     Writes tokens int64 and positions (int32 or int64), the residual stream x fp32 and the first layer's norm h; all
     have one number of rows, at least B * width: those past the window become zeros. scale_H fp32 is the effective
-    factor.
+    factor. The embedding may also be a PackedRows.
     """
     rows, hidden = x.shape
+    embedding, units = _stored(embedding_VH)
     num_rows = len(slots_B) * width
     assert rows >= num_rows and len(h) == len(tokens) == len(positions) == rows
-    assert 1 <= width <= drafts_SK.shape[1] + 1 and embedding_VH.is_contiguous() and drafts_SK.is_contiguous()
+    assert 1 <= width <= drafts_SK.shape[1] + 1 and drafts_SK.is_contiguous()
     _embed_rows_kernel[(rows,)](
-        embedding_VH,
+        embedding,
         scale_H,
         slots_B,
         last_token_S,
@@ -106,12 +124,13 @@ def embed_rows(
         width,
         num_rows,
         MAX_DEPTH=drafts_SK.shape[1],
+        UNITS=units,
         **_options(hidden, pdl),
     )
 
 
 def embed_rows_reference(
-    embedding_VH: torch.Tensor,
+    embedding_VH: torch.Tensor | PackedRows,
     scale_H: torch.Tensor,
     eps: float,
     slots_B: torch.Tensor,
@@ -225,6 +244,7 @@ def _pair_norm_kernel(
     hidden_scale,
     out,
     eps,
+    UNITS: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -239,7 +259,8 @@ def _pair_norm_kernel(
         gdc_launch_dependents()
         gdc_wait()
     if half == 0:
-        x = tl.load(embedding + tl.load(tokens + row).to(tl.int64) * H + cols, mask, other=0.0).to(tl.float32)
+        token = tl.load(tokens + row).to(tl.int64)
+        x = tl.load(_row_of(embedding, token, cols, H, UNITS), mask, other=0.0).to(tl.float32)
     else:
         x = tl.load(hidden + row * H + cols, mask, other=0.0).to(tl.float32)
     target = out + row * (2 * H) + half * H + cols
@@ -248,7 +269,7 @@ def _pair_norm_kernel(
 
 def pair_norm(
     tokens_R: torch.Tensor,
-    embedding_VH: torch.Tensor,
+    embedding_VH: torch.Tensor | PackedRows,
     hidden_RH: torch.Tensor,
     embedding_scale_H: torch.Tensor,
     hidden_scale_H: torch.Tensor,
@@ -260,26 +281,29 @@ def pair_norm(
     """What the MTP head's fc reads: out[r] = [norm(embedding[tokens[r]]) | norm(hidden[r])] for the first num_rows
     rows.
 
-    tokens int64 or int32; hidden and embedding of one dtype; out [>= num_rows, 2H], whose other rows stay as they were.
+    tokens int64 or int32; hidden and embedding, a matrix or a PackedRows, of one dtype; out [>= num_rows, 2H], whose
+    other rows stay as they were.
     """
     hidden = hidden_RH.shape[1]
+    embedding, units = _stored(embedding_VH)
     assert out.shape[1] == 2 * hidden and min(len(out), len(hidden_RH), len(tokens_R)) >= num_rows
-    assert embedding_VH.dtype == hidden_RH.dtype and hidden_RH.is_contiguous() and out.is_contiguous()
+    assert embedding.dtype == hidden_RH.dtype and hidden_RH.is_contiguous() and out.is_contiguous()
     _pair_norm_kernel[(num_rows, 2)](
         tokens_R,
-        embedding_VH,
+        embedding,
         hidden_RH,
         embedding_scale_H,
         hidden_scale_H,
         out,
         eps,
+        UNITS=units,
         **_options(hidden, pdl),
     )
 
 
 def pair_norm_reference(
     tokens_R: torch.Tensor,
-    embedding_VH: torch.Tensor,
+    embedding_VH: torch.Tensor | PackedRows,
     hidden_RH: torch.Tensor,
     embedding_scale_H: torch.Tensor,
     hidden_scale_H: torch.Tensor,
@@ -290,6 +314,14 @@ def pair_norm_reference(
     """Plain torch; see `pair_norm`."""
     embedded = rms_norm(embedding_VH[tokens_R[:num_rows].long()], embedding_scale_H, eps, out.dtype)
     out[:num_rows] = torch.cat((embedded, rms_norm(hidden_RH[:num_rows], hidden_scale_H, eps, out.dtype)), dim=1)
+
+
+def _stored(embedding_VH: torch.Tensor | PackedRows) -> tuple[torch.Tensor, int]:
+    """The numbers, and the units of a row in the order of packing.py; 0 for a matrix."""
+    if isinstance(embedding_VH, PackedRows):
+        return embedding_VH.packed.data.view(torch.bfloat16), embedding_VH.packed.num_units
+    assert embedding_VH.is_contiguous()
+    return embedding_VH, 0
 
 
 def _options(hidden: int, pdl: bool) -> dict[str, int | bool]:

@@ -206,6 +206,24 @@ def unpack(packed: Packed, num_columns: int) -> torch.Tensor:
     return out
 
 
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of a BF16 matrix [N, K] whose one copy is that of a product: of an embedding tied to lm_head.
+
+    `rows[ids]`, ids of any integers [...], are bf16 [..., K]: the numbers that were packed.
+    """
+
+    packed: Packed
+    num_columns: int
+
+    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+        packed, row = self.packed, ids.long()
+        lanes = packed.data.view(torch.bfloat16).view(packed.num_tiles, packed.num_units, 2, 2, 2, 8, 4, 8)
+        # [..., unit, half, octet, q, 8]
+        values = lanes[row // TILE, :, row % TILE // 8, :, :, row % 8]
+        return values.transpose(-3, -2).reshape(*ids.shape, -1)[..., : self.num_columns]
+
+
 def _by_rows(pack_rows: Any, *tensors: torch.Tensor) -> torch.Tensor:
     """pack_rows over some tiles at a time, of tensors with a row each for a row of the matrix."""
     num_tiles = -(-len(tensors[0]) // TILE)

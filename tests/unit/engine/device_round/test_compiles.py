@@ -12,6 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight
@@ -20,6 +23,7 @@ from pilotfish.engine.device_round.rounds import WHOLE
 from pilotfish.engine.device_round.shapes import Shape
 from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.errors import LayoutError
+from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.model.build import CacheSizes, build_model
 from tests.support.compiled import Code, compiling
 from tests.support.dependent_launch import Waits, argument_names
@@ -45,8 +49,9 @@ def launched(request):
     """The kernels of a whole round, launch by launch: of 8 rows, and of 24, where experts are listed."""
     config = ModelConfig.load(DEMO)
     model = build_model(
-        dummy_weights(config, request.param, CPU), config, CacheSizes(8, 7, 0), torch.bfloat16, CPU, fused=True
+        dummy_weights(config, request.param, CPU), config, CacheSizes(8, 9, 0), torch.bfloat16, CPU, fused=True
     )
+    # fewer slots than the model has, as in an audit
     state = BatchState(7, 3, config.vocab_size, CPU, complete=True)
     rounds = make_rounds(model, state, 3, 6, 512, 16)
     with torch.inference_mode(), compiling() as kernels:
@@ -92,6 +97,48 @@ def test_a_kernel_without_its_wait_is_found(launched):
         waits = Waits(types.SimpleNamespace(asm={"ptx": faulty}, src=kernel.src))
         assert {"x", "h_out"} <= {argument for op, origin in waits.early for argument in origin}, name
         assert ("st", frozenset(["h_out"])) in waits.early, name
+
+
+@pytest.mark.parametrize(
+    ("blocks", "dense", "depth", "launches"),
+    [(10, False, 0, 417), (10, False, 3, 474), (16, True, 0, 535), (16, True, 3, 585)],
+    ids=["35B-A3B k=0", "35B-A3B k=3", "27B k=0", "27B k=3"],
+)
+def test_launches_of_a_round(monkeypatch, blocks, dense, depth, launches):
+    """As docs/kernels.md has them: of models with the layers of these, with filters; and no operator but kernels."""
+    layers = ("linear_attention", "linear_attention", "linear_attention", "full_attention") * blocks
+    change = {"num_experts": 0, "intermediate_size": 512} if dense else {}
+    config = dataclasses.replace(ModelConfig.load(DEMO), num_hidden_layers=len(layers), layer_types=layers, **change)
+    model = build_model(
+        dummy_weights(config, "nvfp4", CPU), config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True
+    )
+    rounds = make_rounds(model, BatchState(3, 3, config.vocab_size, CPU, complete=True), 3, 2, 512, 16)
+    names, operators = [], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            aliases = [returned.alias_info for returned in function._schema.returns]
+            if not all(alias is not None and not alias.is_write for alias in aliases):
+                operators.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: names.append(self.fn.__name__))
+    with torch.inference_mode(), Watch():
+        rounds._work(Shape(1, depth), WHOLE)
+    assert len(names) == launches and not operators
+
+
+def test_a_tied_embedding_is_held_once():
+    config = ModelConfig.load(DEMO)
+    weights = dummy_weights(config, "nvfp4", CPU)
+    matrix = weights["model.embed_tokens.weight"]
+    model = build_model(weights, config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True)
+    lm_head = model.trunk.lm_head.packed
+    assert config.tie_word_embeddings and lm_head.num_bytes < 1.01 * matrix.nbytes
+    assert tensor_bytes([model.trunk.embedding, lm_head]) == lm_head.num_bytes
+    tokens = torch.tensor([[0, 5], [config.vocab_size - 1, 17]])
+    assert torch.equal(model.trunk.embed(tokens), matrix[tokens].float())
+    assert torch.equal(lm_head.dequantize(), matrix.float())
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,15 @@ def test_many_packed_together_are_each_as_alone(rows):
         assert torch.equal(one.number, alone.number) and torch.equal(one.place, alone.place)
 
 
+@pytest.mark.parametrize("shape", [(48, 256), (300, 416), (17, 144)])
+def test_rows_of_bf16_can_be_taken_again(shape):
+    matrix = weights(*shape)["bf16"]
+    rows = packing.PackedRows(packing.pack(matrix), shape[1])
+    ids = torch.randint(0, shape[0], (3, 5), generator=torch.Generator().manual_seed(1))
+    for chosen in (torch.arange(shape[0]), ids, ids.int(), ids[0, 0]):
+        assert torch.equal(rows[chosen], matrix[chosen.long()])
+
+
 def test_needs_no_more_bytes_than_the_checkpoint():
     weight = quantize(torch.randn(512, 512))
     # 4 bits and a sixteenth of 8, and 12 bytes for each 16 rows

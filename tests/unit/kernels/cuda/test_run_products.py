@@ -1,14 +1,16 @@
-"""Products and experts as compiled for a GPU, run on the CPU by their PTX (tests/support/ptx.py): values and bits."""
+"""Products, experts, and an embedding in a product's order, as compiled for a GPU and run on the CPU by their PTX
+(tests/support/ptx.py): values and bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import linear
+from pilotfish.kernels.cuda import linear, norm
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.linear import PackedLinear, Shape
 from pilotfish.kernels.cuda.moe import GroupedExperts, Scratch, combine, combine_reference
+from pilotfish.kernels.cuda.packing import PackedRows
 from tests.support.ptx import running
 from tests.unit.kernels.cuda.test_experts import expert
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
@@ -132,6 +134,27 @@ def test_expands_to_what_the_format_says(kind, group):
     with running():
         expand(part, slice(None), got, group, on_device=True)
     assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("hidden", [256, 400])
+def test_an_embedding_in_the_order_of_lm_head(hidden):
+    """What the first operator of a round and that of the head read of it: the matrix's own numbers, bit for bit."""
+    matrix, scale = draw(40, hidden), torch.rand(2, hidden, generator=torch.Generator().manual_seed(1))
+    packed = PackedRows(PackedLinear([matrix]).ranges[0], hidden)
+    slots, last, drafts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([39, 7]), torch.tensor([[0], [16]])
+    outs = []
+    for embedding in (matrix, packed):
+        tokens, positions = torch.full((5,), -1), torch.full((5,), -1, dtype=torch.int32)
+        x, h = torch.full((5, hidden), NAN), torch.full((5, hidden), NAN).bfloat16()
+        pair = torch.full((5, 2 * hidden), NAN).bfloat16()
+        with running():
+            norm.embed_rows(
+                embedding, scale[0], 1e-6, slots, last, drafts, torch.tensor([3, 5]), 2, tokens, positions, x, h
+            )
+            norm.pair_norm(tokens, embedding, h, scale[0], scale[1], 1e-6, pair, 4)
+        outs.append((x, h, pair))
+    assert torch.equal(outs[1][0][:4], matrix[[7, 16, 39, 0]].float())
+    assert all(same_bits(mine, theirs) for mine, theirs in zip(*outs, strict=True))
 
 
 H, WIDTH, E, TOP_K = 256, 48, 5, 2
