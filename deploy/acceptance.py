@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         engine = load(args, max(map(len, texts.values())))
         found = read_texts(engine, texts, args)
         costs = [] if args.no_cost else time_rounds(engine, tokenizer, args)
-    except (PilotfishError, OSError, UnicodeError) as error:
+    except PilotfishError as error:
         print(f"pilotfish acceptance: {error}", file=sys.stderr)
         return 2
     overall = found[-1]
@@ -73,9 +73,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tokens_of(name: str, tokenizer: Tokenizer, most: int, depth: int) -> list[int]:
-    """Of a shipped domain, or of a file. Raises OptionError for a text that is too short."""
+    """Of a shipped domain, or of a file. Raises OptionError for a text that is too short or cannot be read."""
     known = domains()
-    text = known[name].completion if name in known else Path(name).read_text(encoding="utf-8")
+    try:
+        text = known[name].completion if name in known else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise OptionError(f"--text {name}: want a file, or one of {', '.join(known)}: {error}") from error
     ids = tokenizer.encode(text[: most * CHARS_A_TOKEN], add_special_tokens=False)[:most]
     if len(ids) < depth + 2:
         raise OptionError(f"--text {name}: want at least {depth + 2} tokens, got {len(ids)}")

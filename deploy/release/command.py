@@ -110,7 +110,7 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
     try:
         handle = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"want a folder to write to: {error} (--root says where)") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -170,8 +170,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--instead", action="store_true", help="stop the old version first")
     parser.add_argument("--replace", metavar="SLOT", help="the slot whose version is replaced, if several run")
     parser.add_argument("--into", metavar="SLOT", help="the slot for the new version (default: the first free one)")
-    parser.add_argument("--root", type=Path, default=Path("/opt/pilotfish"), metavar="PATH")
-    parser.add_argument("--config", type=Path, default=Path("/etc/pilotfish"), metavar="PATH", help="of SLOT.env")
+    parser.add_argument(
+        "--root", type=Path, default=Path("/opt/pilotfish"), metavar="PATH", help="of versions and slots: %(default)s"
+    )
+    parser.add_argument(
+        "--config", type=Path, default=Path("/etc/pilotfish"), metavar="PATH", help="of SLOT.env: %(default)s"
+    )
     parser.add_argument("--manager", choices=("systemd", "processes"), default="systemd", help="who runs the servers")
     parser.add_argument("--relay", choices=("haproxy", "none"), default="haproxy", help="what stands before them")
     parser.add_argument("--haproxy-socket", type=Path, default=Path("/run/haproxy/admin.sock"), metavar="PATH")

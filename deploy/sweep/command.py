@@ -258,14 +258,14 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     paths = ["completions", "chat"]
     parser.add_argument("--paths", type=some_of(paths), default=paths, metavar="LIST", help="completions,chat")
     parser.add_argument("--passes", type=int, default=2, metavar="N", help="of single streams; the first is discarded")
-    parser.add_argument("--single-tokens", type=int, default=384, metavar="N")
+    parser.add_argument("--single-tokens", type=int, default=384, metavar="N", help="of each: %(default)s")
     parser.add_argument("--concurrency", type=numbers(2), default=[2, 4, 8], metavar="LIST", help="default: 2,4,8")
-    parser.add_argument("--concurrent-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--concurrent-tokens", type=int, default=256, metavar="N", help="of each: %(default)s")
     parser.add_argument(
         "--contexts", type=_contexts, default=[3000, 12000, MAX], metavar="LIST", help="default: 3000,12000,max"
     )
-    parser.add_argument("--long-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--long-tokens", type=int, default=128, metavar="N", help="after a long context: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     parser.add_argument("--no-ignore-eos", action="store_true", help="for endpoints that know no ignore_eos")
 
 

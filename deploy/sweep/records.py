@@ -85,11 +85,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return f"k{_or_dash(self.k)}-mns{_or_dash(self.max_num_seqs)}" + (f"-run{self.run}" if self.run else "")
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
+        parts = (("k", self.k), ("mns", self.max_num_seqs), ("run", self.run or None))
+        return "-".join(f"{label}{value}" for label, value in parts if value is not None) or "endpoint"
 
 
 def merged(cells: Iterable[Cell]) -> list[Cell]:

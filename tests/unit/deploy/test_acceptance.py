@@ -86,7 +86,7 @@ def test_a_model_is_measured(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "flags", "words"),
     [
-        (None, [], "nowhere.txt"),
+        (None, [], "nowhere.txt: want a file, or one of essay, code, prose, chinese: "),
         ("abc", ["--k", "8"], "want at least 10 tokens, got 3"),
         ("abc " * 600, ["--max-tokens", "4000"], "--max-tokens: want at most 2044 for this model, got a text of 2400"),
     ],

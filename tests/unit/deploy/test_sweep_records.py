@@ -101,6 +101,7 @@ def test_runs_have_files_of_their_own(tmp_path):
 def test_an_endpoints_failure_gives_way_to_its_cell(tmp_path):
     folder = Folder(tmp_path, SETTINGS)
     asked = Cell(k=None, max_num_seqs=None)
+    assert asked.name == "endpoint"
     folder.replace(asked, msgspec.structs.replace(asked, error="refused"))
     folder.replace(asked, Cell(k=3, max_num_seqs=4))
     assert [cell.name for cell in folder.cells()] == ["k3-mns4"]
