@@ -24,7 +24,7 @@ from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
 
 MIN_ROWS = 16
-"""An expert that saw fewer rows is quantised without weights."""
+"""Of an expert that saw fewer rows nothing is known."""
 
 
 @dataclass

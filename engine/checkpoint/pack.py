@@ -25,43 +25,40 @@ def pack(matrix: Matrix, form: Form, source: SourceWeights) -> tuple[list[torch.
 
     With calibration also the error of what the matrix gives, before the search for scales and after it.
     """
-    importance = source.importance(matrix.name)
-    error = _Error(importance)
+    error = _Error(source.importance(matrix.name))
     if form == "nvfp4":
-        tensors = _pack_nvfp4(matrix, source, importance, error)
+        tensors = _pack_nvfp4(matrix, source, error)
     elif source.modelopt:
         tensors = _pack_fp8_tensor(matrix, source, error)
     else:
-        tensors = _pack_fp8_rows(matrix, source, importance, error)
+        tensors = _pack_fp8_rows(matrix, source, error)
     return tensors, error.figures()
 
 
-def _pack_nvfp4(
-    matrix: Matrix, source: SourceWeights, importance: torch.Tensor | None, error: _Error
-) -> list[torch.Tensor]:
+def _pack_nvfp4(matrix: Matrix, source: SourceWeights, error: _Error) -> list[torch.Tensor]:
     """nvfp4.quantize of all rows, some at a time."""
     rows, columns = matrix.shape
+    weights = source.search_weights(matrix)
     global_scale = source.global_scale(matrix.name)
     codes = torch.empty((rows, columns // 2), dtype=torch.uint8)
     scales = torch.empty((rows, columns // 16), dtype=torch.float8_e4m3fn)
     for part, values in source.blocks(matrix.name):
-        packed = quantize(values, global_scale, importance)
+        packed = quantize(values, global_scale, weights)
         codes[part], scales[part] = packed.packed, packed.scale
-        error.add(values, packed, None if importance is None else quantize(values, global_scale))
+        error.add(values, packed, quantize(values, global_scale) if error.has_inputs else None)
     if source.modelopt:
         return [codes, scales, 1.0 / global_scale.reshape(())]
     return [codes, scales, global_scale.reshape(1)]
 
 
-def _pack_fp8_rows(
-    matrix: Matrix, source: SourceWeights, importance: torch.Tensor | None, error: _Error
-) -> list[torch.Tensor]:
+def _pack_fp8_rows(matrix: Matrix, source: SourceWeights, error: _Error) -> list[torch.Tensor]:
+    weights = source.search_weights(matrix)
     codes = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty((matrix.shape[0], 1))
     for part, values in source.blocks(matrix.name):
-        packed = fp8.quantize_rows(values, importance)
+        packed = fp8.quantize_rows(values, weights)
         codes[part], scales[part] = packed.weight, packed.scale
-        error.add(values, packed, None if importance is None else fp8.quantize_rows(values))
+        error.add(values, packed, fp8.quantize_rows(values) if error.has_inputs else None)
     return [codes, scales]
 
 
@@ -84,6 +81,11 @@ class _Error:
         self._importance = importance
         self._squares = self._lost = self._largest = 0.0
         self._outputs, self._after, self._before = 0.0, 0.0, 0.0
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether the matrix's inputs are known, so that the error without a search is of interest."""
+        return self._importance is not None
 
     def add(self, values: torch.Tensor, packed: Packed, plain: Packed | None) -> None:
         away = values - packed.dequantize()
@@ -133,6 +135,7 @@ class SourceWeights:
         self._modules = {matrix.name: job.module for job in jobs for matrix in job.matrices}
         self._forms = {matrix.name: job.form for job in jobs for matrix in job.matrices}
         self._shared = recipe.shared_scales
+        self._search = recipe.search_scales or bool(moments)
         self.modelopt = recipe.writer == "modelopt"
         self.moments = moments or {}
         self._reader = ModuleReader()
@@ -186,6 +189,11 @@ class SourceWeights:
     def importance(self, name: str) -> torch.Tensor | None:
         """Mean squares of the matrix's inputs, if they were looked at and seen often enough."""
         return self.moments[name].importance if name in self.moments else None
+
+    def search_weights(self, matrix: Matrix) -> torch.Tensor | None:
+        """What the search for scales weights the columns by: importance, or alike; None: there is no search."""
+        importance = self.importance(matrix.name)
+        return torch.ones(matrix.shape[1]) if importance is None and self._search else importance
 
     def release(self) -> None:
         """Unmaps the files."""

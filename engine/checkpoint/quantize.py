@@ -249,7 +249,8 @@ def _companions(folder: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    recipe = Recipe(args.attention, args.lm_head, args.head, args.global_scales == "shared", args.format)
+    shared = args.global_scales == "shared"
+    recipe = Recipe(args.attention, args.lm_head, args.head, shared, args.format, args.search_scales)
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     try:
@@ -308,6 +309,9 @@ def _parser() -> argparse.ArgumentParser:
         default="compressed-tensors",
         help="how it is written and declared (default: %(default)s)",
     )
+    parser.add_argument(
+        "--search-scales", action="store_true", help="search scales by the weights alone where no text tells inputs"
+    )
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="search scales by what inputs this text gives")
     parser.add_argument("--calibrate-tokens", type=int, default=4096, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--graft-head", type=Path, metavar="PATH", help="take the MTP head from this folder or file")
@@ -346,7 +350,7 @@ def _calibration_lines(errors: Errors) -> Iterator[str]:
     before, after = (sum(error[key] for error in seen) / len(seen) for key in ("output_uncalibrated", "output"))
     yield f"relative error of outputs of {len(seen)} matrices: mean {before:.4f} without calibration, {after:.4f} with"
     if unseen := len(errors) - len(seen):
-        yield f"  {unseen} matrices saw too few tokens of the text: scales as without calibration"
+        yield f"  {unseen} matrices saw too few tokens of the text: scales by their weights alone"
 
 
 def _kind(name: str) -> str:

@@ -36,13 +36,15 @@ Writer = Literal["compressed-tensors", "modelopt"]
 @dataclass(frozen=True)
 class Recipe:
     """`attention` includes GatedDeltaNet; `head` is the MTP head's layer. `shared_scales`: as TOGETHER says. FP8 is per
-    channel in compressed-tensors' files, per tensor with a scale of the inputs in ModelOpt's."""
+    channel in compressed-tensors' files, per tensor with a scale of the inputs in ModelOpt's. `search_scales`: search
+    for the scales under which a group is off the least, also where nothing is known of its inputs."""
 
     attention: Form = "nvfp4"
     lm_head: Form = "nvfp4"
     head: Form = "bf16"
     shared_scales: bool = True
     writer: Writer = "compressed-tensors"
+    search_scales: bool = False
 
     def form(self, name: str) -> Form:
         """What the matrix of this normalised name, experts one by one, becomes; "bf16": it is left plain."""

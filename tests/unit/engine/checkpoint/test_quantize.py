@@ -55,7 +55,8 @@ def assert_follows(source, out, recipe, loosely=None):
             continue
         names = together(module) if recipe.shared_scales else (module,)
         amax = torch.stack([wanted[f"{other}.weight"].float().abs().max() for other in names]).max()
-        expected = quantize(wanted[name], global_scale_for(amax))
+        weights = torch.ones(wanted[name].shape[1]) if recipe.search_scales else None
+        expected = quantize(wanted[name], global_scale_for(amax), weights)
         assert isinstance(weight, NvFp4Weight), name
         assert weight.global_scale == expected.global_scale, name
         assert torch.equal(weight.packed, expected.packed), name
@@ -82,6 +83,7 @@ def test_every_kind_of_model(built, tmp_path, kind):
         Recipe(lm_head="bf16"),
         Recipe(head="nvfp4"),
         Recipe(attention="bf16", head="nvfp4", shared_scales=False),
+        Recipe(head="nvfp4", search_scales=True),
     ],
     ids=str,
 )
@@ -279,6 +281,15 @@ def test_calibration_lowers_the_error_of_outputs(built, tmp_path, calibration, k
     assert all(error["output"] <= error["output_uncalibrated"] for error in seen.values())
     nvfp4 = [error for name, error in seen.items() if recipe.form(name) == "nvfp4"]
     assert sum(e["output"] for e in nvfp4) < 0.95 * sum(e["output_uncalibrated"] for e in nvfp4)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(head="nvfp4"), Recipe(attention="fp8", head="fp8")], ids=str)
+def test_what_a_text_does_not_reach_is_searched_by_its_weights(built, tmp_path, calibration, recipe):
+    plain = quantize_folder(built("moe"), tmp_path / "plain", recipe, progress=False).errors
+    few = quantize_folder(built("moe"), tmp_path / "few", recipe, progress=False, calibration=calibration[:15]).errors
+    assert not [name for name, error in few.items() if "output" in error and ".experts." in name]
+    assert all(few[name]["relative"] <= plain[name]["relative"] for name in plain)
+    assert sum(few[name]["relative"] < plain[name]["relative"] for name in plain) > 0.9 * len(plain)
 
 
 def test_what_calibration_sees_is_what_goes_in(tmp_path, calibration):
