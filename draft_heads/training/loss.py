@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 ROWS_AT_ONCE = 256
 ARGMAX_SHARE = 0.5
@@ -50,23 +51,24 @@ class DraftLoss(torch.autograd.Function):
             target, best = _target(None if teacher is None else teacher[part], text[part], lm_head)
             for depth in range(depths):
                 reach[depth, :-1][part] *= keep[depth, part]
-                (some,) = torch.where(reach[depth, :-1][part] > LEAST_REACH)
+                (some,) = torch.where(reach[depth, :-1][part])
                 rows = begin + some
                 weight, wanted = reach[depth, rows], target[some]
                 logits = _logits(drafts[depth, rows], lm_head)
-                top, first = _first_choice(logits)
+                top, first = logits.max(1)
                 hits[depth] += ((first == best[some]) * weight).sum()
                 # row by row products: no [n, V] of their own
                 likely = (wanted[:, None] @ logits[:, :, None])[:, 0, 0]
                 wrong = logits.sub_(top[:, None]).exp_()
                 total = wrong.sum(1)
-                reach[depth + 1, rows + 1] = weight * wrong.gather(1, text[rows, None])[:, 0] / total
+                after = weight * wrong.gather(1, text[rows, None])[:, 0] / total
+                reach[depth + 1, rows + 1] = F.threshold(after, LEAST_REACH, 0.0)
                 weight = weight / counts[depth]
                 losses[depth] += ((top + total.log() - likely) * weight).sum()
                 wrong.mul_((weight / total)[:, None]).addcmul_(wanted, weight[:, None], value=-1)
                 grads[depth, rows] = wrong.to(lm_head.dtype) @ lm_head
         ctx.save_for_backward(grads)
-        shares = hits / reach[:-1, :-1].where(reach[:-1, :-1] > LEAST_REACH, 0).sum(1).clamp(min=LEAST_REACH)
+        shares = hits / reach[:-1, :-1].sum(1).clamp(min=LEAST_REACH)
         ctx.mark_non_differentiable(shares)
         return losses, shares
 
@@ -83,22 +85,10 @@ def _target(
     if teacher is None:
         return torch.zeros(len(text), len(lm_head), device=text.device).scatter_(1, text[:, None], 1.0), text
     logits = _logits(teacher, lm_head)
-    _, best = _first_choice(logits)
+    best = logits.argmax(1)
     target = logits.softmax(1).mul_(1 - ARGMAX_SHARE)
     return target.scatter_add_(1, best[:, None], target.new_full((len(best), 1), ARGMAX_SHARE)), best
 
 
 def _logits(rows: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
     return (rows.to(lm_head.dtype) @ lm_head.T).float()
-
-
-def _first_choice(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each row [n], and its id, the lowest of equals."""
-    top = logits.amax(1)
-    if logits.is_cuda:
-        return top, logits.argmax(1)
-    # argmax goes element by element here, half as long as a product takes
-    rows, ids = torch.where(logits == top[:, None])
-    # NaN has no place; the caller sees it in the loss
-    best = ids.new_full((len(logits),), logits.shape[1] - 1)
-    return top, best.scatter_reduce_(0, rows, ids, "amin")
