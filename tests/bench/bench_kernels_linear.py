@@ -37,7 +37,8 @@ RATE = 4.37e12  # bytes a second, read on one H200
 PAST_L2 = 200e6
 LAUNCHES = 40
 SHAPES = ((12288, 2048), (2048, 4096), (8192, 2048), (28672, 2048), (248320, 2048), (34816, 5120), (5120, 17408))
-SMALL = ((257, 2048), (96, 5120))  # router; b and a
+SMALL = ((257, 2048), (64, 2048), (96, 5120))  # router; b and a
+TOGETHER = ((12288, 64, 2048), (16384, 96, 5120))  # q|k|v|z with b|a in BF16
 EXPERTS = {"35B-A3B": (256, 8, 2048, 512)}
 
 
@@ -153,6 +154,42 @@ def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[i
         del product, copies, part
 
 
+def bench_together(formats: list[Format], rows: list[int]) -> None:
+    """BF16 tiles in the launch of others against a launch of their own after it. The bytes are those of both."""
+    for format, (height, plain_height, width) in combinations(formats, TOGETHER):
+        if format is Format.BF16:
+            continue
+        product = PackedLinear(
+            [random_weight(kind, size, width) for kind, size in ((format, height), (Format.BF16, plain_height))]
+        )
+        ((part, plain),) = product.launches
+        assert plain is not None
+        copies = [(copy, replace(plain, data=plain.data.clone())) for copy in copies_of(part)]
+        x = torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda")
+        for count in rows:
+            outs = [torch.empty((count, height + plain_height), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+            shapes = [choose_shape(each, count) for each in (part, plain)]
+
+            def together(number: int, pdl: bool, copies: Any = copies, x: Any = x, out: Any = outs[0]) -> None:
+                one, other = copies[number % len(copies)]
+                linear.launch(one, x, out, shapes[0], False, pdl, other)  # noqa: B023
+
+            def apart(number: int, pdl: bool, copies: Any = copies, x: Any = x, out: Any = outs[1]) -> None:
+                for each, shape in zip(copies[number % len(copies)], shapes, strict=True):  # noqa: B023
+                    linear.launch(each, x, out, shape, False, pdl)
+
+            compile_all(lambda: [run(0, pdl) for run in (together, apart) for pdl in (False, True)])
+            together(0, False)
+            apart(0, False)
+            assert torch.equal(*outs), "bits depend on the launch"
+            for what, run in (("one launch", together), ("two", apart)):
+                plain_time, pdl_time = (
+                    in_graph(lambda number, run=run, pdl=pdl: run(number, pdl)) for pdl in (False, True)
+                )
+                title = f"{format.value} {height}+{plain_height}x{width} {what}"
+                report(title, count, part.num_bytes + plain.num_bytes, plain_time, pdl_time)
+
+
 def tuned_shapes(part: Packed, rows: int) -> Iterator[Shape]:
     most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
     row_tiles = choose_shape(part, rows).row_tiles
@@ -251,6 +288,7 @@ def main() -> None:
         return
     if not args.no_products:
         bench_products(formats, rows, shapes)
+        bench_together(formats, [count for count in rows if count <= 32])
     if not args.no_experts:
         bench_experts(formats, [count for count in rows if count <= 16])
 

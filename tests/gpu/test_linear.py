@@ -10,6 +10,7 @@ from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.kernels.cuda import linear
 from pilotfish.kernels.cuda.linear import PackedLinear, Shape, choose_shape
 from pilotfish.kernels.cuda.packing import Format
+from pilotfish.kernels.cuda.warm import compile_all
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -107,6 +108,35 @@ def test_parts_of_several_formats_and_heights_and_a_wider_output():
     want = x.double() @ torch.cat([values(part) for part in parts]).cuda().double().T
     torch.testing.assert_close(wide[:, 40:148].double(), want, rtol=0.01, atol=1e-3 * float(want.abs().max()))
     assert (wide[:, :40] == -1).all() and (wide[:, 148:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "height", "columns"),
+    [
+        *(("nvfp4", *shape) for shape in ((12288, 2048), (16384, 5120), (8192, 1024), (12288, 2560))),
+        *((kind, 16384, 5120) for kind in ("fp8 channel", "fp8 block")),
+    ],
+)
+def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, height, columns):
+    """q|k|v|z with b|a: for every number of rows, beside rows of NaN too, with dependent launches and without."""
+    matrix = weights(96, columns)["bf16"]
+    product = PackedLinear([on_gpu(weights(height, columns)[kind]), on_gpu(matrix)])
+    ((part, plain),) = product.launches
+    assert plain is not None
+    x = draw(256, columns)
+    compile_all(lambda: [run(product, x, rows, pdl=pdl) for rows in (8, 16, 17) for pdl in (False, True)])
+    for rows in ROWS:
+        apart = torch.full((rows, height + 96), float("nan"), device="cuda")
+        for alone in (part, plain):
+            linear.launch(alone, x, apart, choose_shape(alone, rows), False, False)
+        for pdl in (False, True):
+            assert same_bits(run(product, x, rows, pdl=pdl), apart), (rows, pdl)
+        others = torch.full_like(x[:rows], float("nan"))
+        others[rows // 2] = x[rows // 2]
+        assert same_bits(run(product, others)[rows // 2], apart[rows // 2]), rows
+    want = x.double() @ matrix.cuda().double().T
+    got = run(product, x)[:, height:].double()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
 def test_swiglu_values():

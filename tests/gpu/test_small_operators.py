@@ -9,6 +9,7 @@ import torch
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.messages import SamplingParams
 from pilotfish.kernels.cuda import norm, router, sample
+from pilotfish.kernels.cuda.packing import PackedRows, pack
 from pilotfish.kernels.cuda.warm import compile_all
 from pilotfish.kernels.gumbel import gumbel_noise
 from tests.support import small_operators as small
@@ -209,3 +210,21 @@ def test_a_captured_choice_is_replayed(state):
         logits.copy_(peaked(4, slot))
         graph.replay()
         assert out.tolist() == chosen(state, logits, [slot], 4)
+
+
+@pytest.mark.parametrize("hidden", [1024, 2048, 2560, 400])
+def test_an_embedding_in_the_order_of_lm_head_has_the_bits_of_the_matrix(hidden):
+    matrix, scale = draw(3000, hidden, seed=1).bfloat16().cuda(), (1 + 0.1 * draw(2, hidden, seed=2)).cuda()
+    packed = PackedRows(pack(matrix), hidden)
+    last, drafts = integers(3000, 4, seed=3).cuda(), integers(3000, 4, 8, seed=4).cuda()
+    slots, length = torch.tensor([3, 0, 2], dtype=torch.int32, device="cuda"), torch.arange(4, device="cuda")
+    outs = []
+    for embedding in (matrix, packed):
+        tokens, positions = torch.zeros(16, dtype=torch.int64, device="cuda"), torch.zeros(16, device="cuda").int()
+        x, h = torch.full((16, hidden), float("nan"), device="cuda"), torch.zeros(16, hidden, device="cuda").bfloat16()
+        pair = torch.zeros(16, 2 * hidden, device="cuda").bfloat16()
+        norm.embed_rows(embedding, scale[0], EPS, slots, last, drafts, length, 5, tokens, positions, x, h)
+        norm.pair_norm(tokens, embedding, h, scale[0], scale[1], EPS, pair, 16)
+        outs.append((x, h, pair))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*outs, strict=True))
+    assert torch.equal(packed[tokens], matrix[tokens])
