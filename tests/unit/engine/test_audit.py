@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ import pilotfish.spec.sampling as sampling
 from pilotfish.engine import audit as audit_module
 from pilotfish.engine.audit import _parse, audit, main, make_auditor
 from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.model import attention as attention_module
 from pilotfish.engine.runner import Runner
 from pilotfish.kernels.linear import TILE_ROWS, Linear
 from tests.support.tiny_models import build_tiny
+
+DEMO = Path(__file__).parents[3] / "demo" / "model"
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +27,9 @@ def folder(tmp_path_factory):
 
 
 @torch.inference_mode()
-def run_audit(folder, depths=(3,), batches=(2,)):
-    auditor = make_auditor(_parse([str(folder), "--max-depth", "4", "--num-prompts", "4", "--max-tokens", "16"]))
+def run_audit(folder, depths=(3,), batches=(2,), more=()):
+    args = [str(folder), "--max-depth", "4", "--num-prompts", "4", "--max-tokens", "16", *more]
+    auditor = make_auditor(_parse(args))
     return list(audit(auditor, list(depths), list(batches)))
 
 
@@ -52,6 +57,33 @@ def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
         assert len(own) == 4 and sum(run["num_drafted"] for run in own) > 100, flags
     assert main([str(bare), *small]) == 0
     assert "no head to audit" in capsys.readouterr().out
+
+
+def test_the_demo_model_passes_with_keys_and_values_in_fp8(capsys):
+    small = ("--max-depth", "2", "--max-batch", "2", "--num-prompts", "1", "--max-tokens", "12")
+    assert main([str(DEMO), "--kv-cache-dtype", "fp8", *small]) == 0
+    out = capsys.readouterr().out
+    assert "KV cache float8_e4m3fn" in out and "PASS" in out
+
+
+def test_rows_that_attend_to_what_their_cache_does_not_hold_are_named(folder, monkeypatch):
+    """The fault that a narrow cache invites: a window's own keys unrounded, those before it rounded."""
+    exact = []
+
+    def write_kv(k_cache, v_cache, pages, offsets, k, v, *scales):
+        real_write(k_cache, v_cache, pages, offsets, k, v, *scales)
+        exact[:] = k_cache.float(), v_cache.float()
+        for cache, values in zip(exact, (k, v), strict=True):
+            cache[pages, :, offsets] = values.float()
+
+    real_write, real_attend = attention_module.write_kv, attention_module.window_attention
+    monkeypatch.setattr(attention_module, "write_kv", write_kv)
+    monkeypatch.setattr(
+        attention_module, "window_attention", lambda q, k, v, tiles, *scales: real_attend(q, *exact, tiles, *scales)
+    )
+    assert findings(run_audit(folder)) == []
+    found = findings(run_audit(folder, more=("--kv-cache-dtype", "fp8")))
+    assert found and {f.tensor for f in found} == {"layers.3.self_attn"}
 
 
 def test_conv_history_off_by_one_is_named(folder, monkeypatch):
