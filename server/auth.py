@@ -20,6 +20,7 @@ from pathlib import Path
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.errors import Unauthorized
 from pilotfish.server.limits import NO_LIMITS, Limits
+from pilotfish.server.watched import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Keys:
         self._read: list[tuple[bytes, str]] = []
         self._limits: dict[str, Limits] = {}
         if file is not None:
-            self._seen = _version(file)
+            self._seen = version_of(file)
             self._read, self._limits = _read_file(file)
 
     def limits(self, label: str) -> Limits:
@@ -97,7 +98,7 @@ class Keys:
         if self._file is None or now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        version = _version(self._file)
+        version = version_of(self._file)
         if version == self._seen:
             return
         self._seen = version
@@ -107,15 +108,6 @@ class Keys:
             logger.error("%s; the keys stay as they were", error)
             return
         logger.info("%s: %d keys", self._file, len(self._read))
-
-
-def _version(file: Path) -> tuple[int, ...]:
-    """Changes with the file; empty while there is none."""
-    try:
-        status = file.stat()
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _read_file(file: Path) -> tuple[list[tuple[bytes, str]], dict[str, Limits]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pilotfish.engine.errors import PilotfishError
+from pilotfish.server.watched import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,14 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 async def refresh(context: ssl.SSLContext, files: TlsFiles, seconds: float = LOOK_SECONDS) -> None:
     """For ever: new connections get the certificate that the files hold now; one that cannot be used is left out."""
-    seen = _versions(files)
+
+    def versions() -> list[tuple[int, ...]]:
+        return [version_of(file) for file in (files.certfile, files.keyfile) if file]
+
+    seen = versions()
     while True:
         await asyncio.sleep(seconds)
-        if (now := _versions(files)) == seen:
+        if (now := versions()) == seen:
             continue
         seen = now
         try:
@@ -69,14 +74,3 @@ async def refresh(context: ssl.SSLContext, files: TlsFiles, seconds: float = LOO
             logger.error("%s; the certificate stays as it was", error)
         else:
             logger.info("%s: a new certificate is in use", files.certfile)
-
-
-def _versions(files: TlsFiles) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    for file in (files.certfile, files.keyfile):
-        try:
-            status = file.stat() if file else None
-        except OSError:
-            status = None
-        found.append((status.st_mtime_ns, status.st_size, status.st_ino) if status else ())
-    return found

@@ -32,6 +32,18 @@ def get(url, data=None):
 
 
 @contextlib.contextmanager
+def streamed(url, times):
+    """A stream of so many tokens, its first line read."""
+    body = {"prompt": script(reply="y", times=times, delay=0.02), "max_tokens": 3000, "stream": True}
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        response.readline()
+        yield response
+
+
+@contextlib.contextmanager
 def command(*args, env=ENVIRONMENT):
     with subprocess.Popen(
         [*COMMAND, *args], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -58,12 +70,7 @@ def served(folder, *args, env=ENVIRONMENT):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_end(folder, number):
     with served(folder) as (process, url):
-        body = {"prompt": script(reply="y", times=40, delay=0.02), "max_tokens": 99, "stream": True}
-        request = urllib.request.Request(
-            url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-            response.readline()
+        with streamed(url, times=40) as response:
             process.send_signal(number)
             rest = response.read().decode()
         assert rest.endswith("data: [DONE]\n\n")
@@ -72,12 +79,7 @@ def test_a_signal_lets_running_requests_end(folder, number):
 
 def test_after_the_shutdown_timeout_requests_end_with_an_error(folder):
     with served(folder, "--shutdown-timeout", "0.2") as (process, url):
-        body = {"prompt": script(reply="y", times=2000, delay=0.02), "max_tokens": 3000, "stream": True}
-        request = urllib.request.Request(
-            url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-            response.readline()
+        with streamed(url, times=2000) as response:
             process.send_signal(signal.SIGTERM)
             *_, last = response.read().decode().strip().split("\n\n")
         error = json.loads(last.removeprefix("data: "))["error"]
@@ -86,17 +88,11 @@ def test_after_the_shutdown_timeout_requests_end_with_an_error(folder):
 
 
 def test_a_second_signal_ends_it_at_once(folder):
-    with served(folder) as (process, url):
-        body = {"prompt": script(reply="y", times=2000, delay=0.02), "max_tokens": 3000, "stream": True}
-        request = urllib.request.Request(
-            url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-            response.readline()
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(5) == 130
+    with served(folder) as (process, url), streamed(url, times=2000):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
 
 
 def test_a_signal_while_the_model_loads_ends_it_clean(folder):
