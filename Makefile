@@ -15,6 +15,7 @@ LEGS ?=
 .PHONY: demo serve test check bench audit fuzz soak gpu-test gpu-bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py
+	@echo "setting up $(VENV), once: a few minutes, most of them for torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
