@@ -283,18 +283,22 @@ _share_or_zero = _checked(float, lambda value: 0 <= value <= 1, "a share in [0, 
 _seconds = _checked(float, lambda value: 0 <= value < math.inf, "seconds")
 
 
-def _reasoning_end(text: str) -> str:
+def _json_object(text: str) -> dict[str, Any]:
     try:
-        config = json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    end = config.get("reasoning_end_str") if isinstance(config, dict) else None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"want an object, got {text[:40]}")
+    return found
+
+
+def _reasoning_end(text: str) -> str:
+    config = _json_object(text)
+    end, start = config.get("reasoning_end_str"), config.get("reasoning_start_str")
     if not isinstance(end, str) or end.count("</think>") != 1:
-        raise argparse.ArgumentTypeError('want an object with "reasoning_end_str", one </think> in it')
-    if config.keys() - {"reasoning_end_str", "reasoning_start_str"} or config.get("reasoning_start_str") not in (
-        None,
-        "<think>",
-    ):
+        raise argparse.ArgumentTypeError('want "reasoning_end_str", with one </think> in it')
+    if config.keys() - {"reasoning_end_str", "reasoning_start_str"} or start not in (None, "<think>"):
         raise argparse.ArgumentTypeError('beside "reasoning_end_str" want at most "reasoning_start_str": "<think>"')
     return end
 
@@ -302,41 +306,18 @@ def _reasoning_end(text: str) -> str:
 def _overrides(text: str) -> dict[str, Any]:
     from pilotfish.server.model_files import SamplingDefaults
 
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    names = SamplingDefaults.__struct_fields__
-    if not isinstance(values, dict) or values.keys() - set(names):
+    values, names = _json_object(text), SamplingDefaults.__struct_fields__
+    if values.keys() - set(names):
         raise argparse.ArgumentTypeError(f"want an object with some of {', '.join(names)}")
     return values
 
 
 def engine_options(args: argparse.Namespace) -> Any:
-    """EngineOptions from the flags."""
+    """EngineOptions from the flags, which bear the names of its fields."""
     from pilotfish.engine.options import EngineOptions
 
-    speculation: dict[str, Any] = {"num_speculative_tokens": args.num_speculative_tokens, "draft_head": args.draft_head}
-    speculation |= args.speculative_config or {}
-    return EngineOptions(
-        model=args.model,
-        **speculation,
-        draft_vocab=args.draft_vocab,
-        head_check=args.head_check,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        dtype=args.dtype,
-        device=args.device,
-        max_waiting=getattr(args, "max_waiting", 256),
-        kv_cache_tokens=args.kv_cache_tokens,
-        kv_cache_dtype=args.kv_cache_dtype,
-        kernels=args.kernels,
-        enforce_eager=args.enforce_eager,
-        num_threads=args.num_threads,
-        audit_rate=getattr(args, "audit_rate", 0.0),
-        cost_table=getattr(args, "cost_table", False),
-    )
+    given = vars(args) | (args.speculative_config or {})
+    return EngineOptions(**{name: given[name] for name in EngineOptions.__struct_fields__ if name in given})
 
 
 def _fetch(args: argparse.Namespace) -> None:
