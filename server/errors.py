@@ -72,6 +72,18 @@ class BadRequest(ApiError):
     reason = "invalid"
 
 
+def unknown_field(param: str) -> BadRequest:
+    return BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+
+
+def unsupported_field(param: str) -> BadRequest:
+    return BadRequest(f"'{param}' is not supported yet.", param=param, code="unsupported_parameter")
+
+
+def missing_field(param: str) -> BadRequest:
+    return BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_parameter")
+
+
 class Unauthorized(ApiError):
     status = 401
     type = "invalid_request_error"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pilotfish.server.chat_template import ChatTemplate
-from pilotfish.server.errors import BadRequest
+from pilotfish.server.errors import BadRequest, unknown_field, unsupported_field
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 FIELDS = frozenset({"role", "content", "name"})
@@ -45,10 +45,9 @@ def _check(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[st
         raise BadRequest(f"Want a role of {', '.join(ROLES)}, got {_shown(role)}.", param=f"{where}.role")
     for name in message.keys() - FIELDS - ROLE_FIELDS.get(role, frozenset()):
         if name in NOT_YET and message[name] not in (None, []):
-            raise BadRequest(f"'{name}' is not supported yet.", param=f"{where}.{name}", code="unsupported_parameter")
+            raise unsupported_field(f"{where}.{name}")
         if name not in NOT_YET and not ignore_unknown:
-            param = f"{where}.{name}"
-            raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+            raise unknown_field(f"{where}.{name}")
     checked: dict[str, Any] = {"role": ROLES[role], "content": _text(message.get("content"), f"{where}.content", role)}
     for name, target in (
         ("name", "name"),
@@ -78,8 +77,7 @@ def _call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
         raise BadRequest("Want a call of type 'function'.", param=f"{where}.type", code="unsupported_parameter")
     unknown = call.keys() - CALL_FIELDS
     if unknown and not ignore_unknown:
-        param = f"{where}.{min(unknown)}"
-        raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+        raise unknown_field(f"{where}.{min(unknown)}")
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:

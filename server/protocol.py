@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pilotfish.server import unused
-from pilotfish.server.errors import BadRequest
+from pilotfish.server.errors import BadRequest, missing_field, unknown_field, unsupported_field
 
 NOT_YET = {
     "audio": (None,),
@@ -219,7 +219,7 @@ def decode_request(
         raise _named(str(error), kind.KINDS) from error
     for param in _unknown_inside(known, request):
         if not ignore_unknown:
-            raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+            raise unknown_field(param)
         on_unused(unused.UNKNOWN)
     for name in unused.unused_in(raw, kind.UNUSED):
         on_unused(name)
@@ -234,8 +234,7 @@ def _unknown_inside(raw: Any, value: Any, where: str = "") -> Iterator[str]:
     if isinstance(value, Struct) and isinstance(raw, dict):
         tag = value.__struct_config__.tag_field
         if tag is not None and tag not in raw:
-            param = f"{where}.{tag}"
-            raise BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_parameter")
+            raise missing_field(f"{where}.{tag}")
         known = {*value.__struct_fields__, tag}
         for name, inner in raw.items():
             path = f"{where}.{name}" if where else name
@@ -253,10 +252,10 @@ def _asks_for_nothing(name: str, value: Any, refused: Mapping[str, tuple[Any, ..
     """Of a field that is not served; False for one that is ignored. Raises BadRequest for the others."""
     if name in refused:
         if not any(_is_same(value, nothing) for nothing in refused[name]):
-            raise BadRequest(f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
+            raise unsupported_field(name)
         return True
     if not ignore_unknown:
-        raise BadRequest(f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
+        raise unknown_field(name)
     return False
 
 
@@ -268,8 +267,7 @@ def _is_same(value: Any, other: Any) -> bool:
 def _check_stream_options(options: Any) -> None:
     """`include_obfuscation` false asks for nothing."""
     if isinstance(options, dict) and options.get("include_obfuscation"):
-        param = "stream_options.include_obfuscation"
-        raise BadRequest(f"'{param}' is not supported yet.", param=param, code="unsupported_parameter")
+        raise unsupported_field("stream_options.include_obfuscation")
 
 
 def _named(message: str, kinds: Mapping[str, str]) -> BadRequest:
@@ -282,7 +280,7 @@ def _named(message: str, kinds: Mapping[str, str]) -> BadRequest:
         return BadRequest(f"Invalid '{param or 'body'}': {found['what']}{wanted}.", param=param, code="invalid_value")
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
-        return BadRequest(f"Missing required parameter: '{missing[1]}'.", param=missing[1], code="missing_parameter")
+        return missing_field(missing[1])
     return BadRequest(message)
 
 

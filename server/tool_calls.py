@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from pilotfish.server.errors import BadRequest
+from pilotfish.server.errors import BadRequest, unknown_field
 
 Schema = dict[str, Any]
 
@@ -86,8 +86,7 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
 
 def _refuse_others(given: dict[str, Any], known: Iterable[str], where: str) -> None:
     for name in given.keys() - set(known):
-        param = f"{where}.{name}"
-        raise BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+        raise unknown_field(f"{where}.{name}")
 
 
 def _read_choice(choice: Any, schemas: dict[str, Schema]) -> ToolChoice:
