@@ -35,8 +35,8 @@ from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 MAX_ROWS = 256
 BULK_NUMBERS, BULK_TILES = 1 << 26, 64  # expanded at a time for prefill: 128 MiB, if that is 1024 rows
 SM_COUNT = 132  # of an H200: what shapes are chosen for
-# of a thread, by tiles of rows: four and three programs of 128 threads an SM. A kernel of two formats fits them without
-# spilling, but the assembler takes more unless it is told
+# of a thread, by tiles of rows: four and three programs of 128 threads an SM. The assembler takes more, and need not,
+# for kernels of two formats, and for two tiles and 8 rows of x from a width of 20 units on
 REGISTERS = {1: 128, 2: 168}
 
 
@@ -356,6 +356,8 @@ def launch(
     """One launch for `part` and, if given, `plain`: some tiles of BF16 as wide, with fewer of them."""
     other = Shape(0, 0, 0, 0, 0) if plain is None else beside(plain, shape)
     num_plain = 0 if plain is None else plain.num_tiles
+    wide = part.num_units > 16 and part.format is not Format.BF16
+    bounded = plain is not None or (wide and shape.tiles == 2 and shape.row_tiles == 1)
     programs = num_plain * shape.row_tiles + -(-part.num_tiles // shape.tiles)
     grid = (programs, -(-len(out) // (8 * shape.row_tiles)))
     _rows_kernel[grid](
@@ -386,7 +388,7 @@ def launch(
         PLAIN_AHEAD=other.x_ahead,
         PDL=pdl,
         num_warps=shape.warps,
-        maxnreg=REGISTERS.get(shape.row_tiles) if plain is not None else None,
+        maxnreg=REGISTERS.get(shape.row_tiles) if bounded else None,
         launch_pdl=pdl,
     )
 
