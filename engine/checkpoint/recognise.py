@@ -90,7 +90,7 @@ class Checkpoint:
             f"{self.num_bytes / 1e6:.1f} MB in {self.num_files} file(s): {layouts}",
         ]
         for what, (count, size) in self.dropped.items():
-            parts.append(f"not loaded: {count} {what} tensors, {size / 1e6:.1f} MB")
+            parts.append(f"not loaded as weights: {count} {what} tensors, {size / 1e6:.1f} MB")
         return "; ".join(parts)
 
 
