@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -249,29 +249,6 @@ class EngineClient:
         """Those who wait for open requests hear that the server ends; the engine itself goes on until `close`."""
         self._end_all("abort", "the server is shutting down")
 
-    async def stream(self, request: Submit) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request; what piles up while the consumer is busy comes merged."""
-        pending: list[RequestOutput] = []
-        arrived = asyncio.Event()
-
-        def receive(output: RequestOutput) -> RequestOutput:
-            pending.append(output)
-            arrived.set()
-            return output
-
-        self.submit(request, receive)
-        try:
-            while True:
-                await arrived.wait()
-                arrived.clear()
-                output = merge_outputs(pending)
-                pending.clear()
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            self.abort(request.request_id)
-
     def _send(self, message: ToEngine) -> None:
         if self._connection:
             self._connection.write(frame(message))
@@ -325,23 +302,6 @@ class EngineClient:
         elif counted.finish_reason is not None:
             self.abort(output.request_id)
         return counted
-
-
-def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
-    """One output for several consecutive ones of a request."""
-    first, last = outputs[0], outputs[-1]
-    if len(outputs) == 1:
-        return first
-    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
-    return msgspec.structs.replace(
-        last,
-        token_ids=[token for output in outputs for token in output.token_ids],
-        logprobs=logprobs if any(output.logprobs is not None for output in outputs) else None,
-        num_drafted=sum(output.num_drafted for output in outputs),
-        num_accepted=sum(output.num_accepted for output in outputs),
-        round=any(output.round for output in outputs),
-        synthetic=any(output.synthetic for output in outputs),
-    )
 
 
 class _Connection(asyncio.Protocol):

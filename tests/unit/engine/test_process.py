@@ -20,13 +20,12 @@ if str(SUPPORT) not in sys.path:
 from byte_model import IM_END, write_model  # noqa: E402  (the path above makes it importable)
 from serving import ENVIRONMENT, script  # noqa: E402
 
-from pilotfish.engine.client import EngineClient, EngineUnavailable, merge_outputs  # noqa: E402
+from pilotfish.engine.client import EngineClient, EngineUnavailable  # noqa: E402
 from pilotfish.engine.messages import (  # noqa: E402
     Fatal,
     RequestOutput,
     SamplingParams,
     Submit,
-    TokenLogprob,
     decode_from_engine,
     frame,
 )
@@ -60,9 +59,28 @@ def request(name="r", max_tokens=100, **commands):
     return Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling)
 
 
+async def stream_of(client, submit):
+    """The outputs of one request; leaving it frees the sequence."""
+    arrived = asyncio.Queue()
+
+    def receive(output):
+        arrived.put_nowait(output)
+        return output
+
+    client.submit(submit, receive)
+    try:
+        while True:
+            output = await arrived.get()
+            yield output
+            if output.finish_reason is not None:
+                return
+    finally:
+        client.abort(submit.request_id)
+
+
 async def collect(client, submit):
     async with asyncio.timeout(PATIENCE):
-        return [output async for output in client.stream(submit)]
+        return [output async for output in stream_of(client, submit)]
 
 
 def text_of(outputs):
@@ -111,35 +129,12 @@ def test_many_requests_at_once(folder):
     run(body())
 
 
-def test_a_slow_reader_gets_outputs_merged(folder):
-    async def body():
-        async with engine(folder) as client:
-            stream = client.stream(request(reply="x" * 50, runs=[3], drafted=3))
-            first = await anext(stream)
-            await until(lambda: client.num_open == 0)
-            rest = [output async for output in stream]
-            assert len(rest) == 1
-            assert len(first.token_ids) + len(rest[0].token_ids) == 50
-            assert rest[0].finish_reason == "stop"
-
-    run(body())
-
-
-def test_merged_outputs_keep_every_number():
-    one = RequestOutput(request_id="r", token_ids=[1], logprobs=[TokenLogprob(1, -1.0)], round=False)
-    two = RequestOutput(request_id="r", token_ids=[2, 3], num_drafted=3, num_accepted=1, finish_reason="length")
-    merged = merge_outputs([one, two])
-    assert merged.token_ids == [1, 2, 3]
-    assert (merged.num_drafted, merged.num_accepted, merged.finish_reason, merged.round) == (3, 1, "length", True)
-    assert merged.logprobs == [TokenLogprob(1, -1.0)]
-
-
 def test_leaving_a_stream_frees_the_sequence_within_a_round(folder):
     reports = []
 
     async def body():
         async with engine(folder, on_report=reports.append) as client:
-            stream = client.stream(request(reply="x" * 10_000, delay=0.01, max_tokens=20_000))
+            stream = stream_of(client, request(reply="x" * 10_000, delay=0.01, max_tokens=20_000))
             await anext(stream)
             await stream.aclose()
             at = len(reports)
@@ -207,7 +202,7 @@ def test_a_fault_ends_every_request_with_an_error(folder, fault, part, words):
 def test_a_killed_process_is_noticed_at_once_and_named(folder):
     async def body():
         async with engine(folder) as client:
-            stream = client.stream(request(reply="x" * 1000, delay=0.01))
+            stream = stream_of(client, request(reply="x" * 1000, delay=0.01))
             await anext(stream)
             os.kill(client.pid, signal.SIGKILL)
             killed = time.monotonic()
