@@ -229,9 +229,7 @@ def _make_rounds(model: Model, state: BatchState, plan: Plan) -> Rounds:
     if not plan.fused:
         return EagerRounds(Runner(model, state, plan.depth > 0 and model.head is not None))
     from pilotfish.engine.device_round.start import make_rounds  # imports Triton
-    from pilotfish.kernels.cuda.warm import use_cache
 
-    use_cache(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "pilotfish" / "kernels")
     rounds = make_rounds(model, state, plan.depth, plan.max_num_seqs, plan.max_model_len, FAST_ROWS)
     if plan.captured:
         with torch.inference_mode():
