@@ -264,7 +264,6 @@ class PackedLinear:
             self.ranges = [packing.join(list(run)) for _, run in groupby(packed, key=lambda part: part.kind)]
         if self.in_features % 8:
             raise ValueError(f"want a width that is a multiple of 8 (16 bytes of x), got {self.in_features}")
-        self.launches = _together(self.ranges)
         # where parts end inside a tile: the columns of its product that count
         self._columns = {id(part): _kept_columns(part.place[:: 2 if swiglu else 1]) for part in self.ranges}
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
@@ -278,8 +277,21 @@ class PackedLinear:
         assert 1 <= num_rows <= MAX_ROWS and out.shape[1] == self.out_features and out.stride(1) == 1, out.shape
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
-        for part, plain in self.launches:
+        for part, plain in self.launches(num_rows):
             launch(part, x, out, choose_shape(part, num_rows, self.swiglu), self.swiglu, pdl, plain)
+
+    def launches(self, num_rows: int) -> list[tuple[Packed, Packed | None]]:
+        """What each launch takes: a range, and the next one if that is BF16 and small beside it."""
+        found: list[tuple[Packed, Packed | None]] = []
+        for part in self.ranges:
+            last, plain = found[-1] if found else (part, part)
+            small = part.format is Format.BF16 and part.num_tiles <= min(SM_COUNT, last.num_tiles) // 8
+            # past 8 rows the scales of blocks leave no registers for another format
+            if small and plain is None and (last.block_scale is None or num_rows <= 8):
+                found[-1] = (last, part)
+            else:
+                found.append((part, None))
+        return found
 
     def bulk(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """bf16 [T, N] for prefill: any T. scratch: bf16, at least `scratch_size` numbers; overwritten."""
@@ -335,19 +347,6 @@ def _kept_columns(place: torch.Tensor) -> torch.Tensor | None:
     """int64, of the rows of tiles; None for all."""
     kept = (torch.arange(TILE, device=place.device) < place[:, 1:]).reshape(-1)
     return None if bool(kept.all()) else kept.nonzero()[:, 0]
-
-
-def _together(ranges: Sequence[Packed]) -> list[tuple[Packed, Packed | None]]:
-    """What each launch takes: a range, and the next one if it is BF16 and small beside it."""
-    launches: list[tuple[Packed, Packed | None]] = []
-    for part in ranges:
-        last, plain = launches[-1] if launches else (part, part)
-        small = part.format is Format.BF16 and part.num_tiles <= SM_COUNT // 8 and 8 * part.num_tiles <= last.num_tiles
-        if small and plain is None:
-            launches[-1] = (last, part)
-        else:
-            launches.append((part, None))
-    return launches
 
 
 def launch(

@@ -162,7 +162,7 @@ def bench_together(formats: list[Format], rows: list[int]) -> None:
         product = PackedLinear(
             [random_weight(kind, size, width) for kind, size in ((format, height), (Format.BF16, plain_height))]
         )
-        ((part, plain),) = product.launches
+        ((part, plain),) = product.launches(1)
         assert plain is not None
         copies = [(copy, replace(plain, data=plain.data.clone())) for copy in copies_of(part)]
         x = torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda")

@@ -121,7 +121,7 @@ def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, h
     """q|k|v|z with b|a: for every number of rows, beside rows of NaN too, with dependent launches and without."""
     matrix = weights(96, columns)["bf16"]
     product = PackedLinear([on_gpu(weights(height, columns)[kind]), on_gpu(matrix)])
-    ((part, plain),) = product.launches
+    ((part, plain),) = product.launches(8)
     assert plain is not None
     x = draw(256, columns)
     compile_all(lambda: [run(product, x, rows, pdl=pdl) for rows in (8, 16, 17) for pdl in (False, True)])

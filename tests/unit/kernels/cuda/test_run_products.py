@@ -27,7 +27,7 @@ def run(product: PackedLinear, x: torch.Tensor, rows: int | None = None, dtype=t
     out = torch.full((rows or len(x), product.out_features), NAN, dtype=dtype)
     with running() as names:
         product.rows(x, out, pdl)
-    assert len(names) == len(product.launches)
+    assert len(names) == len(product.launches(len(out)))
     return out
 
 
@@ -114,7 +114,7 @@ def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, c
 def test_one_launch_for_many_tiles_and_a_few_of_bf16():
     few, many = weights(20, 128)["bf16"], nvfp4(256, 128)
     product, x = PackedLinear([many, few]), draw(9, 128)
-    assert len(product.launches) == 1
+    assert len(product.launches(9)) == 1
     got = run(product, x)
     assert same_bits(run(product, x, 2), got[:2])
     others = torch.full_like(x, NAN)
@@ -123,7 +123,10 @@ def test_one_launch_for_many_tiles_and_a_few_of_bf16():
     close(got, x.double() @ product.dequantize().double().T, 1e-6)
     # not where they would be a good part of it, nor where there is nothing to stand beside
     for parts, count in (([nvfp4(240, 128), few], 2), ([few, many], 2), ([many, few, nvfp4(16, 128), few], 3)):
-        assert len(PackedLinear(parts).launches) == count
+        assert len(PackedLinear(parts).launches(9)) == count
+    # nor, past 8 rows, beside FP8 in blocks
+    blocks = PackedLinear([weights(256, 256)["fp8 block"], weights(20, 256)["bf16"]])
+    assert [len(blocks.launches(rows)) for rows in (8, 9)] == [1, 2]
 
 
 @pytest.mark.parametrize(("kind", "group"), [("nvfp4", 4), ("modelopt", 0), ("fp8 block", 2), ("bf16", 0)])
