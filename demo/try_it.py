@@ -13,10 +13,11 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pilotfish.deploy.ports import free_port
@@ -30,6 +31,7 @@ CODE = '''class Stack:
 QUESTION = "Write a function that reads a JSON file."
 LOAD_SECONDS = 300
 SPEC = "pilotfish_spec_decode_"
+answering = threading.Event()
 
 
 def main() -> int:
@@ -63,7 +65,8 @@ def main() -> int:
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[subprocess.Popen]:
     """The server, ended by SIGTERM as a service manager would."""
-    with subprocess.Popen(command) as server:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        threading.Thread(target=show_log, args=(server.stderr,), daemon=True).start()
         try:
             yield server
         except KeyboardInterrupt:
@@ -74,6 +77,13 @@ def running(command: list[str]) -> Iterator[subprocess.Popen]:
                 server.wait(30)
             except subprocess.TimeoutExpired:
                 server.kill()
+
+
+def show_log(lines: Iterable[str]) -> None:
+    """All that the server says, but for how it does while an answer is being written."""
+    for line in lines:
+        if not (answering.is_set() and " INFO " in line):
+            print(line, end="", file=sys.stderr, flush=True)
 
 
 def wait_until_ready(url: str, server: subprocess.Popen) -> None:
@@ -114,12 +124,14 @@ def show(title: str, prompt: str, pieces: Iterator[str], url: str) -> None:
     """Prompt dim, answer bright as it arrives, then what the metrics say about it."""
     before = metrics(url)
     say(f"\n--- {title}")
+    answering.set()
     print(dim(prompt), end="", flush=True)
     first = 0.0
     for piece in pieces:
         first = first or time.monotonic()
         print(piece, end="", flush=True)
     seconds = time.monotonic() - first
+    answering.clear()
     after = metrics(url)
     print()
     say("--- " + summary(before, after, seconds))
