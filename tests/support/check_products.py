@@ -21,15 +21,15 @@ from tests.support.compiled import Code, compiling
 # hidden, feed-forward width
 DENSE = {"0.8B": (1024, 3584), "2B": (2048, 6144), "4B": (2560, 9216), "9B": (4096, 12288), "27B": (5120, 17408)}
 EXPERTS = {"35B-A3B": (2048, 512), "122B-A10B": (3072, 1024), "397B-A17B": (4096, 1024)}
-MIXERS = {  # rows of q|gate|k|v and of qkv|z|b|a, width of o_proj and of out_proj
-    "0.8B": (5120, 8224, 2048, 2048),
-    "2B": (5120, 8224, 2048, 2048),
-    "4B": (10240, 12352, 4096, 4096),
-    "9B": (10240, 12352, 4096, 4096),
-    "27B": (14336, 16480, 6144, 6144),
-    "35B-A3B": (9216, 12352, 4096, 4096),
-    "122B-A10B": (17408, 20608, 8192, 8192),
-    "397B-A17B": (17408, 20608, 8192, 8192),
+MIXERS = {  # rows of q|gate|k|v, of qkv|z and of b|a, width of o_proj and of out_proj
+    "0.8B": (5120, 8192, 32, 2048, 2048),
+    "2B": (5120, 8192, 32, 2048, 2048),
+    "4B": (10240, 12288, 64, 4096, 4096),
+    "9B": (10240, 12288, 64, 4096, 4096),
+    "27B": (14336, 16384, 96, 6144, 6144),
+    "35B-A3B": (9216, 12288, 64, 4096, 4096),
+    "122B-A10B": (17408, 20480, 128, 8192, 8192),
+    "397B-A17B": (17408, 20480, 128, 8192, 8192),
 }
 VOCABULARY = 248320
 
@@ -46,12 +46,14 @@ def empty(format: Format, rows: int, columns: int, row_numbers: bool = False, bl
     )
 
 
-def products(model: str) -> list[tuple[int, int, bool]]:
+def products(model: str) -> list[tuple[int, int, int, bool]]:
+    """Rows, rows of BF16 in the same launch, width, and whether it is gate and up."""
     hidden, width = DENSE.get(model) or EXPERTS[model]
-    attention, delta_net, o_width, out_width = MIXERS[model]
-    shapes = [(attention, hidden, False), (delta_net, hidden, False), (hidden, o_width, False)]
-    shapes += [(hidden, out_width, False), (VOCABULARY, hidden, False), (hidden, 2 * hidden, False)]
-    return shapes + ([(2 * width, hidden, True), (hidden, width, False)] if model in DENSE else [(257, hidden, False)])
+    attention, delta_net, gates, o_width, out_width = MIXERS[model]
+    plain = [(attention, hidden), (hidden, o_width), (hidden, out_width), (VOCABULARY, hidden), (hidden, 2 * hidden)]
+    plain += [(hidden, width)] if model in DENSE else [(257, hidden)]
+    shapes = [(delta_net, gates, hidden, False), *((rows, 0, columns, False) for rows, columns in plain)]
+    return shapes + ([(2 * width, 0, hidden, True)] if model in DENSE else [])
 
 
 def describe(name: str, kernel: object, code: Code, unit_bytes: int, lane_weights: int, in_flight_units: int) -> bool:
@@ -80,18 +82,21 @@ def main() -> None:
     for model in models:
         for rows in map(int, args.rows.split(",")):
             for format in formats:
-                for height, width, swiglu in products(model):
+                for height, gates, width, swiglu in products(model):
                     part = empty(format, height, width, row_numbers=format is Format.FP8)
                     shape = choose_shape(part, rows, swiglu)
-                    if (key := (format, width, swiglu, shape)) in seen:
+                    plain = empty(Format.BF16, gates, width) if gates and format is not Format.BF16 else None
+                    if (key := (format, width, swiglu, shape, plain is None)) in seen:
                         continue
                     seen.add(key)
                     x = torch.empty((rows, width), dtype=torch.bfloat16, device="meta")
-                    out = torch.empty((rows, height // (2 if swiglu else 1)), dtype=torch.bfloat16, device="meta")
+                    outs = height // (2 if swiglu else 1) + gates
+                    out = torch.empty((rows, outs), dtype=torch.bfloat16, device="meta")
                     with compiling(args.arch) as kernels:
-                        linear.launch(part, x, out, shape, swiglu, pdl)
+                        linear.launch(part, x, out, shape, swiglu, pdl, plain)
                     weights = shape.tiles * TILE * part.num_units * UNIT // shape.warps // 32
-                    name = f"{model} {format.value} {height}x{width} {vars(shape)}".replace("'", "")
+                    beside = "" if plain is None else f"+{gates}"
+                    name = f"{model} {format.value} {height}{beside}x{width} {vars(shape)}".replace("'", "")
                     units = shape.tiles * shape.stages
                     spilled += describe(name, kernels[0], Code(kernels[0]), UNIT_BYTES[format], weights, units)
                 if model not in EXPERTS:
