@@ -118,7 +118,7 @@ CRASHES = "--core crashing_core:make_core"
 @pytest.mark.parametrize(
     ("flags", "gate", "words", "instead"),
     [
-        pytest.param("--no-such-flag", "start", "arguments: --no-such-flag", False, id="a flag"),
+        pytest.param("--no-such-flag", "start", "unknown flag --no-such-flag", False, id="a flag"),
         pytest.param(f"{SCRIPTED}_that_fails", "start", "no such checkpoint", True, id="a model"),
         pytest.param(f"{SCRIPTED} --chat-template NONE", "start", "NONE", False, id="a template"),
         pytest.param(f"{SCRIPTED} --served-model-name bad", "model", "bad", True, id="a gate"),

@@ -93,7 +93,7 @@ expect "the second serves" "inactive active" systemctl is-active "${units[@]}"
 expect "a reboot would start the second" "disabled enabled" systemctl is-enabled "${units[@]}"
 
 release 1 broken --instead --steady 2
-expect "the journal's words are in the record" 1 grep -c "unrecognized arguments: --no-such-flag" /opt/pilotfish/releases.jsonl
+expect "the journal's words are in the record" 1 grep -c "unknown flag --no-such-flag" /opt/pilotfish/releases.jsonl
 expect "the second serves again" "inactive active" systemctl is-active "${units[@]}"
 
 (until systemctl is-active --quiet pilotfish@one; do sleep 0.2; done; sleep 15; kill -9 "$(pid one)") &
