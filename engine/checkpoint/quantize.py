@@ -301,8 +301,8 @@ def _parser() -> argparse.ArgumentParser:
         "--global-scales",
         choices=("shared", "own"),
         default="shared",
-        help="one for q, k, v, for qkv, z and for gate, up; or one a matrix, which vLLM loads without an error and reads "
-        "wrongly (default: %(default)s)",
+        help="one for q, k, v, for qkv, z and for gate, up; or one a matrix, which vLLM loads without an error "
+        "and reads wrongly (default: %(default)s)",
     )
     parser.add_argument(
         "--format",
