@@ -115,7 +115,7 @@ def _read_all(checkpoint: Checkpoint) -> Iterator[tuple[Module, str, TensorInfo,
 def _reading_ahead(file: Path) -> Iterator[Callable[[int], None]]:
     """Call what it gives with each position that is come to: a thread brings the bytes after it from the disk.
 
-    Left to page faults, a mapped file is read and copied by turns, at less than half of a disk's rate.
+    Left to page faults, a mapped file is read and copied by turns.
     """
     reach = Semaphore(READ_AHEAD // READ_STEP)
     passed, ended = 0, Event()

@@ -11,10 +11,6 @@ MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 ASK = [{"role": "user", "content": "Tell me a story about a fish."}]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
-pytestmark = pytest.mark.skipif(
-    not list(MODEL.glob("*.safetensors")), reason="demo/model has no weights in this checkout"
-)
-
 
 @pytest.fixture(scope="module")
 def clients():

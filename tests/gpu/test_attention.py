@@ -18,16 +18,6 @@ def device():
     return "cuda"
 
 
-@pytest.fixture
-def dtype():
-    return torch.bfloat16
-
-
-@pytest.fixture(params=[torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def cache_dtype(request):
-    return request.param
-
-
 @pytest.fixture(params=[(16, 2, 256, 64), (24, 4, 256, 64), (6, 2, 64, 16)], ids=str)
 def sizes(request):
     return request.param

@@ -1,5 +1,5 @@
 """Tests of `attention_window` and `plan_rows`; run in Triton's interpreter and on a GPU by those that import them and
-give `device`, `dtype` (of activations), `cache_dtype`, `sizes` (heads, kv, D, rotary), `lengths` (of slots 1, 2, 3)."""
+give `device`, `sizes` (heads, kv, D, rotary), `lengths` (of slots 1, 2, 3); the interpreter has dtypes of its own."""
 
 from __future__ import annotations
 
@@ -27,6 +27,17 @@ SCALES = (0.5, 2.0)
 """Of keys and values in an FP8 cache."""
 NAN = float("nan")
 FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def dtype():
+    """Of activations."""
+    return torch.bfloat16
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def cache_dtype(request):
+    return request.param
 
 
 def draw(*shape, seed=0, scale=1.0):

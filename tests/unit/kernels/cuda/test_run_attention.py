@@ -4,7 +4,6 @@ reference: the kernel's sine is the library's."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -20,16 +19,6 @@ del test_plan_matches_the_reference  # noqa: F821
 @pytest.fixture
 def device():
     return "cpu"
-
-
-@pytest.fixture
-def dtype():
-    return torch.bfloat16
-
-
-@pytest.fixture(params=[torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def cache_dtype(request):
-    return request.param
 
 
 @pytest.fixture
