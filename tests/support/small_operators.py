@@ -343,6 +343,8 @@ def tables(state):
     """Every tensor that a commit may write, without the rows of slots that never read them."""
     parts = {**vars(state), **vars(state.bad_sequences), **vars(state.thinking)}
     values = {name: value.cpu() for name, value in parts.items() if isinstance(value, torch.Tensor)}
+    # several sequences may be the null slot: the last to write its history wins, and nothing reads it
+    values["history"] = values["history"][1:]
     return {
         name: value[(values["flags"] & RULES[name]) != 0] if name in RULES else value for name, value in values.items()
     }
