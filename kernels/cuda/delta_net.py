@@ -4,7 +4,7 @@ What a window leaves pending is its rows of the projection (u | b | a, bf16): re
 again, by one loop over accepted and window rows whose code is the same for every (B, W), so a replayed state has the
 bits it had inside the window.
 
-Two launches. `_rows_kernel`: one program for 8 WARPS columns of a head's state, which are independent of the others.
+Two launches. `_steps_kernel`: one program for 8 WARPS columns of a head's state, which are independent of the others.
 It first convolves, norms and gates all its rows at once, into scratch, then steps through them with the state in
 registers; a step has no barrier. `_finish_kernel`: the gated norm, which needs whole heads, and, once nobody reads them
 any more, the history and the pending rows.
@@ -28,6 +28,9 @@ from pilotfish.kernels.norm import l2_norm, rms_norm
 TAPS = 4
 WARPS = 4
 """Warps of a program; each holds 8 columns of the state and all their rows, so that no sum over dk crosses warps."""
+ROWS = 4
+"""Window rows that a program of `_finish_kernel` has at once. The layout of a block, and with it the order of a sum
+along it, follows the block's shape: that must be the same for every k."""
 _HISTORY = tl.constexpr(TAPS - 1)
 
 
@@ -84,8 +87,8 @@ def _operands(row, gates, k_columns, q_columns, v_columns, DK: tl.constexpr):
     return ka, kb, qa, qb, tl.load(row + v_columns), tl.load(gates), tl.load(gates + 1)
 
 
-@triton.jit(do_not_specialize=["W"])
-def _rows_kernel(
+@triton.jit(do_not_specialize=["W", "MOST"])
+def _steps_kernel(
     projected,
     slots,
     counts,
@@ -99,11 +102,11 @@ def _rows_kernel(
     gates,
     read,
     W,
+    MOST,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    MOST: tl.constexpr,
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -220,7 +223,7 @@ def _rows_kernel(
         ka, kb, qa, qb, v, beta, decay = next_ka, next_kb, next_qa, next_qb, next_v, next_beta, next_decay
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "MOST"])
 def _finish_kernel(
     projected,
     slots,
@@ -232,11 +235,11 @@ def _finish_kernel(
     out,
     eps,
     W,
+    MOST,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -250,7 +253,6 @@ def _finish_kernel(
     b = tl.program_id(0) // PARTS
     head = part - 2 * HK
     d = tl.arange(0, BLOCK)
-    w = tl.arange(0, ROWS)[:, None]
     live = d < tl.where(head < 0, DK, DV)
     norm = tl.load(gate_norm + d, d < DV, other=0.0)
     if PDL:
@@ -263,8 +265,7 @@ def _finish_kernel(
     source = projected + (b * W).to(tl.int64) * COLUMNS
     target = pending + slot * (MOST * HELD)
     old = history + slot * (_HISTORY * C)
-    mask = (w < W) & live[None, :]
-    u = tl.load(source + w * COLUMNS + column + d, mask, other=0.0)
+    is_value = head >= 0
     # the newest inputs of history and accepted rows, one after the other
     tap = tl.arange(0, _HISTORY + 1)[:, None]
     order = count + tap
@@ -272,21 +273,24 @@ def _finish_kernel(
     earlier = tl.load(old + order * C + column + d, kept & (order < _HISTORY), other=0.0)
     later = tl.load(target + (order - _HISTORY) * HELD + column + d, kept & (order >= _HISTORY), other=0.0)
     newest = tl.where(order < _HISTORY, earlier, later)
-    is_value = head >= 0
-    shown, counted = mask & is_value, (w < W) & is_value
-    gates = source + w * COLUMNS + C + HV * DV + head
-    beta, a = tl.load(gates, counted, other=0.0), tl.load(gates + HV, counted, other=0.0)
-    cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
-    o = tl.load(read + cells, shown, other=0.0)
-    z = tl.load(source + w * COLUMNS + C + head * DV + d, shown, other=0.0).to(tl.float32)
-    # every thread has read what it moves before anything is overwritten; and all loads are on their way together
-    tl.debug_barrier()
+    for first in range(0, W, ROWS):
+        w = first + tl.arange(0, ROWS)[:, None]
+        mask = (w < W) & live[None, :]
+        shown, counted = mask & is_value, (w < W) & is_value
+        u = tl.load(source + w * COLUMNS + column + d, mask, other=0.0)
+        gates = source + w * COLUMNS + C + HV * DV + head
+        beta, a = tl.load(gates, counted, other=0.0), tl.load(gates + HV, counted, other=0.0)
+        cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
+        o = tl.load(read + cells, shown, other=0.0)
+        z = tl.load(source + w * COLUMNS + C + head * DV + d, shown, other=0.0).to(tl.float32)
+        # every thread has read what it moves before anything is overwritten; and all loads are on their way together
+        tl.debug_barrier()
+        tl.store(target + w * HELD + column + d, u, mask)
+        tl.store(target + w * HELD + C + head, beta, counted)
+        tl.store(target + w * HELD + C + HV + head, a, counted)
+        scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
+        tl.store(out + cells, (o * scale[:, None] * norm[None, :] * _silu(z)).to(out.dtype.element_ty), shown)
     tl.store(old + tap * C + column + d, newest, kept)
-    tl.store(target + w * HELD + column + d, u, mask)
-    tl.store(target + w * HELD + C + head, beta, counted)
-    tl.store(target + w * HELD + C + HV + head, a, counted)
-    scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
-    tl.store(out + cells, (o * scale[:, None] * norm[None, :] * _silu(z)).to(out.dtype.element_ty), shown)
 
 
 def pending_width(num_channels: int, num_value_heads: int) -> int:
@@ -355,16 +359,16 @@ def gdn_window(
     key_heads = (channels - heads * dv) // (2 * dk)
     _check(projected, state, history, pending, conv_weight, scratch, out, batch, width)
     warps = min(WARPS, dv // 8)
-    sizes = {"HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "MOST": most, "PDL": pdl}
+    sizes = {"MOST": most, "HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "PDL": pdl}
     options = {"launch_pdl": True} if pdl else {}
-    _rows_kernel[(batch * heads * (dv // (8 * warps)),)](
+    _steps_kernel[(batch * heads * (dv // (8 * warps)),)](
         projected, slots, counts, state, history, pending, conv_weight, decay_rate, dt_bias,
         scratch.mixed, scratch.gates, scratch.read, width,
         GROUPS=warps, num_warps=warps, **sizes, **options,
     )  # fmt: skip
     _finish_kernel[(batch * (2 * key_heads + heads),)](
         projected, slots, counts, history, pending, gate_norm, scratch.read, out, eps, width,
-        ROWS=triton.next_power_of_2(most), BLOCK=max(dk, dv), num_warps=4, **sizes, **options,
+        ROWS=ROWS, BLOCK=max(dk, dv), num_warps=4, **sizes, **options,
     )  # fmt: skip
 
 

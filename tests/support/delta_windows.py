@@ -30,10 +30,10 @@ def draw(*shape, seed=0, scale=1.0):
 class DeltaLayer:
     """One linear layer's weights and memory."""
 
-    def __init__(self, sizes, dtype=torch.float32, device="cpu"):
+    def __init__(self, sizes, dtype=torch.float32, device="cpu", most=MOST):
         key_heads, heads, dk, dv = self.sizes = sizes
         self.channels = 2 * key_heads * dk + heads * dv
-        self.dtype, self.device = dtype, torch.device(device)
+        self.dtype, self.device, self.most = dtype, torch.device(device), most
         weights = (
             draw(4, self.channels, seed=1, scale=0.5),
             -draw(heads, seed=2).exp(),
@@ -43,7 +43,7 @@ class DeltaLayer:
         memory = (
             draw(NUM_SLOTS, heads, dk, dv, seed=5),
             draw(NUM_SLOTS, 3, self.channels, seed=6).to(dtype),
-            torch.full((NUM_SLOTS, MOST, pending_width(self.channels, heads)), NAN, dtype=dtype),
+            torch.full((NUM_SLOTS, most, pending_width(self.channels, heads)), NAN, dtype=dtype),
         )
         self.weights, self.memory = ([t.to(device) for t in tensors] for tensors in (weights, memory))
 
@@ -59,7 +59,7 @@ class DeltaLayer:
         """The output of a window; changes the memory."""
         heads, dv, device = self.sizes[1], self.sizes[3], self.device
         out = torch.full((len(projected), heads * dv), NAN, dtype=self.dtype, device=device)
-        scratch = DeltaScratch.empty(len(projected), len(slots), MOST, self.channels, heads, dv, device)
+        scratch = DeltaScratch.empty(len(projected), len(slots), self.most, self.channels, heads, dv, device)
         for buffer in (scratch.mixed, scratch.gates, scratch.read):
             buffer.fill_(NAN)
         slots, counts = torch.tensor(slots, dtype=torch.int32, device=device), torch.tensor(counts, device=device)
@@ -109,6 +109,17 @@ def test_windows_have_the_bits_of_single_rows(device, dtype, sizes, windows, jun
     last = rows[num_rows:]
     assert torch.equal(many.step(last, [1], counts_of(1, accepted), 1), alone.step(last, [1], counts_of(1, 1), 1))
     for mine, other in zip(many.slot(1)[:2], alone.slot(1)[:2], strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("most", (1, 2, 4))
+def test_how_many_rows_may_be_pending_changes_no_bit(device, dtype, sizes, most):
+    """An engine has room for as many as its k asks for."""
+    small, large = DeltaLayer(sizes, dtype, device, most), DeltaLayer(sizes, dtype, device)
+    for number in range(6):
+        rows, counts = small.rows(most, 60 + number), counts_of(1, number and most)
+        assert torch.equal(small.step(rows, [1], counts, most), large.step(rows, [1], counts, most))
+    for mine, other in zip(small.slot(1)[:2], large.slot(1)[:2], strict=True):
         assert torch.equal(mine, other)
 
 

@@ -35,6 +35,7 @@ DEMO = Path(__file__).parents[4] / "demo" / "model"
 LAUNCHES = {
     *("_embed_rows_kernel", "_add_norm_kernel", "_pair_norm_kernel", "_route_kernel", "_choose_kernel"),
     *("_accept_commit_kernel", "_rows_kernel", "experts_kernel", "combine_kernel", "plan_kernel", "project_kernel"),
+    *("_steps_kernel", "_finish_kernel"),
 }
 
 

@@ -39,7 +39,7 @@ def test_delta_net():
         for batch, width in SHAPES:
             slots = [1, 2, 3, 4] * 4
             layer.step(layer.rows(batch * width, 1), slots[:batch], counts_of(1, 2), width, pdl=True)
-    assert names(kernels) == ["_rows_kernel", "_finish_kernel"] * len(SHAPES)
+    assert names(kernels) == ["_steps_kernel", "_finish_kernel"] * len(SHAPES)
     assert len({kernel.hash for kernel in kernels}) == 2
     rows, finish = kernels[:2]
     code = checked(rows, 128)
@@ -66,7 +66,7 @@ def test_rounds_may_have_fewer_slots_than_the_model():
     layer.memory[2] = layer.memory[2][:2]
     with compiling() as kernels:
         layer.step(layer.rows(4, 1), [1], counts_of(1, 2), 4)
-    assert names(kernels) == ["_rows_kernel", "_finish_kernel"]
+    assert names(kernels) == ["_steps_kernel", "_finish_kernel"]
 
 
 @pytest.mark.parametrize("cache_dtype", (torch.bfloat16, torch.float8_e4m3fn))
