@@ -42,6 +42,22 @@ def cpu_layer(layer, product):
     return GatedDeltaNet(product, Given(), conv, rate, bias, norm, factor, key_heads, heads, dk, dv, EPS, layer.dtype)
 
 
+def assert_near(got, wanted):
+    """Differs as bf16 operands must: by 1 % of the norm in all, and nowhere by more than 3 % of the largest value.
+
+    fla-core rounds keys, values, gated keys, the solved triangle, deltas, read states and outputs to bf16. The same
+    roundings in torch leave, over all cases here, 0.5 % of the norm and 1.5 % of the largest value. An element may be
+    far off for its size: where what a head read nearly cancels, the gated norm magnifies what is left. The slightest
+    fault tried, queries and keys 10 % too long, leaves 1.8 % of the norm and more; a gate, a state, a carry or a norm
+    that is missing, or decays one token late, 14 %; the first rows without their history 12 %.
+    """
+    assert got.shape == wanted.shape
+    error = got.cpu().float() - wanted.float()
+    off = float(error.norm() / wanted.float().norm())
+    most = float(error.abs().max() / wanted.abs().max())
+    assert off <= 1e-2 and most <= 3e-2, f"{off:.2%} of the norm, {most:.2%} of the largest value"
+
+
 @pytest.mark.parametrize("num_rows", (1, 2, 70, 200))
 def test_a_prompt_matches_the_cpu_path(device, dtype, sizes, rule, num_rows):
     layer = DeltaLayer(sizes, dtype, device)
@@ -51,8 +67,10 @@ def test_a_prompt_matches_the_cpu_path(device, dtype, sizes, rule, num_rows):
     wanted, wanted_state, wanted_history = cpu_layer(layer, Given(rows)).bulk(rows, state.cpu(), history.cpu())
     got, after, newest = gdn_prompt(rows.to(device), state, history, *layer.weights, EPS, rule)
     assert torch.equal(newest.cpu(), wanted_history)
-    exact = dtype == torch.float32
-    close = {"rtol": 1e-4, "atol": 1e-5} if exact else {"rtol": 5e-2, "atol": 2e-2}
-    torch.testing.assert_close(got.cpu().float(), wanted.float(), **close)
-    torch.testing.assert_close(after.cpu(), wanted_state, **close)
+    if dtype == torch.float32:
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after.cpu(), wanted_state, rtol=1e-4, atol=1e-5)
+    else:
+        assert_near(got, wanted)
+        assert_near(after, wanted_state)
     assert torch.equal(state, before[0]) and torch.equal(history, before[1])
