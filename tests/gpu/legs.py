@@ -3,9 +3,10 @@
     python -m tests.gpu.legs test|bench [LEG ...] [--out FOLDER] [--jobs N] [--again] [--rehearse] [--list]
 
 Each leg is a process of its own with a time limit. One line says how it went; of one that failed the end of what it
-printed follows, the whole stands in FOLDER/LEG.log. FOLDER/LEG.json holds its outcome, FOLDER/LEG.jsonl the rows that a
-measurement printed. A leg that has passed is not run again (--again: it is), so an interrupted run goes on where it
-was. --rehearse needs no GPU: tests are collected, and measurements read their arguments.
+printed follows, the whole stands in FOLDER/test-LEG.log or FOLDER/bench-LEG.log. The .json beside it holds its outcome,
+the .jsonl the rows that a measurement printed. A leg that has passed is not run again (--again: it is), so an
+interrupted run goes on where it was. --rehearse needs no GPU: tests are collected, and measurements read their
+arguments.
 
 Needs no installation but the packages: PYTHONPATH is set here. Exits with 1 if a leg failed.
 """
@@ -41,67 +42,73 @@ DUMMY = "--load-format dummy --kernels fused --device cuda"
 
 @dataclass(frozen=True)
 class Leg:
-    """`command` comes after the interpreter's name."""
+    """`command` comes after the interpreter's name. `what`: test or bench; of each there may be one of a name."""
 
+    what: str
     name: str
     command: tuple[str, ...]
     limit_seconds: int = 480
 
     @property
-    def is_test(self) -> bool:
+    def is_pytest(self) -> bool:
         return self.command[:2] == ("-m", "pytest")
+
+    def file(self, folder: Path, suffix: str) -> Path:
+        """Where its log, outcome or rows stand."""
+        return folder / f"{self.what}-{self.name}.{suffix}"
 
 
 def test_legs() -> list[Leg]:
     files = {file.stem.removeprefix("test_"): file for file in sorted((ROOT / "tests/gpu").glob("test_*.py"))}
     names = [*FIRST_TESTS, *(name for name in files if name not in FIRST_TESTS)]
     # a warning of torch or of a driver that we have never seen is shown, and fails nothing
-    options = ("-m", "gpu", "-q", "--maxfail=2", "--tb=short", "-rfE", "-p", "no:cacheprovider", "-W", "default")
-    tests = [Leg(name, ("-m", "pytest", *options, str(files[name].relative_to(ROOT)))) for name in names]
+    options = ("-m", "gpu", "-q", "--maxfail=8", "--tb=short", "-rfE", "-p", "no:cacheprovider", "-W", "default")
+    tests = [Leg("test", name, ("-m", "pytest", *options, str(files[name].relative_to(ROOT)))) for name in names]
     audit = "-m pilotfish.server.cli audit demo/model --device cuda --kernels fused --max-batch 4"
-    return [_leg("environment", "-m tests.gpu.environment", 120), *tests, _leg("audit-demo", audit)]
+    first = Leg("test", "environment", ("-m", "tests.gpu.environment"), 120)
+    return [first, *tests, Leg("test", "audit-demo", tuple(audit.split()))]
 
 
 def bench_legs() -> list[Leg]:
     rounds = f"-m pilotfish.server.cli bench {{}} {DUMMY} --synthetic-acceptance-length 3.2 --json {{{{out}}}}"
     moe, dense = rounds.format("Qwen3.6-35B-A3B"), rounds.format("Qwen3.6-27B")
     return [
-        _leg("rounds-first", f"{moe} --k 0 --batch 1 --enforce-eager --tokens 64"),
-        _leg("rounds-35B", f"{moe} --k 0,3 --batch 1,2,4,8 --profile"),
-        _leg("linear", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 1,4,8,16"),
-        _leg("state", "tests/bench/bench_kernels_state.py --contexts 1024,32768 --batches 1,4 --widths 1,4"),
-        _leg("small", "-m tests.bench.bench_kernels_small --rows 1,4,16"),
-        _leg("rounds-27B", f"{dense} --k 0,3 --batch 1,2,4,8 --profile"),
-        _leg("rounds-mixed", f"{moe} --dummy-layout mixed --k 0,3 --batch 1,4"),
-        _leg("rounds-wide", f"{moe} --k 0,3 --batch 16,32,64 --tokens 128"),
-        _leg("rounds-long", f"{moe} --k 0,3 --batch 1,4 --context 32768 --tokens 128"),
-        _leg("starts", f"{moe} --k 0,3 --batch 1,4 --first-requests --admission 8192"),
-        _leg("prefill", "tests/bench/bench_kernels_state.py --prefill"),
-        _leg(
+        _bench("rounds-first", f"{moe} --k 0 --batch 1 --enforce-eager --tokens 64"),
+        _bench("rounds-35B", f"{moe} --k 0,3 --batch 1,2,4,8 --profile"),
+        _bench("linear", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 1,4,8,16"),
+        _bench("state", "tests/bench/bench_kernels_state.py --contexts 1024,32768 --batches 1,4 --widths 1,4"),
+        _bench("small", "-m tests.bench.bench_kernels_small --rows 1,4,16"),
+        _bench("rounds-27B", f"{dense} --k 0,3 --batch 1,2,4,8 --profile"),
+        _bench("rounds-mixed", f"{moe} --dummy-layout mixed --k 0,3 --batch 1,4"),
+        _bench("rounds-wide", f"{moe} --k 0,3 --batch 16,32,64 --tokens 128"),
+        _bench("rounds-long", f"{moe} --k 0,3 --batch 1,4 --context 32768 --tokens 128"),
+        _bench("starts", f"{moe} --k 0,3 --batch 1,4 --first-requests --admission 8192"),
+        _bench("prefill", "tests/bench/bench_kernels_state.py --prefill"),
+        _bench(
             "linear-tune",
             "tests/bench/bench_kernels_linear.py --tune --formats NVFP4 --rows 1,8,16 "
             "--shapes 12288x2048,34816x5120,5120x17408",
         ),
-        _leg("linear-formats", "tests/bench/bench_kernels_linear.py --formats FP8,BF16 --rows 1,4,16 --no-experts"),
-        _leg("linear-wide", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 32,64,256"),
-        _leg("decode-demo", "tests/bench/bench_decode.py demo/model --device cuda --no-http"),
+        _bench("linear-formats", "tests/bench/bench_kernels_linear.py --formats FP8,BF16 --rows 1,4,16 --no-experts"),
+        _bench("linear-wide", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 32,64,256"),
+        _bench("decode-demo", "tests/bench/bench_decode.py demo/model --device cuda --no-http"),
     ]
 
 
-def _leg(name: str, command: str, limit_seconds: int = 480) -> Leg:
-    return Leg(name, tuple(command.split()), limit_seconds)
+def _bench(name: str, command: str) -> Leg:
+    return Leg("bench", name, tuple(command.split()))
 
 
 def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
     """Its outcome, which is also written to the folder."""
-    rows = folder / f"{leg.name}.jsonl"
+    rows = leg.file(folder, "jsonl")
     rows.unlink(missing_ok=True)
     command = [sys.executable, *(part.replace("{out}", str(rows)) for part in leg.command)]
-    if leg.is_test:
+    if leg.is_pytest:
         command += ["-W", "ignore::pytest.PytestConfigWarning"] if find_spec("pytest_timeout") is None else []
         command += ["--collect-only"] if rehearse else []
     began = perf_counter()
-    with (folder / f"{leg.name}.log").open("w+") as log:
+    with leg.file(folder, "log").open("w+", newline="") as log:
         # a group of its own: what it started ends with it
         process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -118,27 +125,34 @@ def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
             running.discard(process)
         log.seek(0)
         text = log.read()
-    if rehearse and status == "failed" and not leg.is_test and any(words in text for words in NO_GPU):
+    if rehearse and status == "failed" and not leg.is_pytest and any(words in text for words in NO_GPU):
         status = "passed"
     found = [line for line in text.splitlines() if line.startswith('{"')]
     if found and not rows.exists():
         rows.write_text("\n".join(found) + "\n")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", text[-400:])}
-    if leg.is_test and not rehearse and status == "passed" and not counts.get("passed"):
+    if leg.is_pytest and not rehearse and status == "passed" and not counts.get("passed"):
         status = "failed"  # all were skipped
     outcome = {
+        "what": leg.what,
         "leg": leg.name,
         "status": status,
         "seconds": round(perf_counter() - began, 1),
-        "tests": counts if leg.is_test else None,
+        "tests": counts if leg.is_pytest else None,
         "rows": len(found) or (len(rows.read_text().splitlines()) if rows.exists() else 0),
         "commit": _commit(),
         "command": command[1:],
-        "end": text.splitlines()[-SHOWN_LINES:] if status != "passed" else [],
+        "end": _end(text) if status != "passed" else [],
     }
     if not rehearse:
-        (folder / f"{leg.name}.json").write_text(json.dumps(outcome, indent=1) + "\n")
+        leg.file(folder, "json").write_text(json.dumps(outcome, indent=1) + "\n")
     return outcome
+
+
+def _end(text: str) -> list[str]:
+    """The last lines as a terminal would show them: of a progress bar its last state."""
+    lines = text.rstrip("\n").split("\n")[-SHOWN_LINES:]
+    return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
 
 
 def _environment() -> dict[str, str]:
@@ -153,7 +167,7 @@ def _commit() -> str | None:
 
 
 def passed_before(leg: Leg, folder: Path) -> bool:
-    file = folder / f"{leg.name}.json"
+    file = leg.file(folder, "json")
     return file.exists() and json.loads(file.read_text())["status"] == "passed"
 
 

@@ -16,14 +16,15 @@ FAILS = "print('a reason'); raise SystemExit(3)"
 
 
 def leg(name, code, limit_seconds=60):
-    return Leg(name, ("-c", code), limit_seconds)
+    return Leg("bench", name, ("-c", code), limit_seconds)
 
 
 def test_rows_and_outcome_are_written(tmp_path):
     outcome = run(leg("good", PASSES), tmp_path)
     assert outcome["status"] == "passed" and outcome["rows"] == 2 and outcome["end"] == []
-    assert [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()] == [{"us": 1}, {"us": 2}]
-    assert json.loads((tmp_path / "good.json").read_text()) == outcome
+    rows = (tmp_path / "bench-good.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in rows] == [{"us": 1}, {"us": 2}]
+    assert json.loads((tmp_path / "bench-good.json").read_text()) == outcome
 
 
 def test_a_failed_leg_shows_its_end_and_is_run_again(tmp_path, monkeypatch, capsys):
@@ -34,6 +35,22 @@ def test_a_failed_leg_shows_its_end_and_is_run_again(tmp_path, monkeypatch, caps
     assert main(["bench", "--out", str(tmp_path)]) == 0
     assert "passed before" in capsys.readouterr().out
     assert main(["bench", "good", "--out", str(tmp_path), "--again"]) == 1
+
+
+def test_a_measurement_is_not_taken_for_the_test_of_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(legs, "test_legs", lambda: [Leg("test", "linear", ("-c", PASSES))])
+    monkeypatch.setattr(legs, "bench_legs", lambda: [leg("linear", FAILS)])
+    assert main(["test", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "--out", str(tmp_path)]) == 1
+    assert main(["test", "--out", str(tmp_path)]) == 0
+    assert "passed before" in capsys.readouterr().out
+
+
+def test_of_a_progress_bar_the_last_state_is_shown(tmp_path):
+    bar = "import sys; sys.stderr.write(''.join(f'\\rat {i} of 99' for i in range(100)) + '\\n')"
+    rows = "print('\\rat 1 of 1\\r{\"us\": 3}')"
+    outcome = run(leg("slow", f"{bar}; {rows}; {FAILS}"), tmp_path)
+    assert outcome["end"] == ["at 99 of 99", '{"us": 3}', "a reason"] and outcome["rows"] == 1
 
 
 def test_a_leg_that_hangs_is_ended_with_what_it_started(tmp_path):
@@ -48,7 +65,7 @@ def test_a_leg_that_hangs_is_ended_with_what_it_started(tmp_path):
 
 def test_tests_that_were_all_skipped_have_not_passed(tmp_path):
     code = "import sys; print('9 skipped in 0.1s')"
-    skipped = Leg("skipped", ("-m", "pytest", "--version"))
+    skipped = Leg("test", "skipped", ("-m", "pytest", "--version"))
     assert run(leg("other", code), tmp_path)["status"] == "passed"
     assert run(skipped, tmp_path)["status"] == "failed"
 
@@ -60,5 +77,5 @@ def test_a_name_that_is_no_leg_is_told(capsys):
 
 
 def test_every_file_of_tests_has_a_leg():
-    files = {shlex.split(" ".join(each.command))[-1] for each in legs.test_legs() if each.is_test}
+    files = {shlex.split(" ".join(each.command))[-1] for each in legs.test_legs() if each.is_pytest}
     assert files == {str(file.relative_to(legs.ROOT)) for file in (legs.ROOT / "tests/gpu").glob("test_*.py")}
