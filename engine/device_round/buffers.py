@@ -59,10 +59,9 @@ class RoundBuffers:
         self.logits = buffer(rows, config.vocab_size, kind=torch.float32)
         # of their own: whoever asked for log-probabilities reads the window's after the drafts have been drawn
         self.draft_logits = buffer(sizes.max_sequences, config.vocab_size, kind=torch.float32)
-        self.pending = buffer(
-            len(config.linear_layers), sizes.num_slots, sizes.max_width,
-            pending_width(config.conv_dim, config.linear_num_value_heads),
-        )  # fmt: skip
+        # a tensor a layer: each begins where tensors begin, and kernels are compiled for that, whatever slots and width
+        held = pending_width(config.conv_dim, config.linear_num_value_heads)
+        self.pending = tuple(buffer(sizes.num_slots, sizes.max_width, held) for _ in config.linear_layers)
         heads = config.num_attention_heads
         self._projected = buffer(rows * _widest_projection(config))
         self._mixed = buffer(rows * max(config.value_dim, heads * config.head_dim))
@@ -122,13 +121,20 @@ class RoundBuffers:
 
 def report_size(sizes: Sizes) -> int:
     """Bytes of a report."""
-    return 40 * sizes.max_sequences + 12 * sizes.max_rows
+    return sum(_report_parts(sizes))
 
 
 def split_report(report: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of the bytes: counts int64 [5, B] in the order of Verdicts, chosen tokens int64 [R], has_nan int32 [R]."""
-    counts, chosen, nan = report.split([40 * sizes.max_sequences, 8 * sizes.max_rows, 4 * sizes.max_rows])
+    counts, chosen, nan = report.split(_report_parts(sizes))
     return counts.view(torch.int64).view(5, -1), chosen.view(torch.int64), nan.view(torch.int32)
+
+
+def _report_parts(sizes: Sizes) -> list[int]:
+    """Bytes of counts, tokens and marks. Everything begins at a multiple of 16 bytes: Triton compiles anew for what
+    does not, and the number of sequences must not choose the kernels."""
+    sequences, rows = (number + number % 2 for number in (sizes.max_sequences, sizes.max_rows))
+    return [40 * sequences, 8 * rows, 4 * rows]
 
 
 def _matrix(buffer: torch.Tensor, rows: int, width: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ class DeviceRounds:
     @property
     def pending_bytes(self) -> int:
         """See Rounds."""
-        return self.body.buffers.pending.nbytes
+        return sum(layer.nbytes for layer in self.body.buffers.pending)
 
     @property
     def buffer_bytes(self) -> int:

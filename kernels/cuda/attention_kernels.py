@@ -76,7 +76,7 @@ def plan_kernel(
         tl.store(items + 2 + b, ends, b < B)
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "max_pages"])
 def project_kernel(
     projected,
     slots,
@@ -140,7 +140,7 @@ def project_kernel(
         tl.store(v_cache + cell, v.to(v_cache.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["B", "W"])
+@triton.jit(do_not_specialize=["B", "W", "max_pages"])
 def items_kernel(
     q,
     slots,

@@ -103,7 +103,7 @@ def _ranked(partials, maxima, top_k, BITS: tl.constexpr, CHUNKS: tl.constexpr, B
     return tl.sum(tl.where(before == rank, maxima, 0), 0)
 
 
-@triton.jit(do_not_specialize=["W", "first", "num_rows"])
+@triton.jit(do_not_specialize=["W", "first", "num_rows", "max_depth"])
 def threshold_kernel(
     logits,
     allowed,
@@ -116,8 +116,8 @@ def threshold_kernel(
     num_rows,
     num_logits,
     stride,
+    max_depth,
     V: tl.constexpr,
-    MAX_DEPTH: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     NUM_BAD: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -155,7 +155,7 @@ def threshold_kernel(
                 cols, valid, ids = chunk_ids(kept, chunk, num_logits, CHUNK)
                 x = scaled(
                     logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
-                    V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+                    max_depth, V, NUM_STOPS, NUM_BAD, BEFORE,
                 )  # fmt: skip
                 key = key_of(x)
                 valid = valid & (key >= floor)
@@ -189,7 +189,7 @@ def threshold_kernel(
                         cols, valid, ids = chunk_ids(kept, chunk, num_logits, CHUNK)
                         x = scaled(
                             logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature,
-                            stride, V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+                            stride, max_depth, V, NUM_STOPS, NUM_BAD, BEFORE,
                         )  # fmt: skip
                         key = key_of(x)
                         listed = valid & (key >= lowest) & (key < bound)

@@ -37,14 +37,14 @@ class Scratch(NamedTuple):
         return cls(partials, torch.zeros(batch, dtype=torch.int32, device=device))
 
 
-@triton.jit(do_not_specialize=["depth"])
+@triton.jit(do_not_specialize=["depth", "max_depth", "text_length"])
 def _look_up_kernel(
     slots,
     s,
     scratch,
     depth,
-    MAX_DEPTH: tl.constexpr,
-    HISTORY: tl.constexpr,
+    max_depth,
+    text_length,
     LONGEST: tl.constexpr,
     SHORTEST: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -59,7 +59,7 @@ def _look_up_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     # where the newest token stands; matches end before it
     last = tl.load(s.length + slot).to(tl.int32)
-    text = s.history + slot * HISTORY
+    text = s.history + slot * text_length
     best = tl.full((), -1, tl.int64)
     for start in range(tl.program_id(1) * CHUNK, last, PROGRAMS * CHUNK):
         places = start + tl.arange(0, CHUNK)
@@ -84,7 +84,7 @@ def _look_up_kernel(
         # the tokens behind the match, again from its start once they have been used up
         source = end + 1 + steps % tl.maximum(last - end, 1)
         token = tl.load(text + source, is_meant & (steps < depth), other=0)
-        tl.store(s.drafts + slot * MAX_DEPTH + steps, token.to(tl.int64), steps < depth)
+        tl.store(s.drafts + slot * max_depth + steps, token.to(tl.int64), steps < depth)
         tl.store(s.num_offered + slot, tl.full((), 0, tl.int64), is_meant == 0)
         tl.store(scratch.counters + row, 0)
 
@@ -112,8 +112,8 @@ def look_up(
         state,
         scratch,
         depth,
-        MAX_DEPTH=max_depth,
-        HISTORY=state.history.shape[1],
+        max_depth,
+        state.history.shape[1],
         LONGEST=longest,
         SHORTEST=shortest,
         PROGRAMS=programs,

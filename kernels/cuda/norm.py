@@ -38,7 +38,7 @@ def _row_of(embedding, token, cols, H, UNITS: tl.constexpr):
         return embedding + row + tl.max_contiguous(tl.multiple_of(octet + (cols & 7), 8), 8)
 
 
-@triton.jit(do_not_specialize=["W", "num_rows"])
+@triton.jit(do_not_specialize=["W", "num_rows", "max_depth"])
 def _embed_rows_kernel(
     embedding,
     scale,
@@ -53,7 +53,7 @@ def _embed_rows_kernel(
     eps,
     W,
     num_rows,
-    MAX_DEPTH: tl.constexpr,
+    max_depth,
     UNITS: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,7 +74,7 @@ def _embed_rows_kernel(
         slot = tl.load(slots + row // W).to(tl.int64)
         j = row % W
         position = tl.load(length + slot).to(tl.int64) + j
-        token = tl.load(last_token + slot) if j == 0 else tl.load(drafts + slot * MAX_DEPTH + j - 1)
+        token = tl.load(last_token + slot) if j == 0 else tl.load(drafts + slot * max_depth + j - 1)
         x = tl.load(_row_of(embedding, token, cols, H, UNITS), mask, other=0.0).to(tl.float32)
     out = row.to(tl.int64) * H + cols
     tl.store(tokens_out + row, token)
@@ -123,7 +123,7 @@ def embed_rows(
         eps,
         width,
         num_rows,
-        MAX_DEPTH=drafts_SK.shape[1],
+        drafts_SK.shape[1],
         UNITS=units,
         **_options(hidden, pdl),
     )

@@ -86,8 +86,8 @@ def _merge_and_store(
     depth,
     position,
     stride,
+    max_depth,
     DRAFT: tl.constexpr,
-    MAX_DEPTH: tl.constexpr,
     MAX_CLOSING: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -104,20 +104,20 @@ def _merge_and_store(
         if kept is not None:
             token = tl.load(kept + column).to(tl.int64)
         if flags & _THINKING:
-            rule = forced(s, slot, depth, position, MAX_DEPTH, MAX_CLOSING)
+            rule = forced(s, slot, depth, position, max_depth, MAX_CLOSING)
             token = tl.where(rule >= 0, rule, token)
             if kept is None:
                 column = token
         tl.store(out + row, token)
         if DRAFT:
-            tl.store(s.drafts + slot * MAX_DEPTH + depth, token)
+            tl.store(s.drafts + slot * max_depth + depth, token)
         if nan_out is not None:
             chosen = tl.load(logits + row * stride + column).to(tl.float32)
             tl.store(nan_out + row, (chosen != chosen).to(nan_out.dtype.element_ty))
         tl.store(scratch.counters + row, 0)
 
 
-@triton.jit(do_not_specialize=["W", "first"])
+@triton.jit(do_not_specialize=["W", "first", "max_depth"])
 def _choose_kernel(
     logits,
     allowed,
@@ -131,8 +131,8 @@ def _choose_kernel(
     first,
     num_logits,
     stride,
+    max_depth,
     V: tl.constexpr,
-    MAX_DEPTH: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     NUM_BAD: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -152,7 +152,7 @@ def _choose_kernel(
     cols, valid, ids = chunk_ids(kept, tl.program_id(1), num_logits, CHUNK)
     x = scaled(
         logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
-        V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+        max_depth, V, NUM_STOPS, NUM_BAD, BEFORE,
     )  # fmt: skip
     if (temperature > 0) & (not filtered):
         x += noise(noise_key(s, slot, position), ids)
@@ -162,11 +162,11 @@ def _choose_kernel(
     else:
         _merge_and_store(
             best, scratch.partials, CHUNKS, logits, kept, out, nan_out, scratch, s, row, slot, flags, depth, position,
-            stride, DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
+            stride, max_depth, DRAFT, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["W", "first"])
+@triton.jit(do_not_specialize=["W", "first", "max_depth"])
 def _draw_kernel(
     logits,
     allowed,
@@ -180,8 +180,8 @@ def _draw_kernel(
     first,
     num_logits,
     stride,
+    max_depth,
     V: tl.constexpr,
-    MAX_DEPTH: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     NUM_BAD: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -208,14 +208,14 @@ def _draw_kernel(
                 cols, valid, ids = chunk_ids(kept, chunk, num_logits, CHUNK)
                 x = scaled(
                     logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
-                    V, MAX_DEPTH, NUM_STOPS, NUM_BAD, BEFORE,
+                    max_depth, V, NUM_STOPS, NUM_BAD, BEFORE,
                 )  # fmt: skip
                 survives = valid & (pack(key_of(x), cols, BITS) >= threshold)
                 x += noise(key, ids)
                 best = tl.maximum(best, tl.max(tl.where(survives, pack(key_of(x), cols, BITS), -1), 0))
         _merge_and_store(
             best, scratch.masses, tl.num_programs(1), logits, kept, out, nan_out, scratch, s, row, slot, flags, depth,
-            position, stride, DRAFT, MAX_DEPTH, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
+            position, stride, max_depth, DRAFT, MAX_CLOSING, CHUNKS, BLOCK_CHUNKS, BITS,
         )  # fmt: skip
 
 
@@ -254,7 +254,6 @@ def choose(
     assert scratch.partials.numel() >= rows * chunks and scratch.candidates.numel() >= rows * num_logits
     rules = {
         "V": vocab,
-        "MAX_DEPTH": max_depth,
         "NUM_STOPS": state.stop_ids.shape[1],
         "NUM_BAD": state.bad_lasts.shape[1],
         "BEFORE": state.recent.shape[1],
@@ -268,8 +267,9 @@ def choose(
         "enable_fp_fusion": False,
     }
     ending = {"MAX_CLOSING": state.closing.shape[1], "DRAFT": draft}
-    inputs = (logits, allowed, kept, slots_B, state)
-    sizes = (num_logits, logits.stride(0))
+    # whether there is a history must not choose the kernel: a model without a look-up head has none
+    inputs = (logits, allowed, kept, slots_B, state._replace(history=None))
+    sizes = (num_logits, logits.stride(0), max_depth)
     grid = (rows, chunks)
     _choose_kernel[grid](*inputs, out, has_nan, scratch, width, first, *sizes, **rules, **ending)
     if filters:

@@ -103,15 +103,13 @@ def _ban_early_stops(x, ids, low, high, s, slot, NUM_STOPS: tl.constexpr):
 
 
 @triton.jit
-def _ban_sequences(
-    x, ids, low, high, s, slot, depth, MAX_DEPTH: tl.constexpr, NUM_BAD: tl.constexpr, BEFORE: tl.constexpr
-):
+def _ban_sequences(x, ids, low, high, s, slot, depth, max_depth, NUM_BAD: tl.constexpr, BEFORE: tl.constexpr):
     """Only the program that owns a ban's last token looks at the tokens before it."""
     place = tl.arange(0, triton.next_power_of_2(BEFORE))
     inside = place < BEFORE
     source = place + depth
     before = tl.load(s.recent + slot * BEFORE + source, inside & (source < BEFORE), other=-3)
-    drafted = tl.load(s.drafts + slot * MAX_DEPTH + source - BEFORE, inside & (source >= BEFORE), other=-3)
+    drafted = tl.load(s.drafts + slot * max_depth + source - BEFORE, inside & (source >= BEFORE), other=-3)
     before = tl.where(source < BEFORE, before, drafted)
     number = 0
     banned = tl.load(s.bad_lasts + slot * NUM_BAD)
@@ -126,10 +124,10 @@ def _ban_sequences(
 
 
 @triton.jit
-def _penalise(x, ids, valid, s, slot, depth, V: tl.constexpr, MAX_DEPTH: tl.constexpr):
+def _penalise(x, ids, valid, s, slot, depth, max_depth, V: tl.constexpr):
     count = tl.load(s.counts + slot * V + ids, valid, other=0)
     for d in range(depth):
-        count += (ids == tl.load(s.drafts + slot * MAX_DEPTH + d)).to(tl.int32)
+        count += (ids == tl.load(s.drafts + slot * max_depth + d)).to(tl.int32)
     seen = (tl.load(s.seen + slot * V + ids, valid, other=0) != 0) | (count > 0)
     repetition = tl.load(s.repetition + slot)
     x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition), x)
@@ -163,8 +161,8 @@ def scaled(
     position,
     temperature,
     stride,
+    max_depth,
     V: tl.constexpr,
-    MAX_DEPTH: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     NUM_BAD: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -183,23 +181,23 @@ def scaled(
         if ((flags & _MIN_TOKENS) != 0) & (position < tl.load(s.min_until + slot)):
             x = _ban_early_stops(x, ids, low, high, s, slot, NUM_STOPS)
         if flags & _BAD_SEQUENCES:
-            x = _ban_sequences(x, ids, low, high, s, slot, depth, MAX_DEPTH, NUM_BAD, BEFORE)
+            x = _ban_sequences(x, ids, low, high, s, slot, depth, max_depth, NUM_BAD, BEFORE)
         if flags & _PENALISED:
-            x = _penalise(x, ids, valid, s, slot, depth, V, MAX_DEPTH)
+            x = _penalise(x, ids, valid, s, slot, depth, max_depth, V)
     if temperature > 0:
         x = tl.div_rn(x, temperature)
     return x
 
 
 @triton.jit
-def forced(s, slot, depth, position, MAX_DEPTH: tl.constexpr, MAX_CLOSING: tl.constexpr):
+def forced(s, slot, depth, position, max_depth, MAX_CLOSING: tl.constexpr):
     """The token that a spent thinking budget forces, negative where any may be chosen."""
     opened = tl.load(s.think_opened + slot)
     closed = tl.load(s.think_closed + slot)
     start = tl.load(s.think_start + slot)
     end = tl.load(s.think_end + slot)
     for d in range(depth):
-        draft = tl.load(s.drafts + slot * MAX_DEPTH + d)
+        draft = tl.load(s.drafts + slot * max_depth + d)
         place = position - depth + d
         opened = tl.where(draft == start, tl.minimum(opened, place), opened)
         closed = tl.where(draft == end, tl.minimum(closed, place), closed)

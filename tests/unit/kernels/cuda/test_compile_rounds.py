@@ -1,0 +1,209 @@
+"""The kernels that rounds of every plan are made of, for sm_90, made without a GPU: launch by launch the same binary.
+
+A row's bits are those of the instructions that made it. Triton deals a block out to registers, lanes and warps by the
+block's shape and by what it knows of pointers and integers, and adds along an axis in that order: a constant that
+follows k, or a pointer that is aligned for some batches alone, is another kernel, and may be other bits. So of k, the
+number of sequences, the longest context, the draft vocabulary, the filters and the head none may choose a kernel; of
+the number of rows, in three steps, the products alone, which add in one order by construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from pilotfish.draft_heads.lookup.head import LookupHead
+from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.checkpoint.dummy import dummy_weights
+from pilotfish.engine.config import ModelConfig
+from pilotfish.engine.device_round import buffers
+from pilotfish.engine.device_round.shapes import Shape
+from pilotfish.engine.device_round.start import make_rounds
+from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.kernels.cuda import attention_kernels, delta_net
+from tests.support.launches import Launch, launches_of
+from tests.support.rounds import CPU
+
+DEMO = Path(__file__).parents[4] / "demo" / "model"
+FAST_ROWS = 16
+MIXERS = ("linear_attention", "linear_attention", "full_attention")
+BIG = {
+    "hidden_size": 2048, "num_hidden_layers": 3, "layer_types": MIXERS, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "rotary_dim": 64, "tie_word_embeddings": False,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+MODELS = {
+    "demo": ("nvfp4", torch.bfloat16, {}),
+    # layers, but for their number, experts and vocabulary, as the 35B-A3B has them
+    "35B-A3B": (
+        "mixed",
+        torch.bfloat16,
+        {**BIG, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts_per_tok": 8, "num_experts": 16},
+    ),
+    # a dense model's rank of eight, over FP8 pages: 3 linear heads of 12 bytes a pending row
+    "27B": (
+        "nvfp4",
+        torch.float8_e4m3fn,
+        {**BIG, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_experts": 0, "intermediate_size": 512},
+    ),
+}
+DEPTHS, SEQUENCES = (0, 1, 3, 8), (1, 4, 5, 16)
+LENGTHS = (200, 600, 4080)
+"""Page tables of 1, 3 and 16 pages: for Triton one, no and a multiple of 16."""
+PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel")
+"""Compiled for up to 8, up to 16 and more rows. A row is a column of mma, its sum is over the same units in the same
+order, by instructions that are written out: test_run_products.py has the bits of all three."""
+LISTS = ("moe_kernels.list_kernel", "moe_kernels.items_kernel")
+"""Launched for more than 16 rows alone."""
+FILTERS = ("filters.threshold_kernel", "sample._draw_kernel")
+INTEGERS = (*LISTS, "commit._accept_commit_kernel", "lookup._look_up_kernel")
+"""May be several: they compute integers alone, whose sums have one value in any order."""
+
+
+@cache
+def model_of(kind: str, head: str = "mtp"):
+    layout, kv_dtype, changes = MODELS[kind]
+    config = dataclasses.replace(ModelConfig.load(DEMO), **changes)
+    sizes = CacheSizes(8, max(SEQUENCES) + 1, max(DEPTHS) + 1, kv_dtype)
+    draft_ids = list(range(0, 4096, 2)) if head == "trimmed" else None
+    weights = dummy_weights(config, layout, CPU, with_head=head not in ("none", "lookup"))
+    model = build_model(weights, config, sizes, torch.bfloat16, CPU, fused=True, draft_ids=draft_ids)
+    return dataclasses.replace(model, head=LookupHead(5, 2)) if head == "lookup" else model
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """As engine.start.assemble takes it."""
+
+    depth: int
+    max_num_seqs: int
+    max_model_len: int
+    head: str = "mtp"
+
+    def rounds(self, kind: str):
+        model = model_of(kind, self.head)
+        history_length = self.max_model_len + 9 if self.head == "lookup" else 0
+        state = BatchState(
+            self.max_num_seqs + 1, max(1, self.depth), model.config.vocab_size, CPU, history_length, complete=True
+        )
+        return make_rounds(model, state, self.depth, self.max_num_seqs, self.max_model_len, FAST_ROWS)
+
+
+PLANS = [
+    *(Plan(*choice) for choice in product(DEPTHS, SEQUENCES, LENGTHS)),
+    *(Plan(0, 4, 600, "none"), Plan(3, 4, 600, "trimmed"), Plan(4, 3, 600, "lookup"), Plan(8, 4, 4080, "lookup")),
+]
+
+
+class Found:
+    """What parts of rounds launched first, and by name the kernels that another plan or shape launched otherwise."""
+
+    def __init__(self):
+        self.first = {}
+        self.different = defaultdict(list)
+
+    def add(self, part: str, launches: list[Launch], where: str) -> None:
+        before, at = self.first.setdefault(part, (launches, where))
+        assert [launch.kernel for launch in before] == [launch.kernel for launch in launches], (part, at, where)
+        for one, other in zip(before, launches, strict=True):
+            if one != other and one.kernel not in INTEGERS:
+                self.different[one.kernel].append(f"{part}: {one} of {at}; {other} of {where}")
+
+    def add_rows(self, part: str, launches: list[Launch], num_rows: int, where: str) -> None:
+        """A part whose products may be other kernels for more rows."""
+        step = "up to 8" if num_rows <= 8 else "up to 16" if num_rows <= FAST_ROWS else "more"
+        self.add(f"{part}, {step} rows", launches, where)
+        self.add(part, [launch for launch in launches if launch.kernel not in (*PRODUCTS, *LISTS)], where)
+
+
+def add_plan(found: Found, kind: str, plan: Plan) -> None:
+    rounds = plan.rounds(kind)
+    for shape in (shapes := list(rounds.shapes)):
+        if shape.num_sequences <= 3 or shape == shapes[-1] or shape.num_rows in (8, FAST_ROWS):
+            add_shape(found, plan, rounds, shape)
+
+
+def add_shape(found: Found, plan: Plan, rounds, shape: Shape) -> None:
+    body, where = rounds.body, f"{plan}, {shape}"
+    found.add_rows("verify", launches_of(lambda: body.verify(shape)), shape.num_rows, where)
+    whole = launches_of(lambda: body.decide(shape, shape.depth))
+    found.add("decide", whole, where)
+    found.add("decide without filters", launches_of(lambda: body.decide(shape, shape.depth, False)), where)
+    found.add("decide without filters", [launch for launch in whole if launch.kernel not in FILTERS], where)
+    if shape.depth and plan.head == "lookup":
+        found.add("look up", launches_of(lambda: body.draft(shape, shape.depth)), where)
+    elif shape.depth and rounds.runner.head_on:
+        add_drafts(found, plan, body, shape, where)
+
+
+def add_drafts(found: Found, plan: Plan, body, shape: Shape, where: str) -> None:
+    count, head = shape.num_sequences, plan.head
+    first = launches_of(lambda: body.propose(count, 1))
+    found.add_rows(f"{head}: first draft", first, count, where)
+    launches = launches_of(lambda: body.draft(shape, shape.depth))
+    repair = len(launches_of(lambda: body.draft(shape, 1))) - len(first)
+    found.add_rows("repair", launches[:repair], shape.num_rows, where)
+    found.add_rows(f"{head}: first draft", launches[repair : repair + len(first)], count, where)
+    later = launches[repair + len(first) :]
+    for step in range(shape.depth - 1):
+        size = len(later) // (shape.depth - 1)
+        found.add_rows(f"{head}: next draft", later[step * size : (step + 1) * size], count, where)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_plan_and_no_batch_chooses_a_kernel(kind):
+    found = Found()
+    for plan in PLANS:
+        add_plan(found, kind, plan)
+    if found.different:
+        pytest.fail("\n".join(f"{name}, {len(said)} times: {said[0]}" for name, said in found.different.items()))
+    parts = {part.partition(":")[0].partition(",")[0] for part in found.first}
+    assert parts == {"verify", "decide", "decide without filters", "look up", "repair", "mtp", "trimmed"}
+    seen = {launch.kernel: launch for launches, _ in found.first.values() for launch in launches}
+    assert {"delta_net._finish_kernel", "attention_kernels.items_kernel", *PRODUCTS[:1], *FILTERS} < set(seen)
+    for name in INTEGERS:
+        assert name not in seen or not seen[name].uses_floats
+    assert seen["norm._add_norm_kernel"].uses_floats
+
+
+def differences_of(*plans: Plan):
+    found = Found()
+    for plan in plans:
+        add_plan(found, "demo", plan)
+    return set(found.different)
+
+
+def test_a_block_that_follows_k_is_found(monkeypatch):
+    """As it was: rows of the gated norm's block, and with them the order of its sum over a head."""
+    found = Found()
+    for depth in (1, 8):
+        monkeypatch.setattr(delta_net, "ROWS", triton.next_power_of_2(depth + 1))
+        add_plan(found, "demo", Plan(depth, 1, 600))
+    assert set(found.different) == {"delta_net._finish_kernel"}
+
+
+def test_a_number_that_is_looked_at_is_found(monkeypatch):
+    """Even where both plans' page tables have neither one nor sixteen pages."""
+    plans = Plan(3, 1, 600), Plan(3, 1, 1200)
+    assert not differences_of(*plans)
+    for kernel in (attention_kernels.items_kernel, attention_kernels.project_kernel):
+        param = next(param for param in kernel.params if param.name == "max_pages")
+        monkeypatch.setattr(param, "do_not_specialize", False)
+    assert differences_of(*plans) == {"attention_kernels.items_kernel", "attention_kernels.project_kernel"}
+
+
+def test_an_address_that_follows_the_batch_is_found(monkeypatch):
+    def anywhere(sizes):
+        return [40 * sizes.max_sequences, 8 * sizes.max_rows, 4 * sizes.max_rows]
+
+    plans = Plan(3, 4, 600), Plan(3, 5, 600)
+    assert not differences_of(*plans)
+    monkeypatch.setattr(buffers, "_report_parts", anywhere)
+    assert "norm._pair_norm_kernel" in differences_of(*plans)
