@@ -217,7 +217,7 @@ class GroupedExperts:
             ROUTED=routed,
             LISTS=lists,
             TOP_K=self.top_k,
-            PAIRS=max(32, triton.next_power_of_2(FAST_ROWS * self.top_k)),
+            TOP=triton.next_power_of_2(self.top_k),
             STAGES=shape.stages,
             X_AHEAD=shape.x_ahead,
             PDL=pdl,

@@ -50,37 +50,33 @@ def items_kernel(
 
 
 @gluon.jit
-def _columns(
-    ids,
-    lists,
-    expert,
-    index,
-    first,
-    count,
-    num_rows,
-    is_shared,
-    ROUTED: gl.constexpr,
-    LISTS: gl.constexpr,
-    TOP_K: gl.constexpr,
-):
+def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr):
+    """At which rank each row chose the expert, -1 if it did not, [ROWS]; and the first pair that is such a choice.
+
+    ids are read once a program, dealt out to its warps: hundreds of programs read these few lines at a time. And read
+    past L1, where those of an earlier layer may lie.
+    """
+    pair = row[:, None] * TOP_K + rank[None, :]
+    there = (row < num_rows)[:, None] & (rank < TOP_K)[None, :]
+    chosen = gl.load(ids + pair, mask=there, other=-1, cache_modifier=".cg") == expert
+    ranks = gl.max(gl.where(chosen, rank[None, :] + row[:, None] * 0, -1), 1)
+    return ranks, gl.min(gl.min(gl.where(chosen, pair, 1 << 20), 1), 0)
+
+
+@gluon.jit
+def _columns(ranks, own_list, index, first, count, is_shared, LISTS: gl.constexpr, TOP_K: gl.constexpr):
     """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there.
 
-    index: a column's number within those of the program. Read past L1, where lines of an earlier layer may lie.
+    index: a column's number within those of the program.
     """
-    column = first + index
     if LISTS:
+        column = first + index
         there = column < count
-        pair = gl.load(lists + column, mask=there & (is_shared == 0), other=0, cache_modifier=".cg")
-        pair = gl.where(is_shared, column * (TOP_K + 1) + TOP_K, pair)
-        return pair, there
+        pair = gl.load(own_list + column, mask=there & (is_shared == 0), other=0, cache_modifier=".cg")
+        return gl.where(is_shared, column * (TOP_K + 1) + TOP_K, pair), there
     else:
-        there = column < num_rows
-        rank = gl.where(is_shared, TOP_K, -1) + column * 0
-        if ROUTED:
-            for j in gl.static_range(TOP_K):
-                chosen = gl.load(ids + column * TOP_K + j, mask=there, other=-1, cache_modifier=".cg")
-                rank = gl.where((chosen == expert) & (is_shared == 0), j, rank)
-        return column * (TOP_K + 1) + rank, there & (rank >= 0)
+        rank = gl.gather(ranks, index, 0)
+        return index * (TOP_K + 1) + rank, rank >= 0
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_routed"])
@@ -112,7 +108,7 @@ def experts_kernel(
     ROUTED: gl.constexpr,
     LISTS: gl.constexpr,
     TOP_K: gl.constexpr,
-    PAIRS: gl.constexpr,
+    TOP: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PDL: gl.constexpr,
@@ -136,6 +132,10 @@ def experts_kernel(
     count = num_rows
     is_shared = p >= num_routed
     own_list = lists
+    lanes: gl.constexpr = min(TOP, 32)
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
+    row = gl.arange(0, NT * 8, gl.SliceLayout(1, pairs))
+    ranks = row * 0 - 1
     if LISTS:
         first = (p - num_routed) * 16
     if ROUTED:
@@ -155,16 +155,16 @@ def experts_kernel(
             own_list += expert * (num_rows + 1) + 1
         else:
             expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=".cg")
-            # every warp looks at all of them: no barrier
-            pair = gl.arange(0, PAIRS, gl.BlockedLayout([PAIRS // 32], [32], [warps], [0]))
-            others = gl.load(ids + pair, mask=pair < p, other=-1, cache_modifier=".cg")
-            repeated = gl.max((others == expert).to(gl.int32), 0) > 0
+            rank = gl.arange(0, TOP, gl.SliceLayout(0, pairs))
+            ranks, first_pair = _ranks(ids, expert, num_rows, row, rank, TOP_K)
             if is_shared:
                 expert = NUM_EXPERTS
-            elif repeated:
+            elif first_pair < p:
                 count = 0
     if first >= count:
         return
+    if not LISTS:
+        ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     index = gl.arange(0, 128, flat)
     feature = (index % 32) // 4 + (index // 32) % 2 * 8
@@ -173,25 +173,12 @@ def experts_kernel(
     targets = ()
     stored = ()
     for n in gl.static_range(NT):
-        pair, there = _columns(
-            ids, own_list, expert, n * 8 + g, first, count, num_rows, is_shared, ROUTED, LISTS, TOP_K
-        )
+        pair, there = _columns(ranks, own_list, n * 8 + g, first, count, is_shared, LISTS, TOP_K)
         source = pair if DOWN else pair // (TOP_K + 1)
         offsets = offsets + (source * x_stride * 4,)
         masks = masks + (there,)
-        pair, there = _columns(
-            ids,
-            own_list,
-            expert,
-            n * 8 + (index % 4) * 2 + index // 64,
-            first,
-            count,
-            num_rows,
-            is_shared,
-            ROUTED,
-            LISTS,
-            TOP_K,
-        )
+        stored_index = n * 8 + (index % 4) * 2 + index // 64
+        pair, there = _columns(ranks, own_list, stored_index, first, count, is_shared, LISTS, TOP_K)
         targets = targets + (pair.to(gl.int64) * out_stride,)
         stored = stored + (there,)
     first_tile = gl.program_id(0) * MT
