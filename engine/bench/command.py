@@ -17,7 +17,8 @@ import json
 import logging
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +30,7 @@ from pilotfish.engine import ledger, probe
 from pilotfish.engine.bench.admission import STREAMS, measure_admission, stream_tokens
 from pilotfish.engine.bench.experts import count_experts
 from pilotfish.engine.bench.first import complaints, first_and_second
-from pilotfish.engine.bench.measure import Case, Run, random_prompts, run_batch
+from pilotfish.engine.bench.measure import Case, Run, live_batch, live_tokens, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.profile import profile
 from pilotfish.engine.bench.roof import Frame, distinct_experts, memory_rate, round_bytes
@@ -48,7 +49,8 @@ from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, a
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
-REPLAYS = 50
+REPLAYS = 16
+"""Of each captured part, over a live batch."""
 WARM_UP_TOKENS = 8
 
 
@@ -146,8 +148,11 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     fused = args.kernels == "fused"
     if fused and device.type != "cuda":
         raise OptionError("kernels: want a CUDA device for fused ones")
+    if args.profile and device.type != "cuda":
+        raise OptionError("profile: want a CUDA device, whose kernels it traces")
     chunk = args.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
-    longest = max(args.context) + args.tokens
+    live = live_tokens(2 * REPLAYS, depth, batch, -(-max(args.context) // chunk)) if fused or args.profile else 0
+    longest = max(args.context) + max(args.tokens, live)
     pages = -(-(longest + depth + 1) // PAGE) * batch
     if args.admission is not None:
         stream = min(args.context) + stream_tokens(depth, args.admission, chunk)
@@ -247,28 +252,36 @@ def _row(
     if config.is_moe:
         row["distinct_experts_uniform"] = distinct_experts(config.num_experts, config.num_experts_per_tok, frame.rows)
     row["draft_vocab_size"] = args.draft_vocab_size
-    return row | _device_times(loop, case) | (profile(loop, case) if args.profile else {})
+    return row | _device_times(loop, case) | ({"profile": profile(loop, case)} if args.profile else {})
 
 
 def _device_times(loop: EngineLoop, case: Case) -> dict[str, Any]:
     """Milliseconds of the captured round, with and without the launches for filters, and of its first part, replayed
-    back to back over what the batch left."""
+    back to back while the batch's sequences run: each replay of a whole round moves them on as a round does."""
     if not loop.rounds.num_graphs:
         return {}
     from pilotfish.engine.device_round.rounds import PLAIN, VERIFY, WHOLE, DeviceRounds
 
     assert isinstance(loop.rounds, DeviceRounds)
-    shape = loop.rounds.shapes.fit(case.batch, case.depth)
+    shape, graphs = loop.rounds.shapes.fit(case.batch, case.depth), loop.rounds.graphs
     times = {}
-    for part in (WHOLE, PLAIN, VERIFY):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        events[0].record()
-        for event in events[1:]:
-            loop.rounds.graphs.replay((shape, part))
-            event.record()
-        events[-1].synchronize()
-        times[f"device_{part}_ms"] = statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
+    with live_batch(loop, random_prompts(case.batch, case.context, loop.ready.vocab_size), 2 * REPLAYS):
+        # the last: its window is not committed, the next replay takes it once more
+        for part in (WHOLE, PLAIN, VERIFY):
+            spent = _replay_times(partial(graphs.replay, (shape, part)))
+            times[f"device_{part}_ms"] = statistics.median(spent)
     return times
+
+
+def _replay_times(replay: Callable[[], None]) -> list[float]:
+    """Milliseconds on the device of each of REPLAYS calls, back to back."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        replay()
+        event.record()
+    events[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
 def _products(root: object) -> Iterator[Any]:
@@ -309,7 +322,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--draft-vocab-size", type=int, metavar="N", help="drafts are chosen from the first N ids alone"
     )
-    parser.add_argument("--profile", action="store_true", help="launches a round, and the GPU's idle share, by tracing")
+    parser.add_argument("--profile", action="store_true", help="kernels of a round and of a prompt, by tracing")
     parser.add_argument(
         "--admission",
         type=_number(1, 1 << 20),

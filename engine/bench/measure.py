@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, StepReport, Submit
+from pilotfish.engine.messages import RequestOutput, SamplingParams, StepReport, Submit
 
 WARM_UP_ROUNDS = 4
+SETTLE = 4
+"""Rounds of a live batch before anyone looks at it."""
+ROUNDS_BEHIND = 2
+"""More rounds than were looked at: launched and not yet read."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
 
 
 def _collect(run: Run, report: StepReport) -> None:
-    for output in report.outputs:
-        if output.error is not None:
-            raise RuntimeError(f"request {output.request_id}: {output.error}")
+    for output in _outputs(report):
         run.texts[output.request_id] += output.token_ids
         if output.round:
             run.rounds += 1
@@ -103,6 +107,53 @@ def _collect(run: Run, report: StepReport) -> None:
     if any(output.round for output in report.outputs):
         run.graph_hits += report.stats.graph
         run.graph_misses += not report.stats.graph
+
+
+def live_tokens(num_rounds: int, depth: int, num_prompts: int, chunks: int) -> int:
+    """Tokens that outlast so many rounds of a live batch and those around them, whatever is accepted: one between two
+    chunks of the prompts, too, for those that have been read already."""
+    return (num_prompts * chunks + SETTLE + num_rounds + ROUNDS_BEHIND) * (depth + 1)
+
+
+@contextmanager
+def live_batch(loop: EngineLoop, prompts: list[list[int]], num_rounds: int) -> Iterator[None]:
+    """All prompts have been read, some rounds have run, and `num_rounds` more can before a request ends. They are
+    aborted afterwards: what has been committed by then need not be what the loop has read."""
+    chunks = -(-max(map(len, prompts)) // loop.scheduler.prefill_chunk)
+    num_tokens = live_tokens(num_rounds, loop.depth, len(prompts), chunks)
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    names = [f"live{number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+    settled = 0
+    while settled < SETTLE:
+        outputs = _outputs(loop.step())
+        assert not any(output.finish_reason for output in outputs), f"a request of {num_tokens} tokens has ended"
+        settled += len([output for output in outputs if output.round]) == len(prompts)
+    try:
+        yield
+    finally:
+        for name in names:
+            loop.abort(name)
+        while loop.has_work():
+            loop.step()
+
+
+def read_prompt(loop: EngineLoop, prompt: list[int]) -> None:
+    """A request for one token, from its arrival until the engine is idle."""
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    loop.submit(Submit(request_id="prompt", prompt_token_ids=prompt, sampling=sampling))
+    while loop.has_work():
+        _outputs(loop.step())
+
+
+def _outputs(report: StepReport | None) -> list[RequestOutput]:
+    """Raises RuntimeError where a request failed."""
+    outputs = report.outputs if report is not None else []
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"request {output.request_id}: {output.error}")
+    return outputs
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:

@@ -1,60 +1,102 @@
-"""What a trace of the GPU says of rounds: how many launches one has, and how long nothing runs between them."""
+"""What a trace of the GPU says of a batch's rounds and of a prompt: launches, how long nothing runs, and which kernels
+the time goes to.
+
+A kernel that waits for the one before it (programmatic dependent launch) counts as running, so the lengths of kernels
+add up to more than the time they took. Here each instant belongs to one kernel: of those that run, the one that ends
+next. Times of kernels and the time in which none runs then add up to the whole, with and without such launches.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from pilotfish.engine.bench.measure import Case, random_prompts
+from pilotfish.engine.bench.measure import Case, live_batch, random_prompts, read_prompt
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
 
-ROUNDS = 20
-SETTLE = 4
-LONGEST = 12
+ROUNDS = 16
+LONGEST = 15
+"""Kernels, and calls of the driver, that are named."""
+
+Span = tuple[float, float, str]
+"""Begin and end of a kernel in microseconds, and its name."""
 
 
 def profile(loop: EngineLoop, case: Case) -> dict[str, Any]:
-    """Of a batch's rounds as they are served: launches, the share of the time in which no kernel runs, and the kernels
-    that take most of it, in microseconds a round."""
-    if loop.runner.model.device.type != "cuda":
-        return {}
-    length = min(case.context, 256)
-    tokens = min((ROUNDS + SETTLE + 8) * (case.depth + 1), loop.ready.max_model_len - length)
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    for number, prompt in enumerate(random_prompts(case.batch, length, loop.ready.vocab_size)):
-        loop.submit(Submit(request_id=f"p{number}", prompt_token_ids=prompt, sampling=sampling))
-    while len([s for s in loop.scheduler.running if s.is_prefilled]) < case.batch:
-        loop.step()
-    for _ in range(SETTLE):
-        loop.step()
+    """`round`: of a batch's rounds as they are served, launches and microseconds of one; `prompt`: of one of its
+    prompts read alone."""
+    prompts = random_prompts(case.batch, case.context, loop.ready.vocab_size)
+    with live_batch(loop, prompts, ROUNDS):
+        found = traced(lambda: [loop.step() for _ in range(ROUNDS)], ROUNDS)
+    return {"round": found, "prompt": profile_prompt(loop, prompts[0])}
+
+
+def profile_prompt(loop: EngineLoop, prompt: list[int]) -> dict[str, Any]:
+    """From the prompt's arrival to its first token, and its first drafts where there are any."""
+    read_prompt(loop, prompt)
+    found = traced(lambda: read_prompt(loop, prompt), 1)
+    return {"tokens": len(prompt), "chunks": -(-len(prompt) // loop.scheduler.prefill_chunk), **found}
+
+
+def traced(work: Callable[[], object], times: int) -> dict[str, Any]:
+    """What the GPU does in `work`, and what the host asks the driver for, each divided by `times`."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(ROUNDS):
-            loop.step()
+        work()
         torch.cuda.synchronize()
-    while loop.has_work():
-        loop.step()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    spans, calls = [], []
+    for event in trace.events():
+        span = (event.time_range.start, event.time_range.end, event.name)
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append(span)
+        elif event.name.startswith(("cuda", "cu")):
+            calls.append(span)
     if not spans:
-        return {"profile": "the profiler saw no kernel"}
-    by_name: Counter[str] = Counter()
-    for begin, end, name in spans:
-        by_name[name] += end - begin
-    busy, reached = 0.0, spans[0][0]
-    for begin, end, _ in spans:
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    whole = reached - spans[0][0]
+        return {"nothing": "the profiler saw no kernel"}
+    return summary(spans, times) | {"driver_calls": _calls(calls, times)}
+
+
+def summary(spans: Iterable[Span], times: int) -> dict[str, Any]:
+    """Launches, microseconds from the first kernel's begin to the last one's end, the share of them in which none
+    runs, and the kernels that take most: their own microseconds and launches."""
+    ordered = sorted(spans, key=lambda span: span[1])
+    own, whole = own_times(ordered)
+    number = Counter(name for _, _, name in ordered)
     return {
-        "launches_a_round": len(spans) / ROUNDS,
-        "gpu_idle_share": 1 - busy / whole,
-        "kernels_us": {name: total / ROUNDS for name, total in by_name.most_common(LONGEST)},
+        "launches": len(ordered) / times,
+        "gpu_us": whole / times,
+        "gpu_idle_share": 1 - sum(own.values()) / whole,
+        "kernels": [
+            {"name": name, "us": total / times, "launches": number[name] / times} for name, total in _largest(own)
+        ],
     }
+
+
+def own_times(ordered: list[Span]) -> tuple[dict[str, float], float]:
+    """Of spans sorted by their end: the time that is each name's own, and the time from first to last."""
+    # of the kernels that end no sooner than this one: when the first of them began
+    begun = list(accumulate((begin for begin, _, _ in reversed(ordered)), min))[::-1]
+    own: dict[str, float] = defaultdict(float)
+    reached = begun[0]
+    for first, (_, end, name) in zip(begun, ordered, strict=True):
+        own[name] += end - max(reached, first)
+        reached = end
+    return own, reached - begun[0]
+
+
+def _calls(spans: list[Span], times: int) -> list[dict[str, Any]]:
+    """The host's microseconds in each kind of call; those that wait for the device stand out."""
+    spent: dict[str, float] = defaultdict(float)
+    for begin, end, name in spans:
+        spent[name] += end - begin
+    number = Counter(name for _, _, name in spans)
+    return [{"name": name, "us": total / times, "calls": number[name] / times} for name, total in _largest(spent)]
+
+
+def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])[:LONGEST]

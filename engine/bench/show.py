@@ -9,7 +9,8 @@ ROUND, ADMISSION = "round", "admission"
 """A row's `kind`."""
 COLUMNS = (
     ("k", "k"), ("batch", "B"), ("context", "context"), ("tokens_per_second", "tok/s"), ("round_ms", "round ms"),
-    ("acceptance_length", "accepted"), ("floor_ms", "floor ms"), ("share_of_roof", "of roof"),
+    ("device_plain_ms", "device ms"), ("acceptance_length", "accepted"), ("floor_ms", "floor ms"),
+    ("share_of_roof", "of roof"),
     ("distinct_experts", "experts"), ("distinct_experts_uniform", "uniform"), ("first_token_ms", "first ms"),
     ("host_ms", "host ms"), ("graph_hits", "hits"), ("graph_misses", "misses"),
     ("first_request_ms", "1st request ms"), ("second_request_ms", "2nd request ms"),
@@ -20,6 +21,7 @@ ADMISSION_COLUMNS = (
     ("first_token_alone_ms", "alone ms"),
 )  # fmt: skip
 MIB = 1 << 20
+NAME_WIDTH = 90
 
 
 def show(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -31,6 +33,11 @@ def show(rows: list[dict[str, Any]]) -> Iterator[str]:
     if admissions:
         yield "longest wait for a token of streams that run while a prompt is read:"
         yield from _table(ADMISSION_COLUMNS, admissions)
+    for row in rows:
+        if "profile" in row:
+            traced, at = row["profile"], f"k = {row['k']}, batch {row['batch']}, context {row['context']}"
+            yield from _trace(f"a round at {at}", traced["round"])
+            yield from _trace(f"a prompt of {row['context']} tokens at k = {row['k']}", traced["prompt"])
     row = rows[0]
     resident, packed = row["resident_bytes"], row["packed_bytes"]
     yield (
@@ -44,6 +51,21 @@ def show(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"start to ready at k = {depth}: {sum(start.values()):.1f} s ({parts}{graphs})"
     if any(row["synthetic"] for row in rows):
         yield "synthetic: random weights, or drafts replaced by a known text with seeded errors"
+
+
+def _trace(subject: str, found: dict[str, Any]) -> Iterator[str]:
+    """Kernels by the time that is their own (see profile.py), and what the host spent in the driver."""
+    if "nothing" in found:
+        yield f"{subject}: {found['nothing']}"
+        return
+    whole, idle = found["gpu_us"], found["gpu_idle_share"]
+    yield f"{subject}: {found['launches']:.0f} launches, {whole / 1e3:.3f} ms from first to last, idle {idle:.1%}"
+    for part, counted in (("kernels", "launches"), ("driver_calls", "calls")):
+        for line in found[part]:
+            yield (
+                f"  {line['us']:10.1f} us {line['us'] / whole:6.1%} {line[counted]:8.1f} of "
+                f"{line['us'] / line[counted]:8.2f} us  {line['name'][:NAME_WIDTH]}"
+            )
 
 
 def _table(columns: Sequence[tuple[str, str]], rows: list[dict[str, Any]]) -> Iterator[str]:

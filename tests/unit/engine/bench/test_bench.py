@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pilotfish.engine import ledger
-from pilotfish.engine.bench import admission, command, first
+from pilotfish.engine.bench import admission, command, first, profile
 from pilotfish.engine.bench.experts import ExpertCounts, count_experts
-from pilotfish.engine.bench.measure import random_prompts
+from pilotfish.engine.bench.measure import Case, live_batch, live_tokens, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes
 from pilotfish.engine.bench.show import show
@@ -20,6 +20,7 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.scheduler import PrefillStep, RoundStep
 from tests.support.rounds import CPU, make_engine
 from tests.support.tiny_models import build_tiny
+from tests.unit.engine.device_round.test_rounds import device_engine
 
 ARGS = ["--device", "cpu", "--context", "20", "--tokens", "40", "--k", "0,3", "--batch", "1,2"]
 
@@ -275,6 +276,140 @@ def test_a_slow_first_request_is_named_and_fails(folder, capsys, monkeypatch, fi
         assert "first request" not in output.err
     else:
         assert complaint in output.err and "k = 3, batch 2, context 20" in output.err
+
+
+def oracle_loop(depth=3, prompts=()):
+    """With drafts from the known text of these prompts."""
+    loop = EngineLoop(make_engine("moe", depth=depth, max_num_seqs=4, num_pages=20))
+    texts = run_batch(EngineLoop(make_engine("moe", depth=0)), prompts, 60, 0).texts
+    state = loop.runner.state
+    state.oracle = Oracle(state.num_slots, 2048, state.vocab_size, [0.8] * depth, CPU)
+    for prompt, text in zip(prompts, texts.values(), strict=True):
+        state.oracle.tell(prompt, text)
+    return loop
+
+
+def test_a_profile_runs_the_prompts_whose_text_the_oracle_knows(monkeypatch):
+    case = Case(depth=3, batch=2, context=20)
+    loop = oracle_loop(3, random_prompts(2, 20, 320))
+    seen = []
+
+    def traced(work, times):
+        seen.append(times)
+        report_counts.append([])
+        work()
+        return {"launches": 7.0}
+
+    report_counts, step = [], loop.step
+
+    def counted():
+        report = step()
+        if report_counts:
+            report_counts[-1].append(len([output for output in report.outputs if output.round]))
+        return report
+
+    monkeypatch.setattr(loop, "step", counted)
+    monkeypatch.setattr(profile, "traced", traced)
+    found = profile.profile(loop, case)
+    assert seen == [profile.ROUNDS, 1]
+    # of each traced round both sequences; then the batch ends, and a prompt is read alone
+    assert report_counts[0][: profile.ROUNDS] == [2] * profile.ROUNDS
+    assert report_counts[1] == [0]
+    assert found == {"round": {"launches": 7.0}, "prompt": {"launches": 7.0, "tokens": 20, "chunks": 1}}
+    assert not loop.has_work()
+    loop.scheduler.check()
+
+
+@pytest.mark.parametrize("depth", (0, 3))
+def test_a_live_batch_outlasts_its_rounds_whatever_is_accepted(depth):
+    prompts = random_prompts(4, 100, 320)
+    loop = oracle_loop(depth, prompts) if depth else EngineLoop(make_engine("moe", depth=0, num_pages=20))
+    if depth:
+        loop.runner.state.oracle.rates.fill_(1.0)
+    with live_batch(loop, prompts, 8):
+        for _ in range(8):
+            assert [output.finish_reason for output in loop.step().outputs if output.round] == [None] * 4
+        assert len(loop.scheduler.running) == 4
+    assert not loop.has_work()
+    loop.scheduler.check()
+    # the first sequence had a round before each other chunk: four prompts of two chunks
+    assert live_tokens(8, depth, 4, 2) == (8 + 4 + 8 + 2) * (depth + 1)
+
+
+@pytest.mark.parametrize("depth", (0, 3))
+def test_device_time_is_of_rounds_that_move_live_sequences_on(depth, monkeypatch):
+    loop = EngineLoop(device_engine("moe", depth))
+    state, slots = loop.runner.state, loop.rounds.body.buffers.slots
+    seen = []
+
+    def replay_times(replay):
+        lengths = [state.length.clone()]
+        for _ in range(command.REPLAYS):
+            replay()
+            lengths.append(state.length.clone())
+        seen.append((slots[:2].tolist(), torch.stack(lengths).diff(dim=0)))
+        return [2.5]
+
+    monkeypatch.setattr(command, "_replay_times", torch.inference_mode()(replay_times))
+    found = command._device_times(loop, Case(depth, 2, 20))
+    assert found == {"device_round_ms": 2.5, "device_plain_ms": 2.5, "device_verify_ms": 2.5}
+    for (own, moved), commits in zip(seen, (True, True, False), strict=True):
+        assert 0 not in own and len(set(own)) == 2
+        assert bool((moved[:, own] > 0).all()) == commits and bool((moved[:, own] == 0).all()) == (not commits)
+    assert not loop.has_work()
+    loop.scheduler.check()
+
+
+def test_waiting_kernels_time_belongs_to_those_they_wait_for():
+    """b and c began while a still ran, and waited: what is theirs begins where the one before them ended."""
+    spans = [(0.0, 10.0, "a"), (1.0, 14.0, "b"), (2.0, 20.0, "c"), (21.0, 30.0, "a")]
+    found = profile.summary(spans, 1)
+    assert {line["name"]: line["us"] for line in found["kernels"]} == {"a": 19.0, "b": 4.0, "c": 6.0}
+    assert {line["name"]: line["launches"] for line in found["kernels"]} == {"a": 2.0, "b": 1.0, "c": 1.0}
+    assert found["gpu_us"] == 30 and found["launches"] == 4 and found["gpu_idle_share"] == pytest.approx(1 / 30)
+
+
+def test_own_times_and_idle_ones_are_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    begins = (torch.rand(200, generator=generator) * 1000).tolist()
+    lengths = (torch.rand(200, generator=generator) * 8).tolist()
+    spans = [
+        (begin, begin + length, f"k{i % 7}") for i, (begin, length) in enumerate(zip(begins, lengths, strict=True))
+    ]
+    found = profile.summary(spans, 4)
+    total = sum(line["us"] for line in found["kernels"])
+    assert total + found["gpu_us"] * found["gpu_idle_share"] == pytest.approx(found["gpu_us"])
+    # instants in steps of a thousandth: in how many of them a kernel runs
+    steps = torch.linspace(min(begins), max(end for _, end, _ in spans), 100_000)
+    busy = torch.zeros_like(steps, dtype=torch.bool)
+    for begin, end, _ in spans:
+        busy |= (steps >= begin) & (steps <= end)
+    assert found["gpu_idle_share"] == pytest.approx(1 - busy.float().mean().item(), abs=1e-3)
+
+
+def test_a_profile_wants_a_gpu(folder, capsys):
+    assert command.main([str(folder), *ARGS, "--profile"]) == 1
+    assert "profile: want a CUDA device" in capsys.readouterr().err
+
+
+def test_a_profile_s_kernels_are_shown_with_their_share_and_number():
+    traced = profile.summary([(0.0, 30.0, "products"), (40.0, 100.0, "experts")], 1) | {
+        "driver_calls": [{"name": "cudaStreamSynchronize", "us": 25.0, "calls": 5.0}]
+    }
+    row = {
+        "kind": "round", "k": 3, "batch": 4, "context": 64, "resident_bytes": 1, "packed_bytes": 1, "synthetic": False,
+        "start_seconds": {}, "num_graphs": 0, "profile": {"round": traced, "prompt": traced},
+    }  # fmt: skip
+    lines = [" ".join(line.split()) for line in show([row])]
+    kernels = [
+        "60.0 us 60.0% 1.0 of 60.00 us experts",
+        "30.0 us 30.0% 1.0 of 30.00 us products",
+        "25.0 us 25.0% 5.0 of 5.00 us cudaStreamSynchronize",
+    ]
+    whole = "2 launches, 0.100 ms from first to last, idle 10.0%"
+    at = lines.index(f"a round at k = 3, batch 4, context 64: {whole}")
+    assert lines[at + 1 : at + 4] == kernels
+    assert lines[at + 4 : at + 8] == [f"a prompt of 64 tokens at k = 3: {whole}", *kernels]
 
 
 def test_graphs_stand_beside_what_the_start_took():
