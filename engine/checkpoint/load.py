@@ -1,17 +1,16 @@
 """Reads the weights of a recognised checkpoint, file by file, onto one device.
 
 Packed weights stay packed, each matrix with the scales its file gives it. Experts come out one by one whatever form
-the file has: fused 3-D tensors are split into views, gate rows first, then up. Beyond the result, host memory holds
-at most the mapped pages of the one file that is being read.
+the file has: fused 3-D tensors are split into views, gate rows first, then up. stream.py does the reading, and says
+what host memory it takes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
-from threading import Event, Semaphore, Thread
 from typing import Any
 
 import numpy as np
@@ -25,26 +24,27 @@ from pilotfish.engine.checkpoint.headers import TensorInfo
 from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, Layout, Module, lynn_prefix
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight, NvFp4Weight
 from pilotfish.engine.checkpoint.recognise import Checkpoint, loaded_parts
+from pilotfish.engine.checkpoint.stream import SMALL, TORCH_DTYPES, Part, Place, stream
 from pilotfish.engine.errors import CheckpointError, LayoutError
 
 PackedWeight = NvFp4Weight | LynnWeight | Fp8Weight
 Weight = torch.Tensor | PackedWeight
 
-TORCH_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 GGUF_SUFFIX = ".gguf"
 GLOBAL_SCALES = (".weight_global_scale", ".weight_scale_2", ".global_scale")
 EXPERT_PARTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     **{name: (name,) for name in ("gate_proj", "up_proj", "down_proj")},
 }
-READ_AHEAD, READ_STEP = 256 << 20, 4 << 20  # bytes
-LARGEST_SCALE_BYTE = 0x7E  # e4m3 448; above it come NaN and the negatives
+SCALES = (".weight_scale", ".weight_scale_inv", ".weight.scale", ".scale")
+SCALE_BITS = {
+    "F8_E4M3": (np.uint8, 0x7E, None),
+    "BF16": (np.uint16, 0x7F7F, 0x8000),
+    "F16": (np.uint16, 0x7BFF, 0x8000),
+    "F32": (np.uint32, 0x7F7FFFFF, 0x80000000),
+}
+"""How to read their bits, those of the largest finite number, above which come infinity, NaN and the negatives, and
+those of minus zero where it may stand."""
 
 
 def load_weights(
@@ -57,24 +57,29 @@ def load_weights(
     Raises CheckpointError if a file changed since it was opened, or a scale is not a finite number above 0;
     LayoutError for a layout that the device has no arithmetic for.
     """
-    _refuse_for_device(checkpoint, torch.device(device))
+    device = torch.device(device)
+    _refuse_for_device(checkpoint, device)
     weights: dict[str, Weight] = {}
-    parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    with tqdm(
-        total=checkpoint.num_bytes,
-        unit="B",
-        unit_scale=True,
-        desc="loading weights",
-        # None: where nobody watches, a bar is one long line of a log
-        disable=None if progress else True,
-    ) as bar:
-        for module, suffix, info, tensor in _read_all(checkpoint):
-            loaded = parts[module.name]
-            loaded[suffix] = _place(tensor, suffix, device)
+    found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    wanted = {name: len(loaded_parts(module)) for name, module in checkpoint.modules.items()}
+    with (
+        tqdm(
+            total=checkpoint.num_bytes,
+            unit="B",
+            unit_scale=True,
+            desc="loading weights",
+            # None: where nobody watches, a bar is one long line of a log
+            disable=None if progress else True,
+        ) as bar,
+        closing(_read_all(checkpoint, device)) as tensors,
+    ):
+        for module, suffix, info, tensor in tensors:
+            parts = found[module.name]
+            parts[suffix] = tensor
             bar.update(info.num_bytes)
-            if len(loaded) == len(loaded_parts(module)):
-                weights.update(_assemble(module, parts.pop(module.name)))
-    assert not parts, f"modules left half read: {list(parts)[:3]}"
+            if len(parts) == wanted[module.name]:
+                weights.update(_assemble(module, found.pop(module.name)))
+    assert not found, f"modules left half read: {list(found)[:3]}"
     if checkpoint.head is not None and checkpoint.head.absolute_norms:
         _to_deltas(weights)
     return weights
@@ -87,60 +92,35 @@ def _to_deltas(weights: dict[str, Weight]) -> None:
             weights[name] = weight.float() - 1.0
 
 
-def _read_all(checkpoint: Checkpoint) -> Iterator[tuple[Module, str, TensorInfo, torch.Tensor]]:
-    """Each tensor to load, as a view of its mapped file, in the order of files and of bytes in them."""
-    by_file: dict[Path, list[tuple[int, str, str]]] = defaultdict(list)
+def _read_all(
+    checkpoint: Checkpoint, device: torch.device
+) -> Generator[tuple[Module, str, TensorInfo, torch.Tensor], None, None]:
+    """Each tensor to load, on the device but for global scales, which become numbers on the host."""
+    files: dict[Path, list[Part]] = defaultdict(list)
     for module in checkpoint.modules.values():
         for suffix, info in loaded_parts(module).items():
-            by_file[info.file].append((info.start, module.name, suffix))
-    for file, entries in sorted(by_file.items()):
-        if file.suffix == GGUF_SUFFIX:
-            for _, name, suffix in sorted(entries):
-                module = checkpoint.modules[name]
-                info = module.parts[suffix]
-                yield module, suffix, info, torch.from_numpy(gguf_file.decode(info)).view(module.shape)
-            continue
-        try:
-            with safe_open(file, framework="pt", device="cpu") as opened, _reading_ahead(file) as pass_position:
-                for start, name, suffix in sorted(entries):
-                    pass_position(start)
-                    module = checkpoint.modules[name]
-                    info = module.parts[suffix]
-                    yield module, suffix, info, _read_one(opened, info)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: changed or unreadable since it was opened: {error}") from error
+            if info.file.suffix == GGUF_SUFFIX:
+                yield module, suffix, info, _decode(module, info).to(device)
+            else:
+                files[info.file].append(Part(module, suffix, info, _place(module, suffix, info), suffix in SCALES))
+    with closing(stream(dict(sorted(files.items())), device, _check_part)) as tensors:
+        for part, tensor in tensors:
+            yield part.module, part.suffix, part.info, tensor
 
 
-@contextmanager
-def _reading_ahead(file: Path) -> Iterator[Callable[[int], None]]:
-    """Call what it gives with each position that is come to: a thread brings the bytes after it from the disk.
+def _place(module: Module, suffix: str, info: TensorInfo) -> Place:
+    """Packed matrices are re-ordered or kept all alike, so that small ones may share memory; plain ones are not."""
+    if suffix.endswith(GLOBAL_SCALES):
+        return Place.HOST
+    return Place.OWN if module.layout is Layout.PLAIN or info.num_bytes > SMALL else Place.SHARED
 
-    Left to page faults, a mapped file is read and copied by turns.
-    """
-    reach = Semaphore(READ_AHEAD // READ_STEP)
-    passed, ended = 0, Event()
 
-    def pass_position(position: int) -> None:
-        nonlocal passed
-        while passed + READ_STEP <= position:
-            passed += READ_STEP
-            reach.release()
+def _check_part(part: Part, raw: memoryview) -> None:
+    _check_scales(part.module, part.suffix, np.frombuffer(raw, np.uint8))
 
-    def read() -> None:
-        buffer = bytearray(READ_STEP)
-        # an error here is met again by whoever reads the tensors, and told there
-        with suppress(OSError), file.open("rb", buffering=0) as opened:
-            while reach.acquire() and not ended.is_set() and opened.readinto(buffer):
-                pass
 
-    thread = Thread(target=read, name="read ahead", daemon=True)
-    thread.start()
-    try:
-        yield pass_position
-    finally:
-        ended.set()
-        reach.release()
-        thread.join()
+def _decode(module: Module, info: TensorInfo) -> torch.Tensor:
+    return torch.from_numpy(gguf_file.decode(info)).view(module.shape)
 
 
 class ModuleReader:
@@ -155,6 +135,9 @@ class ModuleReader:
     def read(self, module: Module) -> dict[str, Weight]:
         """Its weights by normalised tensor name, experts one by one. Raises CheckpointError as load_weights does."""
         parts = {suffix: self._tensor(module, info) for suffix, info in loaded_parts(module).items()}
+        for suffix, tensor in parts.items():
+            if suffix in SCALES:
+                _check_scales(module, suffix, tensor.reshape(-1).view(torch.uint8).numpy())
         return _assemble(module, parts)
 
     def close(self) -> None:
@@ -162,7 +145,7 @@ class ModuleReader:
 
     def _tensor(self, module: Module, info: TensorInfo) -> torch.Tensor:
         if info.file.suffix == GGUF_SUFFIX:
-            return torch.from_numpy(gguf_file.decode(info)).view(module.shape)
+            return _decode(module, info)
         try:
             if info.file not in self._opened:
                 self._opened[info.file] = safe_open(info.file, framework="pt", device="cpu")
@@ -186,22 +169,6 @@ def _refuse_for_device(checkpoint: Checkpoint, device: torch.device) -> None:
         raise LayoutError(f"{module.raw_name}: stored as {Layout.LYNN.value}, which is read on the CPU only")
 
 
-def _place(tensor: torch.Tensor, suffix: str, device: str | torch.device) -> torch.Tensor:
-    """An own copy on the device; a global scale stays on the host, where it becomes a number."""
-    target = torch.device("cpu" if suffix.endswith(GLOBAL_SCALES) else device)
-    own = torch.empty_like(tensor, device=target)
-    if target.type != "cpu":
-        return own.copy_(tensor)
-    # Not copy_: it splits each small tensor over all threads, which on a busy machine takes ten times as long.
-    np.copyto(_bytes(own), _bytes(tensor))
-    return own
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A contiguous tensor's memory, uint8 [n]."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
 def _assemble(module: Module, parts: dict[str, torch.Tensor]) -> dict[str, Weight]:
     if module.layout is Layout.LYNN:
         return _split_if_experts(module, _lynn(module, parts))
@@ -216,8 +183,6 @@ def _packed(module: Module, parts: dict[str, torch.Tensor]) -> PackedWeight:
         return _fp8(module, parts)
     assert module.layout in NVFP4_CT | NVFP4_MODELOPT, module.layout
     scale = parts[".weight_scale"]
-    if scale.numel() and int(scale.view(torch.uint8).max()) > LARGEST_SCALE_BYTE:
-        raise CheckpointError(f"{module.raw_name}.weight_scale: want scales in [0, 448], got a NaN or a negative one")
     if module.layout in NVFP4_MODELOPT:
         return NvFp4Weight(parts[".weight"], scale, _number(module, ".weight_scale_2", parts, "factor"), True)
     return NvFp4Weight(parts[".weight_packed"], scale, _number(module, ".weight_global_scale", parts, "divisor"))
@@ -225,7 +190,6 @@ def _packed(module: Module, parts: dict[str, torch.Tensor]) -> PackedWeight:
 
 def _fp8(module: Module, parts: dict[str, torch.Tensor]) -> Fp8Weight:
     suffix = ".weight_scale_inv" if module.layout is Layout.FP8_BLOCK_INV else ".weight_scale"
-    _check_scales(module, suffix, parts[suffix])
     if module.layout is Layout.FP8_TENSOR:
         return fp8.per_tensor(parts[".weight"], parts[suffix])
     make = fp8.per_channel if module.layout is Layout.FP8_CHANNEL else fp8.per_block
@@ -234,13 +198,20 @@ def _fp8(module: Module, parts: dict[str, torch.Tensor]) -> Fp8Weight:
 
 def _lynn(module: Module, parts: dict[str, torch.Tensor]) -> LynnWeight:
     prefix = lynn_prefix(parts)
-    _check_scales(module, f"{prefix}.scale", parts[f"{prefix}.scale"])
     number = _number(module, f"{prefix}.global_scale", parts, "factor")
     return LynnWeight(parts[f"{prefix}.packed"], parts[f"{prefix}.scale"], number)
 
 
-def _check_scales(module: Module, suffix: str, scale: torch.Tensor) -> None:
-    if not bool(torch.isfinite(scale).all() & (scale >= 0).all()):
+def _check_scales(module: Module, suffix: str, raw: np.ndarray) -> None:
+    """Raises CheckpointError unless the bytes, uint8 [n], are finite numbers, none negative."""
+    dtype = module.parts[suffix].dtype
+    bits_type, largest, minus_zero = SCALE_BITS[dtype]
+    bits = raw.view(bits_type)
+    if not bits.size or bits.max() <= largest:
+        return
+    if minus_zero is None:
+        raise CheckpointError(f"{module.raw_name}{suffix}: want scales in [0, 448], got a NaN or a negative one")
+    if not ((bits <= largest) | (bits == minus_zero)).all():
         raise CheckpointError(f"{module.raw_name}{suffix}: want finite scales, none negative")
 
 

@@ -217,17 +217,8 @@ def test_a_folder_from_transformers_save_pretrained_loads(tmp_path, built):
 MEASURE = """
 import sys
 from pathlib import Path
-from pilotfish.engine.checkpoint import load
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
-
-place = load._place
-
-def place_and_read(tensor, suffix, device):
-    load._bytes(tensor)[::512].sum()  # as a copy to a device does, and "meta" does not
-    return place(tensor, suffix, device)
-
-load._place = place_and_read
 
 def kilobytes(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -257,11 +248,12 @@ def sharded(tmp_path_factory):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory are read from Linux's /proc")
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_beyond_the_result_one_shard_is_in_memory(built, sharded, device):
-    """A device with memory of its own ("meta" stands for it) takes one shard of the host's; a CPU the weights too."""
+def test_beyond_the_result_at_most_one_shard_is_in_memory(built, sharded, device):
+    """A device with memory of its own ("meta" stands for it) takes buffers of one shard's size; a CPU only the weights,
+    and up to 2 MB a large one for whole huge pages."""
     folder, largest, total = sharded
     command = [sys.executable, "-c", MEASURE, str(folder), str(built("dense")), device]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    result = 0 if device == "meta" else total
+    low, high = (0.5 * largest, 1.2 * largest) if device == "meta" else (0.95 * total, total + 0.6 * largest)
     # nothing less, or the measurement is broken
-    assert result + 0.5 * largest < peak < result + 1.4 * largest < 0.5 * total + result, (peak, largest, total)
+    assert low < peak < high, (peak, largest, total)
