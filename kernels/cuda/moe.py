@@ -4,8 +4,8 @@ Three launches: gate_up with SwiGLU, down, combine. A program of the first two t
 that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others are
 masked. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the first pair
 of its expert, so that nothing has to be counted before; beyond, two kernels first list the rows of each expert, and a
-program takes up to 16 of them. The shared expert is one more, chosen by all rows. Results go to their own (row, rank):
-nothing is added across experts before `combine`, which adds in rank order.
+program takes up to 8 or 16 of them. The shared expert is one more, chosen by all rows. Results go to their own
+(row, rank): nothing is added across experts before `combine`, which adds in rank order.
 
 R = rows, E = experts, k = experts a token, H = hidden, I = expert width.
 Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform routing. No atomics.
@@ -57,7 +57,7 @@ class Scratch:
         """num_experts, width: the largest of any layer, of the routed experts and the shared one."""
         inner = torch.zeros((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
         out = torch.zeros((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
-        listed = num_experts * (rows + 1) + _num_items(rows, top_k, num_experts) if rows > FAST_ROWS else 1
+        listed = num_experts * (rows + 2) + rows * top_k // 8 if rows > FAST_ROWS else 1
         return Scratch(inner, out, torch.zeros(listed, dtype=torch.int32, device=device))
 
     @property
@@ -186,7 +186,7 @@ class GroupedExperts:
         shared = group is self.groups[-1]
         grid = (
             -(-tiles // shape.tiles),
-            num_routed + (-(-num_rows // FAST_ROWS) if shared else 0),
+            num_routed + (-(-num_rows // (8 * shape.row_tiles)) if shared else 0),
         )
         source, target = (scratch.inner, scratch.out) if down else (x, scratch.inner)
         experts_kernel[grid](
@@ -247,14 +247,20 @@ class GroupedExperts:
         return gate_up_values, packing.unpack(down, group.width)[: self.hidden]
 
 
+def row_tiles(num_rows: int) -> int:
+    """Times 8 rows of a program. Of 64 rows an expert of many has two or three."""
+    return 2 if 8 < num_rows <= FAST_ROWS or num_rows > 64 else 1
+
+
 def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
-    """At most so many times FAST_ROWS rows of one expert: one begun by each, and those that are full."""
-    return num_experts + num_rows * top_k // FAST_ROWS
+    """At most so many: one begun by each expert, and those that are full."""
+    pairs = num_rows * top_k
+    return min(num_experts, pairs) + pairs // (8 * row_tiles(num_rows))
 
 
 def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: bool = False) -> None:
     """lists int32, flat: [E, R + 1], the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank; then
-    items, each up to FAST_ROWS rows of an expert: expert * 16 + which of them, and -1 past the last."""
+    items, some rows of an expert each (row_tiles): (expert * 32 + which of them) * 32 + their number; 0 past them."""
     num_rows, top_k = ids.shape
     num_items = _num_items(num_rows, top_k, num_experts)
     assert lists.numel() >= num_experts * (num_rows + 1) + num_items, lists.shape
@@ -272,6 +278,7 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
         num_rows,
         num_experts,
         num_items,
+        GROUP=8 * row_tiles(num_rows),
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK=triton.next_power_of_2(num_items),
         PDL=pdl,
@@ -283,8 +290,7 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     """As linear.choose_shape, for the tiles of one expert: programs are many, and have few units."""
     least = 1 if format is Format.BF16 else 4  # units a warp: of BF16 registers hold no more
     warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= least * warps))
-    row_tiles = 1 if num_rows <= 8 else 2
-    return fill(Shape(warps, 2, row_tiles, 0, 0), format, num_units)
+    return fill(Shape(warps, 2, row_tiles(num_rows), 0, 0), format, num_units)
 
 
 def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[Group]:

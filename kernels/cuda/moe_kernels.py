@@ -32,21 +32,30 @@ def list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "num_items"])
 def items_kernel(
-    lists, num_rows, num_experts, num_items, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    lists,
+    num_rows,
+    num_experts,
+    num_items,
+    GROUP: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Lists 16 rows at a time of each expert, as expert * 16 + which, after the experts' own lists; -1 past them."""
+    """Lists GROUP rows at a time of each expert, as (expert * 32 + which) * 32 + their number, after the experts' own
+    lists; 0 past them."""
     expert = tl.arange(0, BLOCK_E)
     item = tl.arange(0, BLOCK)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     rows = tl.load(lists + expert * (num_rows + 1), expert < num_experts, other=0)
-    groups = (rows + 15) // 16
+    groups = (rows + GROUP - 1) // GROUP
     start = tl.cumsum(groups, 0) - groups
     items = lists + num_experts * (num_rows + 1)
-    tl.store(items + item, -1, (item >= tl.sum(groups, 0)) & (item < num_items))
-    for group in range(0, (num_rows + 15) // 16):
-        tl.store(items + start + group, expert * 16 + group, group < groups)
+    tl.store(items + item, 0, (item >= tl.sum(groups, 0)) & (item < num_items))
+    for group in range(0, (num_rows + GROUP - 1) // GROUP):
+        number = tl.minimum(rows - group * GROUP, GROUP)
+        tl.store(items + start + group, (expert * 32 + group) * 32 + number, group < groups)
 
 
 @gluon.jit
@@ -113,8 +122,8 @@ def experts_kernel(
     X_AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (i, p): tiles i MT ... of the expert of pair p, all rows; with LISTS of item p, 16 rows of an expert. The
-    programs after those are the shared expert's.
+    """Program (i, p): tiles i MT ... of the expert of pair p, all rows; with LISTS of item p, 8 NT rows of an expert.
+    The programs after those are the shared expert's.
 
     x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...]. x_stride is in 16 bytes.
     """
@@ -137,21 +146,16 @@ def experts_kernel(
     row = gl.arange(0, NT * 8, gl.SliceLayout(1, pairs))
     ranks = row * 0 - 1
     if LISTS:
-        first = (p - num_routed) * 16
+        first = (p - num_routed) * (NT * 8)
     if ROUTED:
         if LISTS:
             if is_shared:
                 expert = NUM_EXPERTS
             else:
                 item = gl.load(lists + NUM_EXPERTS * (num_rows + 1) + p, cache_modifier=".cg")
-                first = item % 16 * 16
-                expert = item // 16
-                if item < 0:
-                    count = 0
-                    expert = 0
-                    first = 0
-                else:
-                    count = gl.load(lists + expert * (num_rows + 1), cache_modifier=".cg")
+                expert = item // 1024
+                first = item // 32 % 32 * (NT * 8)
+                count = first + item % 32
             own_list += expert * (num_rows + 1) + 1
         else:
             expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=".cg")

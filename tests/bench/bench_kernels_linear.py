@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from pilotfish.engine.checkpoint.fp8 import per_channel
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
-from pilotfish.kernels.cuda import linear
+from pilotfish.kernels.cuda import linear, moe
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.linear import PackedLinear, Shape, choose_shape
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch, combine
@@ -223,46 +223,86 @@ def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[in
             chosen = choose_shape(part, count)
             for seconds, shape in sorted(times, key=lambda entry: -entry[0])[-6:]:
                 report(f"{format.value} {height}x{width}", count, part.num_bytes, seconds, seconds, shape=vars(shape))
+                tqdm.write(f"    {shape}", file=sys.stderr)
             ours = next((seconds for seconds, shape in times if shape == chosen), float("nan"))
             tqdm.write(f"    chosen now: {chosen}, {ours * 1e6:.2f} us", file=sys.stderr)
 
 
+def random_experts(format: Format, name: str) -> GroupedExperts:
+    experts, top_k, hidden, width = EXPERTS[name]
+    sizes = ((width, hidden), (width, hidden), (hidden, width))
+    made = [ExpertWeights(*(random_weight(format, *size) for size in sizes)) for _ in range(experts + 1)]
+    return GroupedExperts(made[:-1], made[-1], top_k)
+
+
+class Routed:
+    """Rows over a layer of experts, by as many uniform routings in turn as pass the L2."""
+
+    def __init__(self, layer: GroupedExperts, count: int):
+        generator = torch.Generator(device="cuda").manual_seed(count)
+        self.layer, self.x = layer, torch.randn(count, layer.hidden, dtype=torch.bfloat16, device="cuda")
+        self.scratch = Scratch.make(count, layer.top_k, layer.num_experts, layer.width, layer.hidden, self.x.device)
+        scores = [torch.rand(count, layer.num_experts, device="cuda", generator=generator) for _ in range(LAUNCHES)]
+        self.ids = [score.topk(layer.top_k, -1).indices.int() for score in scores]
+        self.distinct = statistics.mean(len(ids.unique()) for ids in self.ids) + 1
+        self.num_bytes = int(self.distinct * layer.num_bytes / (layer.num_experts + 1))
+
+    def launch(self, number: int, pdl: bool) -> None:
+        self.layer.rows(self.x, self.ids[number], self.scratch, pdl)
+
+
 def bench_experts(formats: list[Format], rows: list[int]) -> None:
-    for format, (name, (experts, top_k, hidden, width)) in combinations(formats, EXPERTS.items()):
-
-        def expert(format: Format = format, hidden: int = hidden, width: int = width) -> ExpertWeights:
-            sizes = ((width, hidden), (width, hidden), (hidden, width))
-            return ExpertWeights(*(random_weight(format, *size) for size in sizes))
-
-        layers = [GroupedExperts([expert() for _ in range(experts)], expert(), top_k)]
-        part_bytes = layers[0].num_bytes / (experts + 1)
-        x = torch.randn(max(rows), hidden, dtype=torch.bfloat16, device="cuda")
+    for format, name in combinations(formats, EXPERTS):
+        layer = random_experts(format, name)
         for count in rows:
-            scratch = Scratch.make(count, top_k, experts, width, hidden, torch.device("cuda"))
-            generator = torch.Generator(device="cuda").manual_seed(count)
-            # as many routings in turn as pass the L2
-            routings = [
-                torch.rand(count, experts, device="cuda", generator=generator).topk(top_k, -1).indices.int()
-                for _ in range(LAUNCHES)
-            ]
-            distinct = statistics.mean(len(ids.unique()) for ids in routings) + 1
-            stream = torch.zeros(count, hidden, device="cuda")
-            weights, gate = torch.full((count, top_k), 1 / top_k, device="cuda"), torch.ones(count, device="cuda")
-            scale, out = torch.ones(hidden, device="cuda"), torch.empty_like(x[:count])
+            routed = Routed(layer, count)
+            stream = torch.zeros(count, layer.hidden, device="cuda")
+            weights, gate = torch.full((count, layer.top_k), 0.1, device="cuda"), torch.ones(count, device="cuda")
+            scale, out = torch.ones(layer.hidden, device="cuda"), torch.empty_like(routed.x)
 
-            def launch(number: int, pdl: bool, layer: GroupedExperts = layers[0], routings: Any = routings) -> None:
-                layer.rows(x, routings[number], scratch, pdl)  # noqa: B023
-
-            def whole(number: int, pdl: bool, launch: Any = launch, scratch: Scratch = scratch) -> None:
-                launch(number, pdl)
-                combine(scratch.out, weights, gate, stream, scale, 1e-6, out, pdl)  # noqa: B023
+            def whole(number: int, pdl: bool) -> None:
+                routed.launch(number, pdl)  # noqa: B023
+                combine(routed.scratch.out, weights, gate, stream, scale, 1e-6, out, pdl)  # noqa: B023
 
             compile_all(lambda: [whole(0, pdl) for pdl in (False, True)])
-            num_bytes = int(distinct * part_bytes)
-            for what, run in (("experts", launch), ("experts and combine", whole)):
+            for what, run in (("experts", routed.launch), ("experts and combine", whole)):
                 plain, pdl = (in_graph(lambda number, pdl=pdl: run(number, pdl)) for pdl in (False, True))  # noqa: B023
                 title = f"{format.value} {name} {what}"
-                report(title, count, num_bytes, plain, pdl, distinct=round(distinct, 1))
+                report(title, count, routed.num_bytes, plain, pdl, distinct=round(routed.distinct, 1))
+
+
+def tune_experts(formats: list[Format], rows: list[int]) -> None:
+    """Launch shapes of gate_up and of down, each with the other's chosen now."""
+    for format, name in combinations(formats, EXPERTS):
+        layer = random_experts(format, name)
+        chosen_by = moe.choose_shape
+        for count, down in combinations(rows, (False, True)):
+            routed, group = Routed(layer, count), layer.groups[0]
+            part = group.down if down else group.gate_up
+            tiles = part.num_tiles // group.num_experts
+            chosen = chosen_by(part.format, tiles, part.num_units, count)
+            tried = [
+                Shape(warps, most, chosen.row_tiles, stages, ahead)
+                for warps, most, stages, ahead in combinations((1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (0, 1, 2))
+                if part.num_units % warps == 0 and most * stages <= 8 and most * chosen.row_tiles <= 8
+                if stages <= part.num_units // warps and ahead <= min(stages, part.num_units // warps - 1)
+            ]
+
+            def launch(shape: Shape, number: int) -> None:
+                moe.choose_shape = lambda form, tiles, units, rows: (
+                    shape if units == part.num_units else chosen_by(form, tiles, units, rows)  # noqa: B023
+                )
+                routed.launch(number, True)  # noqa: B023
+
+            compile_all(lambda: [launch(shape, 0) for shape in tried])  # noqa: B023
+            times = [(in_graph(lambda number, shape=shape: launch(shape, number), 40, 5), shape) for shape in tried]
+            moe.choose_shape = chosen_by
+            title = f"{format.value} {name} {'down' if down else 'gate_up'}"
+            for seconds, shape in sorted(times, key=lambda entry: -entry[0])[-8:]:
+                report(title, count, routed.num_bytes, seconds, seconds, shape=vars(shape))
+                tqdm.write(f"    {shape}", file=sys.stderr)
+            ours = next((seconds for seconds, shape in times if shape == chosen), float("nan"))
+            tqdm.write(f"    chosen now: {chosen}, {ours * 1e6:.2f} us", file=sys.stderr)
 
 
 def main() -> None:
@@ -284,13 +324,16 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     print(json.dumps({"device": device, "torch": torch.__version__, "triton": triton.__version__}), flush=True)
     if args.tune:
-        tune_products(formats, rows, shapes)
+        if not args.no_products:
+            tune_products(formats, rows, shapes)
+        if not args.no_experts:
+            tune_experts(formats, rows)
         return
     if not args.no_products:
         bench_products(formats, rows, shapes)
         bench_together(formats, [count for count in rows if count <= 32])
     if not args.no_experts:
-        bench_experts(formats, [count for count in rows if count <= 16])
+        bench_experts(formats, rows)
 
 
 if __name__ == "__main__":

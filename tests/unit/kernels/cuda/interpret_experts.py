@@ -11,7 +11,8 @@ def test_lists_each_experts_pairs_in_order(rows, num_experts, top_k):
     generator = torch.Generator().manual_seed(rows)
     ids = torch.rand(rows, num_experts, generator=generator).topk(top_k, -1).indices.int()
     ids = torch.where(ids == 4, -1, ids)  # an expert that nobody chose
-    num_items = num_experts + rows * top_k // 16
+    group = 8 if rows <= 64 else 16
+    num_items = num_experts + rows * top_k // group
     memory = torch.full((num_experts * (rows + 1) + num_items + 3,), -7, dtype=torch.int32)
     moe.list_experts(ids, num_experts, memory)
     lists, items, after = memory.split((num_experts * (rows + 1), num_items, 3))
@@ -20,8 +21,9 @@ def test_lists_each_experts_pairs_in_order(rows, num_experts, top_k):
         want = [r * (top_k + 1) + k for r in range(rows) for k in range(top_k) if ids[r, k] == expert]
         assert row[0] == len(want) and row[1 : 1 + len(want)] == want
         assert row[1 + len(want) :] == [-7] * (rows - len(want))
-        wanted_items += [expert * 16 + group for group in range(-(-len(want) // 16))]
-    assert items.tolist() == wanted_items + [-1] * (num_items - len(wanted_items))
+        numbers = [len(want[first : first + group]) for first in range(0, len(want), group)]
+        wanted_items += [(expert * 32 + which) * 32 + number for which, number in enumerate(numbers)]
+    assert items.tolist() == wanted_items + [0] * (num_items - len(wanted_items))
     assert after.tolist() == [-7] * 3
 
 

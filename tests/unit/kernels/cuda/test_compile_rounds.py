@@ -118,8 +118,8 @@ class Found:
 
     def add_rows(self, part: str, launches: list[Launch], num_rows: int, where: str) -> None:
         """A part whose products may be other kernels for more rows."""
-        step = "up to 8" if num_rows <= 8 else "up to 16" if num_rows <= FAST_ROWS else "more"
-        self.add(f"{part}, {step} rows", launches, where)
+        step = next(most for most in (8, FAST_ROWS, 64, 256) if num_rows <= most)
+        self.add(f"{part}, up to {step} rows", launches, where)
         self.add(part, [launch for launch in launches if launch.kernel not in (*PRODUCTS, *LISTS)], where)
 
 
