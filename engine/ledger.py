@@ -1,11 +1,12 @@
 """Where the memory went and what caps concurrency, as facts a person can add up.
 
-    weights + KV cache + recurrent state + pending + buffers + rounds + other + free = total
+    weights + prefill scratch + KV cache + recurrent state + pending + buffers + rounds + other + free = total
 
-The first six are the bytes of tensors that this process holds; `rounds` are the static buffers of captured rounds and
-their graphs, and prefill's scratch is part of the weights. On a GPU `other` is all else that is in use there (the
-CUDA context, the allocator's reserve, other processes). On a CPU it is what the process has resident beyond its
-tensors, and `total` is what the process has or could get: pages that were allocated and never touched count as used.
+The first seven are the bytes of tensors that this process holds; prefill's scratch has room for one layer's weights in
+bf16, `rounds` are the static buffers of captured rounds and their graphs. On a GPU `other` is all else that is in use
+there (the CUDA context, the allocator's reserve, other processes). On a CPU it is what the process has resident beyond
+its tensors, and `total` is what the process has or could get: pages that were allocated and never touched count as
+used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pilotfish.engine.messages import Ready
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round import Rounds
 
-PARTS = ("weights", "kv_cache", "recurrent_state", "pending", "buffers", "rounds", "other", "free")
+PARTS = ("weights", "prefill_scratch", "kv_cache", "recurrent_state", "pending", "buffers", "rounds", "other", "free")
 """The ledger's lines in the order in which they are shown; `total` is their sum."""
 GIB = 1 << 30
 MIB = 1 << 20
@@ -34,7 +35,8 @@ def measure(model: Model, state: BatchState, rounds: Rounds, device: torch.devic
     pending = trunk.state.pending
     caches = caches_of(model)
     held = {
-        "weights": tensor_bytes(model),
+        "weights": tensor_bytes(model) - scratch_bytes(model),
+        "prefill_scratch": scratch_bytes(model),
         "kv_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
         "recurrent_state": trunk.state.s.nbytes + trunk.state.conv.nbytes,
         "pending": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u))
@@ -45,6 +47,12 @@ def measure(model: Model, state: BatchState, rounds: Rounds, device: torch.devic
     other, free = _rest(sum(held.values()), device)
     parts = held | {"other": other, "free": free}
     return {f"{name}_bytes": parts[name] for name in PARTS} | {"total_bytes": sum(parts.values())}
+
+
+def scratch_bytes(model: Model) -> int:
+    """What packed weights are expanded into for prompts; all products of a model share it. 0 where none is packed."""
+    scratch = getattr(model.trunk.lm_head, "scratch", None)
+    return 0 if scratch is None else scratch.num_bytes
 
 
 def caches_of(model: Model) -> list[KvCache]:

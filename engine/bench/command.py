@@ -45,7 +45,7 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
-from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble, choose_kv_dtype
+from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble, choose_fused, choose_kv_dtype
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
@@ -75,6 +75,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "memory_bytes_per_second": rate,
         "weights_bytes": sum(linear.num_bytes for linear in _products(model)),
         "resident_bytes": resident_bytes,
+        "prefill_scratch_bytes": ledger.scratch_bytes(model),
         "packed_bytes": packed_bytes,
         "synthetic": args.load_format == "dummy" or args.synthetic_acceptance_length is not None,
     }
@@ -124,16 +125,17 @@ def _weights(args: argparse.Namespace) -> tuple[ModelConfig, dict[str, Weight], 
 
 
 def _resident_bytes(model: Model) -> int:
-    """Of all weights: on a GPU whatever the allocator has given out beyond the caches, forgotten copies included; on a
-    CPU the tensors that the model reaches."""
+    """Of all weights: on a GPU whatever the allocator has given out beyond the caches and prefill's scratch, forgotten
+    copies included; on a CPU the tensors that the model reaches."""
+    scratch = ledger.scratch_bytes(model)
     if model.device.type != "cuda":
-        return ledger.tensor_bytes(model)
+        return ledger.tensor_bytes(model) - scratch
     gc.collect()
     state = model.trunk.state
     caches = sum(cache.k.nbytes + cache.v.nbytes for cache in ledger.caches_of(model))
     held = (state.s, state.conv, *vars(state.pending).values())
     states = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
-    return torch.cuda.memory_allocated(model.device) - caches - states
+    return torch.cuda.memory_allocated(model.device) - scratch - caches - states
 
 
 def _device(args: argparse.Namespace) -> torch.device:
@@ -145,9 +147,7 @@ def _device(args: argparse.Namespace) -> torch.device:
 def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     device, depth, batch = _device(args), max(args.k), max(args.batch)
     dtype = torch.bfloat16 if device.type == "cuda" or cpu_multiplies_bf16() else torch.float32
-    fused = args.kernels == "fused"
-    if fused and device.type != "cuda":
-        raise OptionError("kernels: want a CUDA device for fused ones")
+    fused = choose_fused(args.kernels, device, dtype)
     if args.profile and device.type != "cuda":
         raise OptionError("profile: want a CUDA device, whose kernels it traces")
     chunk = args.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
@@ -315,7 +315,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each request (default: %(default)s)")
     parser.add_argument("--synthetic-acceptance-length", type=float, metavar="N", help="committed tokens a round")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--kernels", choices=("torch", "fused"), default="torch")
+    parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve, at scale 1")
     parser.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch between kernels")

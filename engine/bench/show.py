@@ -39,10 +39,10 @@ def show(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield from _trace(f"a round at {at}", traced["round"])
             yield from _trace(f"a prompt of {row['context']} tokens at k = {row['k']}", traced["prompt"])
     row = rows[0]
-    resident, packed = row["resident_bytes"], row["packed_bytes"]
+    resident, packed, scratch = (row[f"{name}_bytes"] for name in ("resident", "packed", "prefill_scratch"))
     yield (
         f"weights: {resident / MIB:.1f} MiB resident, {packed / MIB:.1f} MiB as packed in the checkpoint "
-        f"({resident / packed - 1:+.1%})"
+        f"({resident / packed - 1:+.1%}); beside them {scratch / MIB:.1f} MiB of scratch for prompts"
     )
     for depth, row in {row["k"]: row for row in rows}.items():
         start = row["start_seconds"]

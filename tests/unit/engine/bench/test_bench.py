@@ -15,8 +15,11 @@ from pilotfish.engine.bench.measure import Case, live_batch, live_tokens, random
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes
 from pilotfish.engine.bench.show import show
+from pilotfish.engine.bench.sizes import released_config
+from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.scheduler import PrefillStep, RoundStep
 from tests.support.rounds import CPU, make_engine
 from tests.support.tiny_models import build_tiny
@@ -168,6 +171,21 @@ def test_the_weights_bytes_are_the_files_and_what_is_resident_is_told(folder, tm
 def test_every_weight_that_stays_is_counted():
     model = make_engine("moe", depth=3).runner.model
     assert command._resident_bytes(model) == ledger.tensor_bytes(model)
+
+
+def test_scratch_for_prompts_is_no_weight():
+    pytest.importorskip("triton")
+    config = released_config("35B-A3B")
+    config = dataclasses.replace(
+        config, num_hidden_layers=1, layer_types=config.layer_types[:1], num_experts=8, vocab_size=512
+    )
+    weights = dummy_weights(config, "nvfp4", CPU, with_head=False)
+    packed = ledger.tensor_bytes(weights)
+    model = build_model(weights, config, CacheSizes(1, 1, 0), torch.bfloat16, CPU, fused=True)
+    # eight experts and the shared one, gate and up of each [1024, 2048] in bf16, are less than q|k|v|z [12288, 2048]
+    assert ledger.scratch_bytes(model) == 12288 * 2048 * 2
+    assert command._resident_bytes(model) == pytest.approx(packed, rel=0.02)
+    assert ledger.tensor_bytes(model) == command._resident_bytes(model) + ledger.scratch_bytes(model)
 
 
 class StepClock:
@@ -398,6 +416,7 @@ def test_a_profile_s_kernels_are_shown_with_their_share_and_number():
     }
     row = {
         "kind": "round", "k": 3, "batch": 4, "context": 64, "resident_bytes": 1, "packed_bytes": 1, "synthetic": False,
+        "prefill_scratch_bytes": 0,
         "start_seconds": {}, "num_graphs": 0, "profile": {"round": traced, "prompt": traced},
     }  # fmt: skip
     lines = [" ".join(line.split()) for line in show([row])]
@@ -415,10 +434,12 @@ def test_a_profile_s_kernels_are_shown_with_their_share_and_number():
 def test_graphs_stand_beside_what_the_start_took():
     row = {
         "kind": "round", "k": 3, "resident_bytes": 3 << 20, "packed_bytes": 2 << 20, "synthetic": False,
+        "prefill_scratch_bytes": 7 << 20,
         "start_seconds": {"weights": 2.0, "kernels": 30.5, "graphs": 1.5}, "num_graphs": 32, "graph_bytes": 5 << 20,
     }  # fmt: skip
     lines = list(show([row]))
     assert lines[-2:] == [
-        "weights: 3.0 MiB resident, 2.0 MiB as packed in the checkpoint (+50.0%)",
+        "weights: 3.0 MiB resident, 2.0 MiB as packed in the checkpoint (+50.0%); "
+        "beside them 7.0 MiB of scratch for prompts",
         "start to ready at k = 3: 34.0 s (weights 2.0, kernels 30.5, graphs 1.5, 32 graphs of 5.0 MiB)",
     ]
