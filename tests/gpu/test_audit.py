@@ -6,6 +6,7 @@ import torch
 from pilotfish.engine.audit import _parse, audit, make_auditor
 from pilotfish.engine.model.trunk import Trunk
 from pilotfish.kernels.linear import QuantizedLinear
+from tests.support.findings import assert_nothing_found
 from tests.support.tiny_models import build_tiny
 
 pytestmark = pytest.mark.gpu
@@ -37,5 +38,5 @@ def test_packed_weights_stay_packed(auditor):
 @torch.inference_mode()
 def test_tokens_and_bits_do_not_depend_on_k_or_batch(auditor):
     results = list(audit(auditor, [1, 3, 4], [1, 3]))
-    assert [finding for result in results for finding in result.findings] == []
+    assert_nothing_found(results)
     assert all(result.num_rows > 1000 for result in results)

@@ -3,63 +3,132 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from pilotfish.engine.audit import _parse, audit, make_auditor
+from pilotfish.engine.audit import Auditor, _parse, audit, make_auditor
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.start import assemble
 from pilotfish.kernels.cuda.linear import PackedLinear
+from tests.support.findings import assert_nothing_found
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEMO = str(Path(__file__).parents[2] / "demo" / "model")
-MODES = {
-    "greedy": SamplingParams(temperature=0, max_tokens=96, ignore_eos=True),
-    "sampled": SamplingParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=96, ignore_eos=True, seed=5),
-}
+LOOK_UP = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+MODES = (
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=40, ignore_eos=True),
+)
+# the texts cross the ends of a unit (64), a page (256) and a chunk (512) of attention
+LENGTHS = (5, 250, 40, 500)
+MOST = 16
+REQUESTS = [
+    Submit(
+        request_id=str(number),
+        prompt_token_ids=random_prompts(1, LENGTHS[number % 4], 8000)[0],
+        # each length in each mode
+        sampling=msgspec.structs.replace(MODES[(number + number // 4) % 2], seed=number),
+    )
+    for number in range(MOST + 3)
+]
+GREEDY = [request for request in REQUESTS if request.sampling.temperature == 0]
 
 
-@pytest.fixture(scope="module", params=["auto", "fp8"])
-def auditor(request):
-    args = ["--device", "cuda", "--kernels", "fused", "--num-prompts", "4", "--max-tokens", "64", "--max-batch", "16"]
-    return make_auditor(_parse([DEMO, *args, "--kv-cache-dtype", request.param]))
+@cache
+def auditor_of(*more: str) -> Auditor:
+    """Of a few requests in different modes. Caches hold the largest batch of REQUESTS at the largest k."""
+    args = ["--device", "cuda", "--kernels", "fused", "--num-prompts", "3", "--max-tokens", "600"]
+    whole = make_auditor(_parse([DEMO, *args, "--max-batch", str(MOST), *more]))
+    chosen = [
+        msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=32))
+        for request in whole.requests[2::2][:3]
+    ]
+    return Auditor(whole.model, whole.plan, chosen)
 
 
-def loop_of(auditor, depth, batch, captured=True, pdl=True):
-    plan = dataclasses.replace(auditor.plan, depth=depth, max_num_seqs=batch, captured=False)
+def over(kv_dtype: str) -> Auditor:
+    return auditor_of("--kv-cache-dtype", kv_dtype)
+
+
+@torch.inference_mode()
+def loop_of(auditor: Auditor, depth: int, most: int = MOST, captured: bool = True) -> EngineLoop:
+    """For up to `most` sequences that all draft `depth` tokens."""
+    plan = dataclasses.replace(auditor.plan, depth=depth, max_num_seqs=most, captured=False)
     loop = EngineLoop(assemble(auditor.model, plan, 64, 0, 0.0))
-    loop.rounds.body.ops.use_pdl(pdl)
     if captured:
-        loop.rounds.capture(progress=False)
+        capture(loop)
     return loop
 
 
-def decode(loop, mode, batch, lengths=(5, 130, 40, 64)):
-    """The tokens of a batch of random prompts, and how many rounds accepted how many drafts."""
-    texts, accepted, graphs = {}, Counter(), Counter()
-    for number in range(batch):
-        prompt = random_prompts(1, lengths[number % len(lengths)], 8000)[0]
-        name = str(number)
-        texts[name] = []
-        loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=MODES[mode]))
-    while loop.has_work():
+@torch.inference_mode()
+def capture(loop: EngineLoop) -> None:
+    shapes = loop.rounds.shapes
+    loop.rounds.capture([shape for shape in shapes if shape.depth == shapes.depths[-1]], progress=False)
+
+
+@cache
+def served(kv_dtype: str) -> EngineLoop:
+    """At the k that is served."""
+    return loop_of(over(kv_dtype), 3)
+
+
+@cache
+def plain(kv_dtype: str) -> dict[str, list[int]]:
+    """What k = 0 writes, one sequence at a time."""
+    return decode(loop_of(over(kv_dtype), 0, 1), 1).texts
+
+
+@dataclass
+class Decoded:
+    """Tokens by request, and how many rounds of a sequence accepted so many drafts; rounds that had so many sequences,
+    and that had a graph or had none."""
+
+    texts: dict[str, list[int]]
+    accepted: Counter[int] = field(default_factory=Counter)
+    sizes: Counter[int] = field(default_factory=Counter)
+    graphs: Counter[bool] = field(default_factory=Counter)
+
+
+def decode(loop: EngineLoop, batch: int, requests: list[Submit] = REQUESTS) -> Decoded:
+    """Runs the requests, up to `batch` at once: prompts and rounds take turns, so the batch grows and shrinks."""
+    decoded = Decoded({request.request_id: [] for request in requests})
+    waiting, running = deque(requests), 0
+    while waiting or loop.has_work():
+        while waiting and running < batch:
+            loop.submit(waiting.popleft())
+            running += 1
         report = loop.step()
         for output in report.outputs if report else ():
             assert output.error is None, output.error
-            texts[output.request_id] += output.token_ids
+            decoded.texts[output.request_id] += output.token_ids
+            running -= output.finish_reason is not None
             if output.round:
-                accepted[output.num_accepted] += 1
+                decoded.accepted[output.num_accepted] += 1
         if report and "wait" in report.stats.phases:
-            graphs[report.stats.graph] += 1
-    return texts, accepted, graphs
+            decoded.graphs[report.stats.graph] += 1
+            decoded.sizes[sum(output.round for output in report.outputs)] += 1
+    return decoded
+
+
+def assert_plain(decoded: Decoded, kv_dtype: str, where: str) -> None:
+    """Every text is what k = 0 writes; if not, says of each where it differs first."""
+    wrong = []
+    for name, text in decoded.texts.items():
+        wanted = plain(kv_dtype)[name]
+        if text != wanted:
+            place = next((i for i, pair in enumerate(zip(text, wanted, strict=False)) if pair[0] != pair[1]), len(text))
+            wrong.append(f"request {name} from token {place} of {len(wanted)} on")
+    assert not wrong, f"{where}: {', '.join(wrong)}"
 
 
 def test_an_admission_is_the_cpu_s_and_waits_for_nothing():
@@ -85,72 +154,81 @@ def test_an_admission_is_the_cpu_s_and_waits_for_nothing():
     assert all(torch.equal(wanted, got) for wanted, got in zip(*found, strict=True))
 
 
-@torch.inference_mode()
-def test_a_look_up_drafts_in_the_graph_and_changes_no_token():
-    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
-    args = ["--device", "cuda", "--kernels", "fused", "--num-prompts", "4", "--max-tokens", "64"]
-    auditor = make_auditor(_parse([DEMO, *args, "--speculative-config", config]))
-    results = list(audit(auditor, [2, 4], [1, 4]))
-    assert [finding for result in results for finding in result.findings] == []
-    texts, accepted, graphs = decode(loop_of(auditor, 4, 3), "greedy", 3)
-    assert texts == decode(loop_of(auditor, 0, 3), "greedy", 3)[0]
-    assert sum(number * count for number, count in accepted.items()) > 0 and set(graphs) == {True}
+@pytest.mark.parametrize("kv_dtype", ("auto", "fp8"))
+def test_nothing_compiles_once_rounds_are_captured(kv_dtype):
+    """First of the tests that run rounds: what they compile is compiled for the process."""
+    from pilotfish.kernels.cuda.warm import Compilations
+
+    loop = served(kv_dtype)
+    # prompts compile what they need when the first comes
+    decode(loop, 1, REQUESTS[:1])
+    before = Compilations.now()
+    for batch in (1, 2, 3, 4, 9):
+        decode(loop, batch, REQUESTS[: batch + 3])
+    assert (Compilations.now() - before).compiled == 0
+    assert loop.rounds.num_missed == 0
 
 
-def test_weights_are_packed(auditor):
-    layer = auditor.model.trunk.layers[0]
-    assert isinstance(layer.mixer.in_proj.packed, PackedLinear)
-    assert isinstance(auditor.model.trunk.layers[3].mixer.qkvg.packed, PackedLinear)
-
-
-def test_keys_and_values_are_held_in_what_was_asked_for(auditor):
+@pytest.mark.parametrize("kv_dtype", ("auto", "fp8"))
+def test_weights_are_packed_and_keys_and_values_held_in_what_was_asked_for(kv_dtype):
+    auditor = over(kv_dtype)
+    layers = auditor.model.trunk.layers
+    assert isinstance(layers[0].mixer.in_proj.packed, PackedLinear)
+    assert isinstance(layers[3].mixer.qkvg.packed, PackedLinear)
     caches = [*auditor.model.trunk.kv, auditor.model.head.cache]
-    assert {t.dtype for cache in caches for t in (cache.k, cache.v)} == {auditor.plan.kv_dtype}
+    dtype = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv_dtype]
+    assert {t.dtype for cache in caches for t in (cache.k, cache.v)} == {dtype}
 
 
+@pytest.mark.parametrize("kv_dtype", ("auto", "fp8"))
 @torch.inference_mode()
-def test_tokens_and_bits_do_not_depend_on_k_or_batch(auditor):
-    results = list(audit(auditor, [1, 3, 8], [1, 2, 4]))
-    assert [finding for result in results for finding in result.findings] == []
+def test_bits_do_not_depend_on_k_or_batch(kv_dtype):
+    """Rows of a few runs; tokens of all k and batches are compared below, the rows of all by the leg audit-demo."""
+    results = list(audit(over(kv_dtype), [3, 8], [2]))
+    assert_nothing_found(results)
     assert all(result.num_rows > 1000 for result in results)
 
 
-@pytest.fixture(scope="module")
-def plain(auditor):
-    """What k = 0 writes, one sequence at a time."""
-    return cache(lambda mode: decode(loop_of(auditor, 0, 1), mode, 16)[0])
-
-
-# k = 3 first: what is served
-@pytest.mark.parametrize("depth", (3, 1, 8, 2, 5))
-@pytest.mark.parametrize("mode", MODES)
 @torch.inference_mode()
-def test_every_k_and_batch_writes_what_k_0_writes(auditor, plain, mode, depth):
-    for batch in (1, 2, 3, 5, 8, 16) if depth == 3 else (1, 5, 16):
-        texts, accepted, graphs = decode(loop_of(auditor, depth, batch), mode, 16)
-        assert texts == plain(mode), batch
-        assert graphs[False] == 0 and graphs[True] > 0
-    assert sum(accepted.values()) > 0
+def test_a_look_up_drafts_in_the_graph_and_changes_no_token():
+    auditor = auditor_of("--speculative-config", LOOK_UP)
+    decoded = decode(loop_of(auditor, 4, 3), 3, REQUESTS[:8])
+    assert_plain(decoded, "auto", "look-up")
+    assert max(decoded.accepted) > 0 and set(decoded.graphs) == {True}
+    assert_nothing_found(audit(auditor, [4], [3]))
 
 
+CASES = [("auto", depth) for depth in (3, 1, 2, 4, 5, 6, 7, 8)] + [("fp8", 3), ("fp8", 8)]
+
+
+@pytest.mark.parametrize(("kv_dtype", "depth"), CASES)
 @torch.inference_mode()
-def test_dependent_launch_and_graphs_change_nothing(auditor):
-    texts = [
-        decode(loop_of(auditor, 3, 4, captured, pdl), "sampled", 8)[0]
-        for captured in (True, False)
-        for pdl in (True, False)
-    ]
-    assert all(text == texts[0] for text in texts)
+def test_every_k_and_batch_writes_what_k_0_writes(kv_dtype, depth):
+    loop = served(kv_dtype) if depth == 3 else loop_of(over(kv_dtype), depth)
+    accepted, sizes = Counter(), Counter()
+    for batch in (*range(1, 9), MOST) if (kv_dtype, depth) == ("auto", 3) else (1, 5, MOST):
+        # more than fit, so that places are taken again
+        decoded = decode(loop, batch, REQUESTS[: batch + 3])
+        assert_plain(decoded, kv_dtype, f"batch {batch}")
+        assert set(decoded.graphs) == {True}
+        accepted += decoded.accepted
+        sizes += decoded.sizes
+    # a batch without filters has graphs of its own
+    assert_plain(decode(loop, 5, GREEDY), kv_dtype, "greedy alone")
+    assert {0, depth} <= set(accepted) and {*range(1, 10)} <= set(sizes)
 
 
+@pytest.mark.parametrize("kv_dtype", ("auto", "fp8"))
 @torch.inference_mode()
-def test_nothing_compiles_once_rounds_are_captured(auditor):
-    from pilotfish.kernels.cuda.warm import Compilations
-
-    loop = loop_of(auditor, 3, 4)
-    decode(loop, "greedy", 1)
-    before = Compilations.now()
-    for batch in (1, 2, 3, 4):
-        decode(loop, "sampled", batch)
-    assert (Compilations.now() - before).compiled == 0
-    assert loop.rounds.num_missed == 0
+def test_dependent_launch_and_graphs_change_nothing(kv_dtype):
+    loop, requests = loop_of(over(kv_dtype), 3, 4, captured=False), REQUESTS[:7]
+    for pdl in (True, False):
+        loop.rounds.body.ops.use_pdl(pdl)
+        decoded = decode(loop, 4, requests)
+        assert_plain(decoded, kv_dtype, f"not captured, dependent launch {pdl}")
+        assert set(decoded.graphs) == {False}
+    # with dependent launch: above
+    capture(loop)
+    decoded = decode(loop, 4, requests)
+    assert_plain(decoded, kv_dtype, "captured without dependent launch")
+    assert set(decoded.graphs) == {True}
