@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ MAX_MARKS = {b":": 4, b",": 16, b"[": 2, b"{": 1}
 MARKS_TO_SPARE = 1000  # in metadata
 MAX_NAME_LENGTH = 512
 MAX_DIMS = 8
+FIELDS = {"dtype", "shape", "data_offsets"}
 
 DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -39,7 +41,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its header describes it. `start` and `end` are byte offsets in `file`."""
+    """One tensor as its header describes it. `start` and `end` are byte offsets in `file`; `fingerprint` is that of the file (below)."""
 
     name: str
     dtype: str
@@ -47,6 +49,7 @@ class TensorInfo:
     file: Path
     start: int
     end: int
+    fingerprint: bytes = b""
 
     @property
     def num_bytes(self) -> int:
@@ -70,23 +73,41 @@ def read_header(path: Path) -> Header:
 
     Raises HeaderError, naming the file and the fault, unless every check of the module's docstring holds.
     """
+    body, file_size = _read_raw(path)
+    entries = _parse(path, body)
+    metadata = _metadata(path, entries.pop("__metadata__", None))
+    data_start, digest = 8 + len(body), _digest(body, file_size)
+    tensors = {name: _tensor_info(path, name, entry, data_start, digest) for name, entry in entries.items()}
+    _check_tiling(path, tensors.values(), data_start, file_size)
+    return Header(path, tensors, metadata)
+
+
+def fingerprint(path: Path) -> bytes:
+    """What a file's tensors have as theirs for as long as neither its header nor its size has changed.
+
+    Raises HeaderError if the header's bytes cannot be read.
+    """
+    return _digest(*_read_raw(path))
+
+
+def _digest(body: bytes, file_size: int) -> bytes:
+    return blake2b(body, digest_size=16, salt=file_size.to_bytes(16, "little")).digest()
+
+
+def _read_raw(path: Path) -> tuple[bytes, int]:
+    """The header's bytes, and the size of the file."""
     try:
         # Looked at before it is opened: opening a pipe would wait for its writer.
         if not path.is_file():
             raise HeaderError(f"{path}: want a regular file")
         with path.open("rb") as file:
             file_size = os.fstat(file.fileno()).st_size
-            entries, data_start = _read_json(path, file, file_size)
+            return _read_body(path, file, file_size), file_size
     except OSError as error:
         raise HeaderError(f"{path}: cannot be read: {error.strerror}") from error
-    metadata = _metadata(path, entries.pop("__metadata__", None))
-    tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
-    _check_tiling(path, tensors.values(), data_start, file_size)
-    return Header(path, tensors, metadata)
 
 
-def _read_json(path: Path, file: BinaryIO, file_size: int) -> tuple[dict[str, Any], int]:
-    """The parsed JSON object and the offset of the byte after it."""
+def _read_body(path: Path, file: BinaryIO, file_size: int) -> bytes:
     prefix = file.read(8)
     if len(prefix) < 8:
         raise HeaderError(f"{path}: want at least 8 bytes, got {len(prefix)}")
@@ -97,14 +118,18 @@ def _read_json(path: Path, file: BinaryIO, file_size: int) -> tuple[dict[str, An
     body = file.read(length)
     if len(body) != length or body[:1] != b"{":
         raise HeaderError(f"{path}: want a header of {length} bytes that begins with '{{', got {body[:16]!r}")
+    return body
+
+
+def _parse(path: Path, body: bytes) -> dict[str, Any]:
     # a small file can hold a header that takes minutes and gigabytes to parse
     if any(body.count(mark) > MARKS_TO_SPARE + most * MAX_TENSORS for mark, most in MAX_MARKS.items()):
-        raise HeaderError(f"{path}: want a header of at most {MAX_TENSORS} tensors, got one of {length} bytes")
+        raise HeaderError(f"{path}: want a header of at most {MAX_TENSORS} tensors, got one of {len(body)} bytes")
     try:
-        entries = json.loads(body, object_pairs_hook=_unique_keys)
+        entries: dict[str, Any] = json.loads(body, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{path}: header is not acceptable JSON: {str(error)[:200]}") from error
-    return entries, 8 + length
+    return entries
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,10 +149,10 @@ def _metadata(path: Path, raw: Any) -> dict[str, str]:
     return raw
 
 
-def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int, digest: bytes) -> TensorInfo:
     if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise HeaderError(f"{path}: want printable names of 1 to {MAX_NAME_LENGTH} characters, got {name[:80]!r}")
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != FIELDS:
         raise HeaderError(f"{path}: {name}: want exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
@@ -140,12 +165,17 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     begin, end = offsets
     if bits % 8 or end - begin != bits // 8:
         raise HeaderError(f"{path}: {name}: {dtype} {shape} takes {bits / 8:g} bytes, its offsets span {end - begin}")
-    return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
+    return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, data_start + end, digest)
 
 
 def _is_size_list(value: Any) -> bool:
     """Whether it is a list of integers in [0, 2^48): larger ones describe no file there is."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+    if not isinstance(value, list):
+        return False
+    for item in value:  # noqa: SIM110 - a generator costs more than the look
+        if type(item) is not int or not 0 <= item < 1 << 48:
+            return False
+    return True
 
 
 def _check_tiling(path: Path, tensors: Iterable[TensorInfo], data_start: int, file_size: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from pilotfish.engine.checkpoint.headers import TensorInfo, read_header
+from pilotfish.engine.checkpoint.headers import TensorInfo, fingerprint
 from pilotfish.engine.checkpoint.layouts import Module
 from pilotfish.engine.errors import CheckpointError, HeaderError
 
@@ -41,6 +41,7 @@ MAX_GAP = 64 << 10  # bytes of tensors that are left, and read along rather than
 MAX_BUFFERS = 1024  # of one call: Linux's IOV_MAX
 
 Identity = tuple[int, ...]
+"""Of a file: it is the same for as long as nobody writes to it."""
 
 
 class Place(Enum):
@@ -51,7 +52,7 @@ class Place(Enum):
     HOST = "in host memory, whatever the device"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Part:
     """One tensor to read. `checked`: its bytes are shown to the caller's check."""
 
@@ -62,7 +63,7 @@ class Part:
     checked: bool
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Span:
     """Bytes [begin, begin + size) of a tensor, which lie at `offset` among those of the piece with the same place."""
 
@@ -150,23 +151,20 @@ def _pieces(files: Mapping[Path, Sequence[Part]], limit: int) -> Iterator[Piece]
 
 
 def _recognise(file: Path, parts: Sequence[Part]) -> Identity:
-    """Raises CheckpointError unless the file's header says of each part what it said before."""
+    """Raises CheckpointError unless header and size of the file are what they were when the parts were told from it."""
     try:
         identity = _identity(os.stat(file))
-        tensors = read_header(file).tensors
+        now = fingerprint(file)
     except (HeaderError, OSError) as error:
         raise CheckpointError(f"{file}: changed or unreadable since it was opened: {error}") from error
-    for part in parts:
-        if (got := tensors.get(part.info.name)) != part.info:
-            raise CheckpointError(
-                f"{file}: {part.info.name} changed since it was opened: want {part.info} at byte {part.info.start}, "
-                f"got {f'{got} at byte {got.start}' if got else 'none'}"
-            )
+    if any(part.info.fingerprint != now for part in parts):
+        raise CheckpointError(f"{file}: its header or its size changed since it was opened")
     return identity
 
 
 def _identity(status: os.stat_result) -> Identity:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    # no inode: some network file systems number a file anew each time
+    return status.st_size, status.st_mtime_ns
 
 
 def _read(piece: Piece, buffers: Sequence[memoryview], check: Callable[[Part, memoryview], None]) -> None:

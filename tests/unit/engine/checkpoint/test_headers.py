@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from pilotfish.engine.checkpoint import headers
-from pilotfish.engine.checkpoint.headers import read_header
+from pilotfish.engine.checkpoint.headers import fingerprint, read_header
 from pilotfish.engine.errors import HeaderError
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -174,3 +174,20 @@ def test_refuses_what_is_no_file(path, tmp_path):
     for what in (path, tmp_path / "folder", tmp_path / "absent"):
         with pytest.raises(HeaderError, match="want a regular file"):
             read_header(what)
+
+
+def test_fingerprint_is_that_of_header_and_size(tmp_path):
+    """Not of the tensors: those are looked at when they are read."""
+    path = write(tmp_path / "model.safetensors", {"a": ENTRY})
+    first = read_header(path).tensors["a"].fingerprint
+    assert fingerprint(path) == first
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert fingerprint(path) == first
+    path.write_bytes(raw + b"\0")
+    assert fingerprint(path) != first
+    path.write_bytes(raw.replace(b'"a"', b'"b"'))
+    assert fingerprint(path) != first
+    path.write_bytes(raw[:20])
+    with pytest.raises(HeaderError):
+        fingerprint(path)
