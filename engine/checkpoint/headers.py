@@ -41,7 +41,10 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its header describes it. `start` and `end` are byte offsets in `file`; `fingerprint` is that of the file (below)."""
+    """One tensor as its header describes it.
+
+    `start` and `end` are byte offsets in `file`; `fingerprint` is that of the file, see below.
+    """
 
     name: str
     dtype: str
