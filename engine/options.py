@@ -30,7 +30,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     `kv_cache_dtype` is of keys and values, the head's too: the model's ("auto"), bfloat16, or FP8 (e4m3), which holds
     twice as many tokens in the same memory and changes the text, though not with k, batch or the cut of a prompt.
     `kernels`: "fused" multiplies packed weights on the GPU and runs rounds from captured graphs, "torch" expands each
-    weight for each product. `enforce_eager` captures no graphs.
+    weight for each product; "auto" is fused wherever that runs. `enforce_eager` captures no graphs.
     """
 
     model: str

@@ -251,7 +251,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     depth, reason = _depth(options, checkpoint)
     max_model_len = _max_model_len(options, config)
     max_num_seqs, binding = _max_num_seqs(options, depth)
-    fused = _fused(options, device, dtype)
+    fused = choose_fused(options.kernels, device, dtype)
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
     kv_scales = _kv_scales(checkpoint, kv_dtype)
     chunk = options.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
@@ -276,18 +276,26 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     )
 
 
-def _fused(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
-    """Not chosen by itself: no release has been measured with them yet."""
-    if options.kernels != "fused":
-        return False
+def choose_fused(wanted: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether rounds run on the kernels of kernels.cuda: wherever they can, unless "torch" is wanted. Raises
+    OptionError where they are wanted and cannot."""
+    problem = _no_fused_kernels(device, dtype)
+    if wanted == "fused" and problem:
+        raise OptionError(f"kernels: fused ones want {problem}")
+    if wanted == "auto" and problem and device.type == "cuda":
+        logger.warning("kernels: torch's operators, slower by far than fused ones, which want %s", problem)
+    return wanted != "torch" and problem is None
+
+
+def _no_fused_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
-        raise OptionError(f"kernels: want a CUDA device for fused ones, got {device.type}")
+        return f"a CUDA device, got {device.type}"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
-        raise OptionError(f"kernels: fused ones want compute capability 8.0 (bf16 products), got {capability}")
+        return f"compute capability 8.0 (bf16 products), got {capability[0]}.{capability[1]}"
     if dtype != torch.bfloat16:
-        raise OptionError(f"kernels: fused ones multiply bfloat16, got dtype {dtype}")
-    return True
+        return f"bfloat16, got {dtype}"
+    return None
 
 
 def _device(options: EngineOptions) -> torch.device:

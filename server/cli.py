@@ -232,7 +232,7 @@ def _add_engine_flags(parser: Parser) -> None:
         "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of keys and values (default: the model's)"
     )
     group.add_argument(
-        "--kernels", choices=("auto", "torch", "fused"), default="auto", help="on a GPU: auto is torch for now"
+        "--kernels", choices=("auto", "torch", "fused"), default="auto", help="auto: fused where they run, else torch"
     )
     group.add_argument("--enforce-eager", action="store_true", help="with fused kernels: capture no graphs")
     group.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")

@@ -46,7 +46,7 @@ class FusedBuilder(Builder):
             self.check_sizes()
             return super().model(draft_ids)
         except ValueError as error:
-            raise LayoutError(f"--kernels fused: {error}; --kernels torch serves it") from error
+            raise LayoutError(f"fused kernels: {error}; --kernels torch serves it") from error
 
     def check_sizes(self) -> None:
         config = self.config

@@ -1,6 +1,7 @@
 """What options leave open is decided from the checkpoint and the machine, and impossible wishes are refused by name."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def test_fused_kernels_read_fp8_where_the_device_does(monkeypatch):
         # torch's operators convert by themselves
         assert start.choose_kv_dtype("fp8", torch.bfloat16, cuda, False) == torch.float8_e4m3fn
         assert start.choose_kv_dtype("auto", torch.bfloat16, cuda, True) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "wanted"),
+    [
+        ("cuda", torch.bfloat16, (9, 0), None),
+        ("cuda", torch.bfloat16, (8, 0), None),
+        ("cuda", torch.bfloat16, (7, 5), "compute capability 8.0 (bf16 products), got 7.5"),
+        ("cuda", torch.float32, (9, 0), "bfloat16, got torch.float32"),
+        ("cpu", torch.bfloat16, None, "a CUDA device, got cpu"),
+    ],
+)
+def test_fused_kernels_run_wherever_they_can(device, dtype, capability, wanted, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    place = torch.device(device)
+    assert start.choose_fused("auto", place, dtype) == (wanted is None)
+    # on a CPU torch's operators are what there is
+    assert [wanted in message for message in caplog.messages] == [True] * (device == "cuda" and wanted is not None)
+    assert start.choose_fused("torch", place, dtype) is False
+    if wanted is None:
+        assert start.choose_fused("fused", place, dtype) is True
+    else:
+        with pytest.raises(OptionError, match=f"kernels: fused ones want {re.escape(wanted)}"):
+            start.choose_fused("fused", place, dtype)
 
 
 def test_a_checkpoint_without_head_is_served_without_speculation_and_says_so(tmp_path, caplog):

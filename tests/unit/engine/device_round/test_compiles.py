@@ -45,6 +45,8 @@ EARLY = {
     "slots",  # written by copies from the host alone, which are in no chain
 }
 """Arguments that no kernel of a round writes."""
+BEFORE = {"counts", "history", "pending", "conv_weight", "state"}
+"""Arguments of GatedDeltaNet's kernels that nothing between a round's first kernels and theirs writes."""
 
 
 @pytest.fixture(scope="module", params=["nvfp4", "mixed"])
@@ -77,13 +79,28 @@ def test_no_kernel_touches_what_another_writes_before_it_has_waited(launched):
         # gate_up waits for the router before down may start: so down may read what the router wrote
         down = name == "experts_kernel" and waits.triggers_early
         allowed = EARLY | ({"ids", "lists"} if down else set())
+        if name in ("_steps_kernel", "_finish_kernel"):
+            allowed |= BEFORE | ({"projected"} if name == "_finish_kernel" else set())
         # b and a of GatedDeltaNet: another way through the product's kernel, with a wait of its own
         ways = 2 if "plain_data" in argument_names(kernel) else 1
         assert kernel.metadata.launch_pdl and waits.num_waits == ways and waits.num_triggers == 1, name
-        assert waits.early <= {("ld", frozenset([argument])) for argument in allowed}, (name, waits.early)
+        assert all(op == "ld" and origin and origin <= allowed for op, origin in waits.early), (name, waits.early)
         # programs of down that have nothing to do leave at once; the first one's expert is no other's
         assert waits.leaves_early == down, name
-        assert code.before("ST", "ACQBULK") == code.before("ATOM", "ACQBULK") == 0, name
+        assert [op for op in ("STG", "ST.", "ATOM", "RED") if code.before(op, "ACQBULK")] == [], name
+
+
+def test_what_is_read_early_is_complete(launched):
+    """A kernel runs when the one before it has let it start; where that one had waited, all before it was done."""
+    names = [kernel.metadata.name for kernel in launched]
+    waited_first = {name for kernel, name in zip(launched, names, strict=True) if not Waits(kernel).triggers_early}
+    # the round before, for the first linear layer of the round and for all after it
+    rounds = [place for place, name in enumerate(names) if name == "_embed_rows_kernel"]
+    assert len(rounds) == 2 and "_embed_rows_kernel" in waited_first
+    assert "_steps_kernel" not in names[: rounds[0]] and "_steps_kernel" not in names[rounds[1] - 1 : rounds[1]]
+    # a layer's projection, for its second launch
+    assert "_steps_kernel" in waited_first
+    assert all(names[place - 1] == "_steps_kernel" for place, name in enumerate(names) if name == "_finish_kernel")
 
 
 def test_a_kernel_without_its_wait_is_found(launched):
