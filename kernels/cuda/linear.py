@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.mma import BF16, FORMATS, load_factor, over_warps, products, scaled, silu
+from pilotfish.kernels.cuda.mma import BF16, FORMATS, load_factor, over_warps, products, scaled, silu, units_ahead
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 MAX_ROWS = 256
@@ -152,7 +152,9 @@ def _tiles(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tiles[m] * 2),)
             counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
+    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, STAGES)
     totals = products(
+        stages,
         data,
         block_scale,
         x,
@@ -387,6 +389,8 @@ def launch(
         PLAIN_AHEAD=other.x_ahead,
         PDL=pdl,
         num_warps=shape.warps,
+        # variants for more rows are compiled apart, and round alike
+        enable_fp_fusion=False,
         maxnreg=REGISTERS.get(shape.row_tiles) if bounded else None,
         launch_pdl=pdl,
     )

@@ -200,7 +200,42 @@ def _multiply(
 
 
 @gluon.jit
+def _placed(tiles, data, block_scale, UNITS: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr):
+    """Where the units and the block scales of each tile begin."""
+    words: gl.constexpr = unit_words(FORMAT)
+    bases = ()
+    block_scales = ()
+    for m in gl.static_range(MT):
+        bases = bases + (data + tiles[m].to(gl.int64) * (UNITS * words),)
+        block_scales = block_scales + (block_scale + tiles[m] * UNITS,)
+    return bases, block_scales
+
+
+@gluon.jit
+def units_ahead(
+    data,
+    block_scale,
+    tiles,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Asks for the first STAGES units of each warp and tile: what `products` begins with. Nothing that comes after goes
+    before it."""
+    bases, block_scales = _placed(tiles, data, block_scale, UNITS, MT, FORMAT)
+    stages = ()
+    for step in gl.static_range(STAGES):
+        stages = stages + (_load_step(bases, block_scales, step, MT, FORMAT, BLOCKS, WARPS),)
+    _in_order()
+    return stages
+
+
+@gluon.jit
 def products(
+    stages,
     data,
     block_scale,
     x,
@@ -222,45 +257,31 @@ def products(
 ):
     """Sums of each warp's units, MT * NT tensors fp32 [warps * 32, 4], tile by tile: mma's accumulators.
 
+    stages: of `units_ahead`: so many units a tile are on their way while one is multiplied, and X_AHEAD steps of x.
     data int32, x int32 (two bf16 each); x_offsets, x_masks: for each of NT tiles of 8 rows of x, where a lane's row g
-    begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles. STAGES units a tile are on
-    their way while one is multiplied, and X_AHEAD steps of x. With WAIT weights are asked for before the wait for what
-    writes x. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use than was meant.
+    begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles. WAIT: for what writes x, before
+    the first load of it. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use than
+    was meant.
 
     SHARES, a multiple of WARPS, divides K as that many warps would: share i has the units i, i + SHARES, ..., warp w
     the shares w, w + WARPS, ..., and there are MT * NT sums for each share of a warp, one share's after the other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    words: gl.constexpr = unit_words(FORMAT)
     steps: gl.constexpr = UNITS // WARPS
     shares: gl.constexpr = SHARES // WARPS
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     warp = thread // 32
-    lane = thread % 32
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    load_offsets = (warp * words + lane * 4)[:, None] + word
-    scale_offsets = warp * words + lane
-    columns = (warp * 64 + (lane % 4) * 8)[:, None] + word
+    columns = (warp * 64 + (thread % 4) * 8)[:, None] + word
     x_words = ()
     x_there = ()
     for n in gl.static_range(NT):
         x_words = x_words + (x_offsets[n][:, None] + columns,)
         x_there = x_there + ((x_masks[n][:, None] & (word >= 0)),)
-    bases = ()
-    block_scales = ()
-    for m in gl.static_range(MT):
-        bases = bases + (data + tiles[m].to(gl.int64) * (UNITS * words),)
-        block_scales = block_scales + (block_scale + tiles[m] * UNITS,)
-
-    stages = ()
-    for s in gl.static_range(STAGES):
-        stages = stages + (
-            _load_step(bases, block_scales, load_offsets, scale_offsets, warp, s, words, MT, FORMAT, BLOCKS, WARPS),
-        )
+    bases, block_scales = _placed(tiles, data, block_scale, UNITS, MT, FORMAT)
     totals = ()
     for _ in gl.static_range(SHARES // WARPS * MT * NT):
         totals = totals + (gl.zeros([WARPS * 32, 4], gl.float32, layout),)
-    _in_order()
     if WAIT:
         gdc_wait()
     xs = ()
@@ -282,10 +303,7 @@ def products(
                 _in_order(PINNED)
                 totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], s % shares, MT, NT, FORMAT, BLOCKS)
                 xs = xs[1:]
-                next_step = step + STAGES
-                loaded = _load_step(
-                    bases, block_scales, load_offsets, scale_offsets, warp, next_step, words, MT, FORMAT, BLOCKS, WARPS
-                )
+                loaded = _load_step(bases, block_scales, step + STAGES, MT, FORMAT, BLOCKS, WARPS)
                 _in_order(PINNED)
                 stages = stages[1:] + (loaded,)
     for step in gl.static_range(looped, steps):
@@ -296,9 +314,7 @@ def products(
         xs = xs[1:]
         stages = stages[1:]
         if step + STAGES < steps:
-            loaded = _load_step(
-                bases, block_scales, load_offsets, scale_offsets, warp, step + STAGES, words, MT, FORMAT, BLOCKS, WARPS
-            )
+            loaded = _load_step(bases, block_scales, step + STAGES, MT, FORMAT, BLOCKS, WARPS)
             _in_order(PINNED)
             stages = stages + (loaded,)
     return totals
@@ -306,23 +322,20 @@ def products(
 
 @gluon.jit
 def _load_step(
-    bases,
-    block_scales,
-    load_offsets,
-    scale_offsets,
-    warp,
-    step,
-    WORDS: gl.constexpr,
-    MT: gl.constexpr,
-    FORMAT: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    WARPS: gl.constexpr,
+    bases, block_scales, step, MT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr
 ):
     """A step's units of MT tiles, and their block scales if there are such."""
+    words: gl.constexpr = unit_words(FORMAT)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
+    warp = thread // 32
+    lane = thread % 32
+    word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    offsets = (warp * words + lane * 4)[:, None] + word
     units = ()
     scales = ()
     for m in gl.static_range(MT):
-        units = units + (load_unit(bases[m] + step * (WARPS * WORDS), load_offsets, scale_offsets, FORMAT),)
+        units = units + (load_unit(bases[m] + step * (WARPS * words), offsets, warp * words + lane, FORMAT),)
         if BLOCKS:
             scales = scales + (gl.load(block_scales[m] + (warp + step * WARPS))[:, None],)
     return (units, scales)

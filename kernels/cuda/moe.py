@@ -222,6 +222,8 @@ class GroupedExperts:
             X_AHEAD=shape.x_ahead,
             PDL=pdl,
             num_warps=shape.warps,
+            # variants for more rows are compiled apart, and round alike
+            enable_fp_fusion=False,
             launch_pdl=pdl,
         )
 

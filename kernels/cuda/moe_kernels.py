@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda.mma import load_factor, over_warps, products, scaled, silu
+from pilotfish.kernels.cuda.mma import load_factor, over_warps, products, scaled, silu, units_ahead
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -167,11 +167,24 @@ def experts_kernel(
                 count = 0
     if first >= count:
         return
+    index = gl.arange(0, 128, flat)
+    feature = (index % 32) // 4 + (index // 32) % 2 * 8
+    first_tile = gl.program_id(0) * MT
+    tiles = ()
+    factors = ()
+    columns = ()
+    counts = ()
+    for m in gl.static_range(MT):
+        tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
+        tiles = tiles + (tile,)
+        factors = factors + (load_factor(number, tile, feature, ROW_NUMBERS),)
+        if m % SPAN == 0:
+            columns = columns + (gl.load(place + tile * 2),)
+            counts = counts + (gl.load(place + tile * 2 + 1),)
+    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, STAGES)
     if not LISTS:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
-    index = gl.arange(0, 128, flat)
-    feature = (index % 32) // 4 + (index // 32) % 2 * 8
     offsets = ()
     masks = ()
     targets = ()
@@ -185,19 +198,8 @@ def experts_kernel(
         pair, there = _columns(ranks, own_list, stored_index, first, count, is_shared, LISTS, TOP_K)
         targets = targets + (pair.to(gl.int64) * out_stride,)
         stored = stored + (there,)
-    first_tile = gl.program_id(0) * MT
-    tiles = ()
-    factors = ()
-    columns = ()
-    counts = ()
-    for m in gl.static_range(MT):
-        tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
-        tiles = tiles + (tile,)
-        factors = factors + (load_factor(number, tile, feature, ROW_NUMBERS),)
-        if m % SPAN == 0:
-            columns = columns + (gl.load(place + tile * 2),)
-            counts = counts + (gl.load(place + tile * 2 + 1),)
     totals = products(
+        stages,
         data,
         block_scale,
         x,

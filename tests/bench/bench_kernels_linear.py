@@ -283,7 +283,7 @@ def tune_experts(formats: list[Format], rows: list[int]) -> None:
             chosen = chosen_by(part.format, tiles, part.num_units, count)
             tried = [
                 Shape(warps, most, chosen.row_tiles, stages, ahead)
-                for warps, most, stages, ahead in combinations((1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (0, 1, 2))
+                for warps, most, stages, ahead in combinations((1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (0, 1, 2, 3))
                 if part.num_units % warps == 0 and most * stages <= 8 and most * chosen.row_tiles <= 8
                 if stages <= part.num_units // warps and ahead <= min(stages, part.num_units // warps - 1)
             ]
