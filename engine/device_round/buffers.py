@@ -66,9 +66,8 @@ class RoundBuffers:
         self._projected = buffer(rows * _widest_projection(config))
         self._mixed = buffer(rows * max(config.value_dim, heads * config.head_dim))
         self.delta_scratch = DeltaScratch.empty(
-            rows, sizes.max_sequences, sizes.max_width, config.conv_dim, config.linear_num_value_heads,
-            config.linear_value_head_dim, device,
-        )  # fmt: skip
+            rows, config.linear_num_value_heads, config.linear_value_head_dim, device
+        )
         num_pages, kv_dtype = _pages(model)
         self.attention = AttentionScratch.empty(
             rows, sizes.max_sequences, sizes.max_width, sizes.max_model_len, num_pages, heads,

@@ -1,15 +1,26 @@
 """GatedDeltaNet over a decode window: replay of accepted rows, one store of the state, then the window itself.
 
 What a window leaves pending is its rows of the projection (u | b | a, bf16): replay convolves, norms and steps them
-again, by one loop over accepted and window rows whose code is the same for every (B, W), so a replayed state has the
-bits it had inside the window.
+again. It is the same code as the window's, put into the kernel twice, and without contraction (no multiplication and
+addition become one but where fma stands here), so a replayed state has the bits it had inside the window.
 
 Two launches. `_steps_kernel`: one program for 8 WARPS columns of a head's state, which are independent of the others.
-It first convolves, norms and gates all its rows at once, into scratch, then steps through them with the state in
+It convolves, norms and gates a row a warp, into shared memory, then steps through these rows with the state in
 registers; a step has no barrier. `_finish_kernel`: the gated norm, which needs whole heads, and, once nobody reads them
 any more, the history and the pending rows.
+
+A step: with kept = S'k and seen = S'q of the state before, delta = beta v - beta decay kept, the row's output is decay
+seen + (q.k) delta and the state becomes decay S + k delta: both sums over dk at once, neither behind the other.
+
+Dependent launches: state, history, pending rows and counts are what the round before left; a round's first kernels let
+others start only when that round is done (`embed_rows`), so all of them are read, and accepted rows replayed, before
+the wait. Loads of what kernels write go past L1, which nothing empties between kernels that overlap.
 Bytes: the state, read and written once (2 * 4 Hv dk dv a sequence), beside which the rest is small.
 """
+
+# Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 
@@ -18,6 +29,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pilotfish.kernels.activation import sigmoid, silu, softplus
@@ -27,19 +40,20 @@ from pilotfish.kernels.norm import l2_norm, rms_norm
 
 TAPS = 4
 WARPS = 4
-"""Warps of a program; each holds 8 columns of the state and all their rows, so that no sum over dk crosses warps."""
+"""Warps of a program; each holds 8 columns of the state, and convolves a row at a time."""
+LANES = 8
+"""Lanes that share a column of the state; decides the order of sums over dk."""
 ROWS = 4
 """Window rows that a program of `_finish_kernel` has at once. The layout of a block, and with it the order of a sum
 along it, follows the block's shape: that must be the same for every k."""
+EAGER = True
+"""Whether `_finish_kernel` lets the kernel after it start before its own turn has come."""
 _HISTORY = tl.constexpr(TAPS - 1)
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Asks for the lines at the pointers to come to L2. A hint: nothing is read, so it may stand before the wait."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
+_VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_MATRIX = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_EXP2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+_INVERSE = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -47,47 +61,84 @@ def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
-def _source(t, old, accepted, window, count, C: tl.constexpr, HELD: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where the inputs of time t are: in the history (t < 0), the accepted rows or the window."""
-    return tl.where(
-        t < 0, old + (t + _HISTORY) * C, tl.where(t < count, accepted + t * HELD, window + (t - count) * COLUMNS)
-    )
+@gluon.jit
+def _unary(asm: gl.constexpr, x):
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
-def _mixed(rows, columns, weight, C: tl.constexpr, mask):
-    """silu(conv) of channels: `rows` are the pointers of the inputs, oldest first."""
-    x = tl.load(rows[0] + columns, mask, other=0.0).to(tl.float32) * tl.load(weight + columns)
-    x = tl.fma(tl.load(rows[1] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + C + columns), x)
-    x = tl.fma(tl.load(rows[2] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + 2 * C + columns), x)
-    x = tl.fma(tl.load(rows[3] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + 3 * C + columns), x)
-    return _silu(x)
+@gluon.jit
+def _sigmoid(x):
+    """Without the cases of denormal numbers: of exp(-x) they become 0 and infinity, the sigmoid 1 and 0."""
+    return _unary(_INVERSE, 1.0 + _unary(_EXP2, x * -1.4426950408889634))
 
 
-@triton.jit
-def _dot_rows(a, b, x, y):
-    """Sum over dk of (a | b) * (x | y): registers first, then lanes."""
-    return tl.sum(tl.sum(a * x, 0, keep_dims=True) + tl.sum(b * y, 0, keep_dims=True), 2, keep_dims=True)
+@gluon.jit
+def _sources(
+    t, old, accepted, window, count, C: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr, REPLAY: gl.constexpr
+):
+    """Where the inputs of times t - 3 .. t are: in the history (before 0), the accepted rows or the window."""
+    found = ()
+    for tap in gl.static_range(4):
+        time = t + (tap - 3)
+        row = accepted + time * HELD
+        if not REPLAY:
+            row = gl.where(time < count, row, window + (time - count) * COLUMNS)
+        found = found + (gl.where(time < 0, old + (time + 3) * C, row),)
+    return found
 
 
-@triton.jit
-def _halves(row, columns, DK: tl.constexpr):
-    """The two halves of a head's k or q; of 16 dimensions the second is empty: zeros."""
-    first = tl.load(row + columns)
-    second = tl.load(row + columns + DK // 2) if DK > 16 else tl.zeros_like(first)
-    return first, second
+@gluon.jit
+def _inputs(sources, columns, mask):
+    """Of some channels, a tensor a tap. Past L1, which may hold what was there before."""
+    found = ()
+    for tap in gl.static_range(4):
+        places = sources[tap][:, None] + columns[None, :]
+        found = found + (gl.load(places, mask[:, None], other=0.0, cache_modifier=".cg"),)
+    return found
 
 
-@triton.jit
-def _operands(row, gates, k_columns, q_columns, v_columns, DK: tl.constexpr):
-    """k and q in halves, v, beta and decay of a row."""
-    ka, kb = _halves(row, k_columns, DK)
-    qa, qb = _halves(row, q_columns, DK)
-    return ka, kb, qa, qb, tl.load(row + v_columns), tl.load(gates), tl.load(gates + 1)
+@gluon.jit
+def _taps(weight, columns, C: gl.constexpr):
+    found = ()
+    for tap in gl.static_range(4):
+        found = found + (gl.load(weight + tap * C + columns)[None, :],)
+    return found
 
 
-@triton.jit(do_not_specialize=["W", "MOST"])
+@gluon.jit
+def _mix(inputs, taps):
+    """silu(conv)."""
+    x = inputs[0].to(gl.float32) * taps[0]
+    for tap in gl.static_range(1, 4):
+        x = gl.fma(inputs[tap].to(gl.float32), taps[tap], x)
+    return x * _sigmoid(x)
+
+
+@gluon.jit
+def _keep(rows, values):
+    """All rows at once, into shared memory where they are vectors."""
+    rows._reinterpret(gl.float32, values.shape, _MATRIX).store(values)
+
+
+@gluon.jit
+def _parts(vector, layout: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr):
+    """k or q of a row in shared memory, a column for each part of the state."""
+    found = ()
+    for part in gl.static_range(PARTS):
+        found = found + (vector.slice(part * PART, PART).load(layout)[:, None],)
+    return found
+
+
+@gluon.jit
+def _dot(cells, factors, PARTS: gl.constexpr):
+    """Sums over dk, one a column: over the parts, a thread's rows, then lanes."""
+    total = cells[0] * factors[0]
+    for part in gl.static_range(1, PARTS):
+        total = gl.fma(cells[part], factors[part], total)
+    return gl.sum(total, 0)
+
+
+@gluon.jit(do_not_specialize=["W", "MOST"])
 def _steps_kernel(
     projected,
     slots,
@@ -98,129 +149,133 @@ def _steps_kernel(
     conv_weight,
     decay_rate,
     dt_bias,
-    mixed,
-    gates,
     read,
     W,
     MOST,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
+    HK: gl.constexpr,
+    HV: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    LANES: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    C: tl.constexpr = 2 * HK * DK + HV * DV
-    COLUMNS: tl.constexpr = C + HV * DV + 2 * HV
-    HELD: tl.constexpr = C + 2 * HV
-    BLOCK_V: tl.constexpr = 8 * GROUPS
-    TILES: tl.constexpr = DV // BLOCK_V
-    tile = tl.program_id(0) % TILES
-    head = tl.program_id(0) // TILES % HV
-    b = tl.program_id(0) // (TILES * HV)
-    q_first = head // (HV // HK) * DK
-    k_first = HK * DK + q_first
-    v_first = 2 * HK * DK + head * DV + tile * BLOCK_V
-    rate, bias = tl.load(decay_rate + head), tl.load(dt_bias + head)
-    if PDL:
-        gdc_launch_dependents()
-        # Lines of 128 bytes of what no kernel of this round has written: the state, the taps, the history. A slot read
-        # too early would only make the hint useless.
-        early = tl.load(slots + b).to(tl.int64)
-        line = tl.arange(0, DK)
-        _prefetch(state + ((early * HV + head) * DK + line) * DV + tile * BLOCK_V)
-        tap = tl.arange(0, 4)[:, None]
-        chunk = tl.arange(0, 4)[None, :] * (DK // 4)
-        _prefetch(conv_weight + tap * C + q_first + chunk)
-        _prefetch(conv_weight + tap * C + k_first + chunk)
-        _prefetch(conv_weight + tap * C + v_first + chunk % BLOCK_V)
-        past = history + early * (_HISTORY * C) + tl.minimum(tap, _HISTORY - 1) * C
-        _prefetch(past + q_first + chunk)
-        _prefetch(past + k_first + chunk)
-        gdc_wait()
+    C: gl.constexpr = 2 * HK * DK + HV * DV
+    COLUMNS: gl.constexpr = C + HV * DV + 2 * HV
+    HELD: gl.constexpr = C + 2 * HV
+    WARPS: gl.constexpr = gl.num_warps()
+    BLOCK_V: gl.constexpr = 8 * WARPS
+    TILES: gl.constexpr = DV // BLOCK_V
+    # The state in parts of 4 LANES x BLOCK_V: a thread has 4 rows and LANES / 4 columns of each, a warp 8 columns.
+    PART: gl.constexpr = 4 * LANES
+    PARTS: gl.constexpr = DK // PART
+    CELLS: gl.constexpr = gl.BlockedLayout([4, LANES // 4], [LANES, 32 // LANES], [1, WARPS], [1, 0])
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, CELLS)
+    OF_COLUMN: gl.constexpr = gl.SliceLayout(0, CELLS)
+    # Projected rows: one a warp, q's and k's channels, and v's.
+    KEYS: gl.constexpr = gl.BlockedLayout([1, max(DK // 32, 1)], [1, 32], [WARPS, 1], [1, 0])
+    VALUES: gl.constexpr = gl.BlockedLayout([1, max(BLOCK_V // 32, 1)], [1, 32], [WARPS, 1], [1, 0])
 
-    slot = tl.load(slots + b).to(tl.int64)
+    tile = gl.program_id(0) % TILES
+    head = gl.program_id(0) // TILES % HV
+    b = gl.program_id(0) // (TILES * HV)
+    slot = gl.load(slots + b, cache_modifier=".cg").to(gl.int64)
+    rate, bias = gl.load(decay_rate + head), gl.load(dt_bias + head)
+    q_columns = head // (HV // HK) * DK + gl.arange(0, DK, gl.SliceLayout(0, KEYS))
+    k_columns = HK * DK + q_columns
+    v_columns = 2 * HK * DK + head * DV + tile * BLOCK_V + gl.arange(0, BLOCK_V, gl.SliceLayout(0, VALUES))
     # a null slot may hold anything
-    count = tl.minimum(tl.maximum(tl.load(counts + slot).to(tl.int32), 0), MOST)
-    # The state in two halves of axes (DK / 32, GROUPS, 16, 8). The compiler deals registers, lanes and warps out to the
-    # axes by their contiguity: a warp shall have one group, its lanes the 16 and the 8 by fours. Only the last axis is
-    # contiguous; the other hints are not true of the memory, they put the axes in that order in every release.
-    HIGH: tl.constexpr = max(DK // 32, 1)
-    high = tl.arange(0, HIGH)[:, None, None, None]
-    group = tl.arange(0, GROUPS)[None, :, None, None]
-    low = tl.arange(0, 16)[None, None, :, None]
-    column = tl.arange(0, 8)[None, None, None, :]
-    i = high * 16 + low
-    j = group * 8 + column
+    count = gl.minimum(gl.maximum(gl.load(counts + slot, cache_modifier=".cg").to(gl.int32), 0), MOST)
+    j = gl.arange(0, BLOCK_V, OF_COLUMN)
     cells = state + (slot * HV + head) * (DK * DV) + tile * BLOCK_V
-    cells_a = tl.max_contiguous(cells + (i * DV + j), [1, 2, 4, 8])
-    cells_b = tl.max_contiguous(cells + ((i + DK // 2) * DV + j), [1, 2, 4, 8])
-    sa = tl.load(cells_a)
-    sb = tl.load(cells_b) if DK > 16 else tl.zeros_like(sa)
+    cells = cells + (gl.arange(0, PART, OF_ROW)[:, None] * DV + j[None, :])
+    s = ()
+    for part in gl.static_range(PARTS):
+        s = s + (gl.load(cells + part * (PART * DV), cache_modifier=".cg"),)
+    q_taps = _taps(conv_weight, q_columns, C)
+    k_taps = _taps(conv_weight, k_columns, C)
+    v_taps = _taps(conv_weight, v_columns, C)
 
-    # q, k and v of all rows, a row a warp; the programs of a head write the same values to the same places
-    old = history + slot * (_HISTORY * C)
+    old = history + slot * (3 * C)
     accepted = pending + slot * (MOST * HELD)
-    window = projected + (b * W).to(tl.int64) * COLUMNS
-    mixed += b.to(tl.int64) * (2 * MOST * C)
-    gates += b * (2 * MOST * HV * 2) + head * 2
-    for first in range(0, count + W, GROUPS):
-        t = first + tl.arange(0, GROUPS)[:, None]
-        mask = t < count + W
-        inputs = (
-            _source(t - 3, old, accepted, window, count, C, HELD, COLUMNS),
-            _source(t - 2, old, accepted, window, count, C, HELD, COLUMNS),
-            _source(t - 1, old, accepted, window, count, C, HELD, COLUMNS),
-            _source(t, old, accepted, window, count, C, HELD, COLUMNS),
-        )
-        # as wide as the rows, so that taps and inputs lie in the same lanes
-        d = t * 0 + tl.arange(0, DK)[None, :]
-        own_v = t * 0 + tl.arange(0, BLOCK_V)[None, :]
-        q = _mixed(inputs, q_first + d, conv_weight, C, mask)
-        k = _mixed(inputs, k_first + d, conv_weight, C, mask)
-        v = _mixed(inputs, v_first + own_v, conv_weight, C, mask)
-        q = q * (tl.rsqrt(tl.sum(q * q, 1, keep_dims=True) + 1e-6) * DK**-0.5)
-        k = k * tl.rsqrt(tl.sum(k * k, 1, keep_dims=True) + 1e-6)
-        tl.store(mixed + t * C + q_first + d, q, mask)
-        tl.store(mixed + t * C + k_first + d, k, mask)
-        tl.store(mixed + t * C + v_first + own_v, v, mask)
-        own = inputs[3] + head + tl.where(t < count, C, C + HV * DV)
-        beta = tl.load(own, mask, other=0.0).to(tl.float32)
-        a = tl.load(own + HV, mask, other=0.0).to(tl.float32) + bias
-        softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        tl.store(gates + t * (2 * HV), 1.0 / (1.0 + tl.exp(-beta)), mask)
-        tl.store(gates + t * (2 * HV) + 1, tl.exp(rate * softplus), mask)
-    tl.debug_barrier()
+    window = projected + (b * W).to(gl.int64) * COLUMNS
+    out = read + (b * W * HV + head).to(gl.int64) * DV + tile * BLOCK_V + j
+    q_rows = gl.allocate_shared_memory(gl.float32, [WARPS, DK], _VECTORS)
+    k_rows = gl.allocate_shared_memory(gl.float32, [WARPS, DK], _VECTORS)
+    # beta v, -beta decay, decay and q . k, one for each column
+    v_rows = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_V], _VECTORS)
+    shrink_rows = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_V], _VECTORS)
+    decay_rows = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_V], _VECTORS)
+    qk_rows = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_V], _VECTORS)
 
-    # the one step of replay and window
-    ia = tl.arange(0, HIGH)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    jv = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    out = read + (b * W * HV + head).to(tl.int64) * DV + tile * BLOCK_V
-    places = tl.max_contiguous(out + (low * DV + j), [1, 2, 4, 8])
-    ka, kb, qa, qb, v, beta, decay = _operands(mixed, gates, k_first + ia, q_first + ia, v_first + jv, DK)
-    for t in range(0, count + W):
-        if (t == count) & (count > 0):
-            tl.store(cells_a, sa)
-            if DK > 16:
-                tl.store(cells_b, sb)
-        # the next row's operands, on their way while this one's step runs
-        after = tl.minimum(t + 1, count + W - 1)
-        row, own = mixed + after * C, gates + after * (2 * HV)
-        next_ka, next_kb, next_qa, next_qb, next_v, next_beta, next_decay = _operands(
-            row, own, k_first + ia, q_first + ia, v_first + jv, DK
-        )
-        k4a, k4b = ka[:, None, :, None], kb[:, None, :, None]
-        sa, sb = sa * decay, sb * decay
-        delta = (v[None, :, None, :] - _dot_rows(sa, sb, k4a, k4b)) * beta
-        sa, sb = tl.fma(k4a, delta, sa), tl.fma(k4b, delta, sb)
-        if t >= count:
-            o = _dot_rows(sa, sb, qa[:, None, :, None], qb[:, None, :, None])
-            tl.store(
-                tl.max_contiguous(places + (t - count) * (HV * DV), [1, 2, 4, 8]),
-                tl.broadcast_to(o, (1, GROUPS, 16, 8)),
-                low == 0,
-            )
-        ka, kb, qa, qb, v, beta, decay = next_ka, next_kb, next_qa, next_qb, next_v, next_beta, next_decay
+    # accepted rows, which no kernel of this round has written; then the window
+    for phase in gl.static_range(2):
+        begin = 0 if phase == 0 else count
+        end = count if phase == 0 else count + W
+        if phase == 1 and PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        for first in range(begin, end, WARPS):
+            t = first + gl.arange(0, WARPS, gl.SliceLayout(1, KEYS))
+            sources = _sources(t, old, accepted, window, count, C, HELD, COLUMNS, phase == 0)
+            q_inputs = _inputs(sources, q_columns, t < end)
+            k_inputs = _inputs(sources, k_columns, t < end)
+            t = gl.convert_layout(t, gl.SliceLayout(1, VALUES))
+            sources = _sources(t, old, accepted, window, count, C, HELD, COLUMNS, phase == 0)
+            v_inputs = _inputs(sources, v_columns, t < end)
+            own = sources[3] + (head + (C if phase == 0 else C + HV * DV))
+            beta = gl.load(own, t < end, other=0.0, cache_modifier=".cg").to(gl.float32)
+            a = gl.load(own + HV, t < end, other=0.0, cache_modifier=".cg").to(gl.float32) + bias
+            if phase == 1:  # noqa: SIM102 - known when compiled, the other is not
+                if (first == count) & (count > 0):
+                    for part in gl.static_range(PARTS):
+                        gl.store(cells + part * (PART * DV), s[part])
+            q = _mix(q_inputs, q_taps)
+            k = _mix(k_inputs, k_taps)
+            qk = gl.sum(q * k, 1)
+            q_scale = gl.rsqrt(gl.sum(q * q, 1) + 1e-6) * DK**-0.5
+            k_scale = gl.rsqrt(gl.sum(k * k, 1) + 1e-6)
+            qk = gl.convert_layout(qk * q_scale * k_scale, gl.SliceLayout(1, VALUES))
+            v = _mix(v_inputs, v_taps)
+            zeros = gl.zeros([WARPS, BLOCK_V], gl.float32, VALUES)
+            softplus = gl.where(a > 20.0, a, gl.log(1.0 + gl.exp(gl.minimum(a, 20.0))))
+            beta, decay = _sigmoid(beta), gl.exp(rate * softplus)
+            # nobody reads the rows before these any more
+            _barrier()
+            _keep(q_rows, q * q_scale[:, None])
+            _keep(k_rows, k * k_scale[:, None])
+            _keep(v_rows, v * beta[:, None])
+            _keep(shrink_rows, (-beta * decay)[:, None] + zeros)
+            _keep(decay_rows, decay[:, None] + zeros)
+            _keep(qk_rows, qk[:, None] + zeros)
+            _barrier()
+            for row in range(min(WARPS, end - first)):
+                k_own = _parts(k_rows.index(row), OF_ROW, PARTS, PART)
+                kept = _dot(s, k_own, PARTS)
+                decays = decay_rows.index(row).load(OF_COLUMN)
+                delta = gl.fma(shrink_rows.index(row).load(OF_COLUMN), kept, v_rows.index(row).load(OF_COLUMN))
+                if phase == 1:
+                    seen = _dot(s, _parts(q_rows.index(row), OF_ROW, PARTS, PART), PARTS)
+                    o = gl.fma(qk_rows.index(row).load(OF_COLUMN), delta, seen * decays)
+                    gl.store(out + (first - count + row) * (HV * DV), o)
+                after = ()
+                for part in gl.static_range(PARTS):
+                    after = after + (gl.fma(k_own[part], delta[None, :], s[part] * decays[None, :]),)
+                s = after
+
+
+@triton.jit
+def _window_rows(
+    source, w, W, column, head, d, live, C: tl.constexpr, COLUMNS: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr
+):
+    """Of rows w of the window: u, beta, a and z of the head; zeros past W and where there is no value head."""
+    mask, counted = (w < W) & live[None, :], (w < W) & (head >= 0)
+    row = source + w * COLUMNS
+    gates = row + C + HV * DV + head
+    u = tl.load(row + column + d, mask, other=0.0, cache_modifier=".cg")
+    beta = tl.load(gates, counted, other=0.0, cache_modifier=".cg")
+    a = tl.load(gates + HV, counted, other=0.0, cache_modifier=".cg")
+    z = tl.load(row + C + head * DV + d, mask & (head >= 0), other=0.0, cache_modifier=".cg")
+    return u, beta, a, z
 
 
 @triton.jit(do_not_specialize=["W", "MOST"])
@@ -242,6 +297,7 @@ def _finish_kernel(
     DV: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EAGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for the channels of one head of q, k or v of a sequence, and that value head's output."""
@@ -252,44 +308,49 @@ def _finish_kernel(
     part = tl.program_id(0) % PARTS
     b = tl.program_id(0) // PARTS
     head = part - 2 * HK
+    if PDL and EAGER:
+        gdc_launch_dependents()
+    slot = tl.load(slots + b, cache_modifier=".cg").to(tl.int64)
     d = tl.arange(0, BLOCK)
     live = d < tl.where(head < 0, DK, DV)
     norm = tl.load(gate_norm + d, d < DV, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-
-    slot = tl.load(slots + b).to(tl.int64)
-    count = tl.minimum(tl.maximum(tl.load(counts + slot).to(tl.int32), 0), MOST)
     column = tl.where(head < 0, part * DK, 2 * HK * DK + head * DV)
     source = projected + (b * W).to(tl.int64) * COLUMNS
     target = pending + slot * (MOST * HELD)
     old = history + slot * (_HISTORY * C)
-    is_value = head >= 0
+    # `_steps_kernel` waits before it lets this one start, so what it read is there to be read before the wait too
+    w = tl.arange(0, ROWS)[:, None]
+    u, beta, a, z = _window_rows(source, w, W, column, head, d, live, C, COLUMNS, HV, DV)
+    count = tl.load(counts + slot, cache_modifier=".cg").to(tl.int32)
+    count = tl.minimum(tl.maximum(count, 0), MOST)
     # the newest inputs of history and accepted rows, one after the other
     tap = tl.arange(0, _HISTORY + 1)[:, None]
     order = count + tap
     kept = (tap < _HISTORY) & live[None, :]
-    earlier = tl.load(old + order * C + column + d, kept & (order < _HISTORY), other=0.0)
-    later = tl.load(target + (order - _HISTORY) * HELD + column + d, kept & (order >= _HISTORY), other=0.0)
+    earlier = tl.load(old + order * C + column + d, kept & (order < _HISTORY), other=0.0, cache_modifier=".cg")
+    rows = target + (order - _HISTORY) * HELD
+    later = tl.load(rows + column + d, kept & (order >= _HISTORY), other=0.0, cache_modifier=".cg")
     newest = tl.where(order < _HISTORY, earlier, later)
+    if PDL:
+        gdc_wait()
+        if not EAGER:
+            gdc_launch_dependents()
+    # every thread has read what it moves before anything is overwritten
+    tl.debug_barrier()
     for first in range(0, W, ROWS):
         w = first + tl.arange(0, ROWS)[:, None]
         mask = (w < W) & live[None, :]
-        shown, counted = mask & is_value, (w < W) & is_value
-        u = tl.load(source + w * COLUMNS + column + d, mask, other=0.0)
-        gates = source + w * COLUMNS + C + HV * DV + head
-        beta, a = tl.load(gates, counted, other=0.0), tl.load(gates + HV, counted, other=0.0)
+        shown, counted = mask & (head >= 0), (w < W) & (head >= 0)
         cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
         o = tl.load(read + cells, shown, other=0.0)
-        z = tl.load(source + w * COLUMNS + C + head * DV + d, shown, other=0.0).to(tl.float32)
-        # every thread has read what it moves before anything is overwritten; and all loads are on their way together
-        tl.debug_barrier()
+        next_u, next_beta, next_a, next_z = _window_rows(source, w + ROWS, W, column, head, d, live, C, COLUMNS, HV, DV)
         tl.store(target + w * HELD + column + d, u, mask)
         tl.store(target + w * HELD + C + head, beta, counted)
         tl.store(target + w * HELD + C + HV + head, a, counted)
         scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
-        tl.store(out + cells, (o * scale[:, None] * norm[None, :] * _silu(z)).to(out.dtype.element_ty), shown)
+        gated = o * scale[:, None] * norm[None, :] * _silu(z.to(tl.float32))
+        tl.store(out + cells, gated.to(out.dtype.element_ty), shown)
+        u, beta, a, z = next_u, next_beta, next_a, next_z
     tl.store(old + tap * C + column + d, newest, kept)
 
 
@@ -300,30 +361,17 @@ def pending_width(num_channels: int, num_value_heads: int) -> int:
 
 @dataclass(frozen=True)
 class DeltaScratch:
-    """What a layer's window needs besides its operands; one for all layers.
+    """What the first launch leaves for the second; one for all layers: what the recurrence put out, fp32 [R, Hv dv]."""
 
-    mixed fp32 [B, 2 W_max, C] and gates fp32 [B, 2 W_max, Hv, 2] hold convolved rows, beta and decay; read fp32
-    [R, Hv dv] what the recurrence put out.
-    """
-
-    mixed: torch.Tensor
-    gates: torch.Tensor
     read: torch.Tensor
 
     @classmethod
-    def empty(
-        cls, max_rows: int, max_sequences: int, max_width: int, channels: int, heads: int, dv: int, device: torch.device
-    ) -> DeltaScratch:
-        rows = (max_sequences, 2 * max_width)
-        return cls(
-            torch.zeros((*rows, channels), device=device),
-            torch.zeros((*rows, heads, 2), device=device),
-            torch.zeros((max_rows, heads * dv), device=device),
-        )
+    def empty(cls, max_rows: int, heads: int, dv: int, device: torch.device) -> DeltaScratch:
+        return cls(torch.zeros((max_rows, heads * dv), device=device))
 
     @property
     def num_bytes(self) -> int:
-        return self.mixed.nbytes + self.gates.nbytes + self.read.nbytes
+        return self.read.nbytes
 
 
 def gdn_window(
@@ -357,18 +405,18 @@ def gdn_window(
     _, heads, dk, dv = state.shape
     channels, most, batch = history.shape[2], pending.shape[1], len(slots)
     key_heads = (channels - heads * dv) // (2 * dk)
-    _check(projected, state, history, pending, conv_weight, scratch, out, batch, width)
+    _check(projected, state, history, pending, conv_weight, scratch, out, batch * width, width)
     warps = min(WARPS, dv // 8)
     sizes = {"MOST": most, "HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "PDL": pdl}
     options = {"launch_pdl": True} if pdl else {}
     _steps_kernel[(batch * heads * (dv // (8 * warps)),)](
         projected, slots, counts, state, history, pending, conv_weight, decay_rate, dt_bias,
-        scratch.mixed, scratch.gates, scratch.read, width,
-        GROUPS=warps, num_warps=warps, **sizes, **options,
+        scratch.read, width,
+        LANES=min(LANES, dk // 4), num_warps=warps, enable_fp_fusion=False, **sizes, **options,
     )  # fmt: skip
     _finish_kernel[(batch * (2 * key_heads + heads),)](
         projected, slots, counts, history, pending, gate_norm, scratch.read, out, eps, width,
-        ROWS=ROWS, BLOCK=max(dk, dv), num_warps=4, **sizes, **options,
+        ROWS=ROWS, BLOCK=max(dk, dv), EAGER=EAGER, num_warps=4, **sizes, **options,
     )  # fmt: skip
 
 
@@ -391,7 +439,7 @@ def _check(
     conv_weight: torch.Tensor,
     scratch: DeltaScratch,
     out: torch.Tensor,
-    batch: int,
+    num_rows: int,
     width: int,
 ) -> None:
     num_slots, heads, _, dv = state.shape
@@ -402,8 +450,7 @@ def _check(
     assert state.dtype == conv_weight.dtype == torch.float32
     assert projected.dtype == history.dtype == pending.dtype == out.dtype
     assert projected.shape[1] == channels + values + 2 * heads and out.shape[1] == values
-    assert min(len(projected), len(scratch.read), len(out)) >= batch * width
-    assert len(scratch.mixed) >= batch and scratch.mixed.shape[1:] == (2 * most, channels)
+    assert min(len(projected), len(scratch.read), len(out)) >= num_rows
     assert all(t.is_contiguous() for t in (conv_weight, state, history, pending, projected, out))
 
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pilotfish.kernels.cuda.delta_net import _mixed, _silu, _source
+from pilotfish.kernels.cuda.delta_net import _silu
 
 ROWS = 64
 """Prompt rows of a program."""
@@ -31,6 +31,22 @@ _HISTORY = tl.constexpr(3)
 def is_installed() -> bool:
     """Whether fla-core is."""
     return find_spec("fla") is not None
+
+
+@triton.jit
+def _source(t, history, projected, C: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the inputs of row t are; those before the span are in the history."""
+    return tl.where(t < 0, history + (t + _HISTORY) * C, projected + t * COLUMNS)
+
+
+@triton.jit
+def _mixed(rows, columns, weight, C: tl.constexpr, mask):
+    """silu(conv) of channels: `rows` are the pointers of the inputs, oldest first."""
+    x = tl.load(rows[0] + columns, mask, other=0.0).to(tl.float32) * tl.load(weight + columns)
+    x = tl.fma(tl.load(rows[1] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + C + columns), x)
+    x = tl.fma(tl.load(rows[2] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + 2 * C + columns), x)
+    x = tl.fma(tl.load(rows[3] + columns, mask, other=0.0).to(tl.float32), tl.load(weight + 3 * C + columns), x)
+    return _silu(x)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -60,9 +76,9 @@ def _mix_kernel(
     t = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)[:, None]
     rows = t.to(tl.int64)
     inputs = (
-        _source(rows - 3, history, history, projected, 0, C, C, COLUMNS),
-        _source(rows - 2, history, history, projected, 0, C, C, COLUMNS),
-        _source(rows - 1, history, history, projected, 0, C, C, COLUMNS),
+        _source(rows - 3, history, projected, C, COLUMNS),
+        _source(rows - 2, history, projected, C, COLUMNS),
+        _source(rows - 1, history, projected, C, COLUMNS),
         projected + rows * COLUMNS,
     )
     if part < 2 * HK:

@@ -64,8 +64,9 @@ def _embed_rows_kernel(
     mask = cols < H
     w = tl.load(scale + cols, mask, other=0.0)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        # not before: whoever comes later in the round may read early what the round before it wrote
+        gdc_launch_dependents()
     # rows past the window are zeros: finite, and read by nobody
     x = tl.zeros((BLOCK,), tl.float32)
     position = tl.zeros((), tl.int64)

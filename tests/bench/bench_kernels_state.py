@@ -112,7 +112,7 @@ class DeltaLayers:
         )
         rows = batch * width
         self.projected = numbers(rows, channels + heads * dv + 2 * heads, dtype=torch.bfloat16)
-        self.scratch = DeltaScratch.empty(rows, batch, MOST, channels, heads, dv, torch.device("cuda"))
+        self.scratch = DeltaScratch.empty(rows, heads, dv, torch.device("cuda"))
         self.out = numbers(rows, heads * dv, dtype=torch.bfloat16)
         inputs = rows * (self.projected.shape[1] + self.out.shape[1] + 2 * self.pending.shape[3]) * 2
         self.num_bytes = 2 * self.state_bytes + inputs
@@ -156,11 +156,12 @@ def bench_delta(models: list[str], batches: list[int], widths: list[int], parts:
         if parts:
             print_parts(layers.call)
         if tune:
-            kept = delta_net.WARPS
-            for delta_net.WARPS in (1, 2, 4, 8):
-                title = f"{model} gdn_window, {delta_net.WARPS} warps"
+            kept = delta_net.WARPS, delta_net.LANES, delta_net.EAGER
+            for shape in ((4, 8, True), (4, 8, False), (2, 8, True), (8, 8, True), (4, 4, True), (4, 16, True)):
+                delta_net.WARPS, delta_net.LANES, delta_net.EAGER = shape
+                title = "{} gdn_window, {} warps, {} lanes{}".format(model, *shape[:2], "" if shape[2] else ", lazy")
                 report(title, layers.num_bytes, *time_both(layers.call), **about)
-            delta_net.WARPS = kept
+            delta_net.WARPS, delta_net.LANES, delta_net.EAGER = kept
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

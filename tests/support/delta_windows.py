@@ -59,9 +59,8 @@ class DeltaLayer:
         """The output of a window; changes the memory."""
         heads, dv, device = self.sizes[1], self.sizes[3], self.device
         out = torch.full((len(projected), heads * dv), NAN, dtype=self.dtype, device=device)
-        scratch = DeltaScratch.empty(len(projected), len(slots), self.most, self.channels, heads, dv, device)
-        for buffer in (scratch.mixed, scratch.gates, scratch.read):
-            buffer.fill_(NAN)
+        scratch = DeltaScratch.empty(len(projected), heads, dv, device)
+        scratch.read.fill_(NAN)
         slots, counts = torch.tensor(slots, dtype=torch.int32, device=device), torch.tensor(counts, device=device)
         operands = (projected.to(device), slots, counts, *self.memory, *self.weights, EPS, width, scratch, out)
         function(*operands, **options)

@@ -395,6 +395,9 @@ class Program:
     def op_ex2(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, np.exp2)
 
+    def op_rcp(self, op: list[str], operands: list[str]) -> None:
+        self.binary(op, operands, np.reciprocal)
+
     def op_rsqrt(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, lambda value: (1 / np.sqrt(value.astype(np.float64))).astype(np.float32))
 

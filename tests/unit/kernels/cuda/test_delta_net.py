@@ -1,5 +1,5 @@
-"""The reference of `gdn_window` means what the CPU path's layer and state mean. The kernels are compared with it in
-Triton's interpreter, in a process of its own: interpret_delta_net.py."""
+"""The reference of `gdn_window` means what the CPU path's layer and state mean. The kernels are compared with it by
+their PTX: test_run_delta_net.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pilotfish.kernels.cuda.delta_net import check_sizes, gdn_window_reference
 from pilotfish.kernels.rope import inverse_frequencies
 from tests.support.delta_prompts import Given, cpu_layer
 from tests.support.delta_windows import MOST, NAN, NUM_SLOTS, ROUNDS, DeltaLayer
-from tests.support.interpreter import run_interpreted
 
 
 class CpuLayer:
@@ -54,10 +53,6 @@ def test_the_reference_is_the_layer_of_the_cpu_path(sizes):
         state, history, _ = layer.memory
         torch.testing.assert_close(state, cpu.state.s[0], rtol=1e-5, atol=1e-6)
         assert torch.equal(history, cpu.state.conv[0])
-
-
-def test_kernels_in_the_interpreter():
-    run_interpreted(__file__, "interpret_delta_net.py")
 
 
 @pytest.mark.parametrize(
