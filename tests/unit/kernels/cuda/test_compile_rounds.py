@@ -4,7 +4,7 @@ A row's bits are those of the instructions that made it. Triton deals a block ou
 block's shape and by what it knows of pointers and integers, and adds along an axis in that order: a constant that
 follows k, or a pointer that is aligned for some batches alone, is another kernel, and may be other bits. So of k, the
 number of sequences, the longest context, the draft vocabulary, the filters and the head none may choose a kernel; of
-the number of rows, in three steps, the products alone, which add in one order by construction.
+the number of rows, in a few steps, the products alone, which add in one order by construction.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ DEPTHS, SEQUENCES = (0, 1, 3, 8), (1, 4, 5, 16)
 LENGTHS = (200, 600, 4080)
 """Page tables of 1, 3 and 16 pages: for Triton one, no and a multiple of 16."""
 PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel")
-"""Compiled for up to 8, up to 16 and more rows. A row is a column of mma, its sum is over the same units in the same
-order, by instructions that are written out: test_run_products.py has the bits of all three."""
+"""Compiled anew for more rows, see Found.add_rows. A row is a column of mma, its sum is over the same units in the same
+order, by instructions that are written out, and nothing is contracted: test_run_products.py has their bits."""
 LISTS = ("moe_kernels.list_kernel", "moe_kernels.items_kernel")
 """Launched for more than 16 rows alone."""
-FILTERS = ("filters.threshold_kernel", "sample._draw_kernel")
 INTEGERS = (*LISTS, "commit._accept_commit_kernel", "lookup._look_up_kernel")
 """May be several: they compute integers alone, whose sums have one value in any order."""
 
@@ -134,9 +133,11 @@ def add_shape(found: Found, plan: Plan, rounds, shape: Shape) -> None:
     body, where = rounds.body, f"{plan}, {shape}"
     found.add_rows("verify", launches_of(lambda: body.verify(shape)), shape.num_rows, where)
     whole = launches_of(lambda: body.decide(shape, shape.depth))
+    plain = launches_of(lambda: body.decide(shape, shape.depth, filters=False))
+    kept = {launch.kernel for launch in plain}
     found.add("decide", whole, where)
-    found.add("decide without filters", launches_of(lambda: body.decide(shape, shape.depth, False)), where)
-    found.add("decide without filters", [launch for launch in whole if launch.kernel not in FILTERS], where)
+    found.add("decide without filters", plain, where)
+    found.add("decide without filters", [launch for launch in whole if launch.kernel in kept], where)
     if shape.depth and plan.head == "lookup":
         found.add("look up", launches_of(lambda: body.draft(shape, shape.depth)), where)
     elif shape.depth and rounds.runner.head_on:
@@ -167,7 +168,9 @@ def test_no_plan_and_no_batch_chooses_a_kernel(kind):
     parts = {part.partition(":")[0].partition(",")[0] for part in found.first}
     assert parts == {"verify", "decide", "decide without filters", "look up", "repair", "mtp", "trimmed"}
     seen = {launch.kernel: launch for launches, _ in found.first.values() for launch in launches}
-    assert {"delta_net._finish_kernel", "attention_kernels.items_kernel", *PRODUCTS[:1], *FILTERS} < set(seen)
+    assert {"delta_net._finish_kernel", "attention_kernels.items_kernel", PRODUCTS[0], "sample._choose_kernel"} < set(
+        seen
+    )
     for name in INTEGERS:
         assert name not in seen or not seen[name].uses_floats
     assert seen["norm._add_norm_kernel"].uses_floats
