@@ -8,6 +8,7 @@ h = heads, kv = key/value heads, g = h / kv, D = head width, P = pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +141,7 @@ def prefill_attention(
     q_ThD: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    table: list[int],
+    table: Sequence[int] | torch.Tensor,
     start: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -152,7 +153,8 @@ def prefill_attention(
     """
     rows, heads, dim = q_ThD.shape
     end = start + rows
-    pages = torch.tensor(table[: (end - 1) // PAGE + 1], device=q_ThD.device)
+    # one on the device already is not copied: a copy from the host would wait for all that came before
+    pages = torch.as_tensor(table, device=q_ThD.device)[: (end - 1) // PAGE + 1]
     dtype = _product_dtype(k_cache.dtype, q_ThD.device)
     k, v = (
         from_cache(_indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, :end], dtype)

@@ -80,7 +80,7 @@ class FusedMoeMlp:
 
     def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:
         """fp32 [T, H] for prefill."""
-        return self.experts.bulk(x_TH, *self._route(self.router.bulk(x_TH)))
+        return self.experts.bulk(x_TH, self.router.bulk(x_TH))
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits, gate = logits.float().split([logits.shape[1] - 1, 1], dim=-1)

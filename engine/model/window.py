@@ -67,12 +67,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Span:
-    """Positions [start, start + length) of one prompt, whose sequence owns `slot` and `table`."""
+    """Positions [start, start + length) of one prompt, whose sequence owns `slot` and the pages `table`, int64."""
 
     slot: int
     start: int
     length: int
-    table: list[int]
+    table: torch.Tensor
     pages: torch.Tensor
     offsets: torch.Tensor
     cos: torch.Tensor
@@ -81,5 +81,7 @@ class Span:
     @classmethod
     def build(cls, slot: int, start: int, length: int, table: list[int], inv_freq: torch.Tensor) -> Span:
         positions = torch.arange(start, start + length, device=inv_freq.device)
-        pages = torch.tensor(table, device=inv_freq.device)[positions // PAGE]
-        return cls(slot, start, length, table, pages, positions % PAGE, *rope_angles(positions, inv_freq))
+        owned = torch.tensor(table, device=inv_freq.device)
+        return cls(
+            slot, start, length, owned, owned[positions // PAGE], positions % PAGE, *rope_angles(positions, inv_freq)
+        )

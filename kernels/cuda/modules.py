@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from pilotfish.kernels.cuda import moe_prompt, router
 from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
 from pilotfish.kernels.cuda.moe import GroupedExperts, Scratch, combine
 
@@ -71,7 +72,10 @@ class FusedExperts:
 
     def __init__(self, packed: GroupedExperts, scratch: BulkScratch):
         self.packed, self.scratch, self.num_bytes = packed, scratch, packed.num_bytes
-        scratch.reserve(packed.scratch_size)
+        # by kernels that read them as they are packed; else expanded
+        self.as_packed = packed.groups[0].gate_up.data.is_cuda and moe_prompt.takes(packed)
+        if not self.as_packed:
+            scratch.reserve(packed.scratch_size)
 
     def rows(
         self, x_RH: torch.Tensor, weights_Rk: torch.Tensor, ids_Rk: torch.Tensor, shared_gate_R: torch.Tensor
@@ -83,8 +87,14 @@ class FusedExperts:
         combine(packed.rows(x_RH, ids_Rk, scratch), weights_Rk, shared_gate_R, total)
         return total
 
-    def bulk(
-        self, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor, shared_gate_T: torch.Tensor
-    ) -> torch.Tensor:
-        """fp32 [T, H] for prefill: any T."""
-        return self.packed.bulk(x_TH, weights_Tk, ids_Tk, shared_gate_T, self.scratch.memory)
+    def bulk(self, x_TH: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, H] for prefill: any T. logits [T, E + 1]: the router's, the shared expert's gate last."""
+        (rows, _), top_k, device = logits.shape, self.packed.top_k, logits.device
+        weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
+        ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
+        gate = torch.empty(rows, dtype=torch.float32, device=device)
+        route = router.route if logits.is_cuda else router.route_reference
+        route(logits, self.packed.num_experts, weights, ids, gate)
+        if self.as_packed:
+            return moe_prompt.experts(self.packed, x_TH, weights, ids, gate)
+        return self.packed.bulk(x_TH, weights, ids, gate, self.scratch.memory)

@@ -1,0 +1,50 @@
+"""`moe_prompt.experts`: in Triton's interpreter (interpret_moe_prompt.py), its PTX alone, and its code for a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pilotfish.kernels.cuda import moe_prompt, packing
+from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from tests.support.compiled import Code, compiling
+from tests.support.interpreter import run_interpreted
+from tests.unit.kernels.cuda.test_mma import halves, run_ptx
+from tests.unit.kernels.cuda.test_packing import nvfp4
+
+
+def test_kernels_in_the_interpreter():
+    run_interpreted(__file__, "interpret_moe_prompt.py")
+
+
+def test_a_word_and_its_scale_are_four_pairs_of_weights():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (32, 8), generator=generator, dtype=torch.uint8)
+    exponents, eighths = (torch.randint(0, most, (32,), generator=generator) for most in (30, 8))
+    words = packing._to_words(codes, packing.NVFP4_BITS).numpy().view(np.uint32)
+    pair = ((exponents * 8 + eighths) * 0x00100010 + 0x70007000).numpy().astype(np.uint32)
+    got = np.concatenate([halves(half) for half in run_ptx(moe_prompt._ASM.value, 4, [words, pair])], 1)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    values = magnitudes[(codes & 7).long()] * (1 - 2 * (codes >> 3).double())
+    scales = (1 + eighths.double() / 8) * 2.0 ** (exponents.double() - packing.SCALE_EXPONENT)
+    assert np.array_equal(got, (values * scales[:, None] / 256).numpy())
+
+
+def test_its_code_for_a_gpu():
+    """Weights and rows come by asynchronous copies of 16 bytes (scales of 8); nothing is stored by halves, and next to
+    nothing spilled (16 registers with Triton 3.7): what else compiles costs a factor, and no value shows it."""
+    parts = ExpertWeights(nvfp4(512, 2048), nvfp4(512, 2048), nvfp4(2048, 512))
+    packed = GroupedExperts([parts] * 8, parts, 4)
+    x, ids = torch.zeros(300, 2048).bfloat16(), torch.zeros(300, 4, dtype=torch.int32)
+    with compiling() as kernels:
+        moe_prompt.experts(packed, x, torch.zeros(300, 4), ids, torch.zeros(300))
+    names = [kernel.metadata.name for kernel in kernels]
+    assert names == ["_list_kernel", "_experts_kernel", "_experts_kernel", "combine_kernel"]
+    for kernel in kernels[1:3]:
+        code = Code(kernel)
+        assert code.stack <= 64
+        # a unit of 128 columns is 8 steps of 16, of gate and of up, or of twice as many rows of down
+        assert code.count("HGMMA") == 16
+        assert code.count("LDGSTS.E.BYPASS.128") > 0 and code.count("STS.U") == code.count("STS.64") == 0
+        # two programs on a multiprocessor
+        assert kernel.metadata.shared <= 113 << 10
