@@ -10,7 +10,7 @@ the number of rows, in a few steps, the products alone, which add in one order b
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,7 @@ from pilotfish.engine.device_round.shapes import Shape
 from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.kernels.cuda import attention_kernels, delta_net
+from tests.support.compiled import Code
 from tests.support.launches import Launch, launches_of
 from tests.support.rounds import CPU
 
@@ -174,6 +175,25 @@ def test_no_plan_and_no_batch_chooses_a_kernel(kind):
     for name in INTEGERS:
         assert name not in seen or not seen[name].uses_floats
     assert seen["norm._add_norm_kernel"].uses_floats
+
+
+def arithmetic_of(launch: Launch) -> Counter[str]:
+    """How many instructions of each kind that round the machine code has."""
+    rounding = ("FADD", "FMUL", "FFMA", "MUFU", "HMMA", "DADD", "DMUL", "DFMA")
+    return Counter(op for op in Code(launch.compiled).instructions if op.startswith(rounding))
+
+
+def test_dependent_launch_changes_no_arithmetic():
+    """Without it each kernel is another binary, which an audit compares with this one."""
+    body, shape = Plan(3, 4, 600).rounds("demo").body, Shape(1, 3)
+    with_it = launches_of(lambda: body.verify(shape))
+    body.ops.use_pdl(False)
+    without = launches_of(lambda: body.verify(shape))
+    pairs = {one.hash: (one, other) for one, other in zip(with_it, without, strict=True)}
+    assert len(pairs) > 12 and all(one.hash != other.hash for one, other in pairs.values())
+    for one, other in pairs.values():
+        assert one.kernel == other.kernel and arithmetic_of(one) == arithmetic_of(other), one.kernel
+        assert arithmetic_of(one)
 
 
 def differences_of(*plans: Plan):
