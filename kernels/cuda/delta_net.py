@@ -78,13 +78,13 @@ def _sources(
 ):
     """Where the inputs of times t - 3 .. t are: in the history (before 0), the accepted rows or the window."""
     found = ()
-    for tap in gl.static_range(4):
+    for tap in gl.static_range(3):
         time = t + (tap - 3)
         row = accepted + time * HELD
         if not REPLAY:
             row = gl.where(time < count, row, window + (time - count) * COLUMNS)
         found = found + (gl.where(time < 0, old + (time + 3) * C, row),)
-    return found
+    return found + (accepted + t * HELD if REPLAY else window + (t - count) * COLUMNS,)
 
 
 @gluon.jit
@@ -268,7 +268,7 @@ def _window_rows(
     source, w, W, column, head, d, live, C: tl.constexpr, COLUMNS: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr
 ):
     """Of rows w of the window: u, beta, a and z of the head; zeros past W and where there is no value head."""
-    mask, counted = (w < W) & live[None, :], (w < W) & (head >= 0)
+    mask, counted = (w < W) & live, (w < W) & (head >= 0)
     row = source + w * COLUMNS
     gates = row + C + HV * DV + head
     u = tl.load(row + column + d, mask, other=0.0, cache_modifier=".cg")
@@ -311,7 +311,9 @@ def _finish_kernel(
     if PDL and EAGER:
         gdc_launch_dependents()
     slot = tl.load(slots + b, cache_modifier=".cg").to(tl.int64)
-    d = tl.arange(0, BLOCK)
+    # as wide as the rows, so that a column of the norm lies where it is used
+    w = tl.arange(0, ROWS)[:, None]
+    d = w * 0 + tl.arange(0, BLOCK)[None, :]
     live = d < tl.where(head < 0, DK, DV)
     norm = tl.load(gate_norm + d, d < DV, other=0.0)
     column = tl.where(head < 0, part * DK, 2 * HK * DK + head * DV)
@@ -319,39 +321,37 @@ def _finish_kernel(
     target = pending + slot * (MOST * HELD)
     old = history + slot * (_HISTORY * C)
     # `_steps_kernel` waits before it lets this one start, so what it read is there to be read before the wait too
-    w = tl.arange(0, ROWS)[:, None]
     u, beta, a, z = _window_rows(source, w, W, column, head, d, live, C, COLUMNS, HV, DV)
     count = tl.load(counts + slot, cache_modifier=".cg").to(tl.int32)
     count = tl.minimum(tl.maximum(count, 0), MOST)
     # the newest inputs of history and accepted rows, one after the other
     tap = tl.arange(0, _HISTORY + 1)[:, None]
+    e = tap * 0 + tl.arange(0, BLOCK)[None, :]
     order = count + tap
-    kept = (tap < _HISTORY) & live[None, :]
-    earlier = tl.load(old + order * C + column + d, kept & (order < _HISTORY), other=0.0, cache_modifier=".cg")
+    kept = (tap < _HISTORY) & (e < tl.where(head < 0, DK, DV))
+    earlier = tl.load(old + order * C + column + e, kept & (order < _HISTORY), other=0.0, cache_modifier=".cg")
     rows = target + (order - _HISTORY) * HELD
-    later = tl.load(rows + column + d, kept & (order >= _HISTORY), other=0.0, cache_modifier=".cg")
+    later = tl.load(rows + column + e, kept & (order >= _HISTORY), other=0.0, cache_modifier=".cg")
     newest = tl.where(order < _HISTORY, earlier, later)
+    # every thread has read what it moves before anything is overwritten
+    tl.debug_barrier()
     if PDL:
         gdc_wait()
         if not EAGER:
             gdc_launch_dependents()
-    # every thread has read what it moves before anything is overwritten
-    tl.debug_barrier()
-    for first in range(0, W, ROWS):
-        w = first + tl.arange(0, ROWS)[:, None]
-        mask = (w < W) & live[None, :]
-        shown, counted = mask & (head >= 0), (w < W) & (head >= 0)
+    for _ in range(0, W, ROWS):
+        mask, counted = (w < W) & live, (w < W) & (head >= 0)
+        shown = mask & (head >= 0)
         cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
         o = tl.load(read + cells, shown, other=0.0)
-        next_u, next_beta, next_a, next_z = _window_rows(source, w + ROWS, W, column, head, d, live, C, COLUMNS, HV, DV)
         tl.store(target + w * HELD + column + d, u, mask)
         tl.store(target + w * HELD + C + head, beta, counted)
         tl.store(target + w * HELD + C + HV + head, a, counted)
         scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
-        gated = o * scale[:, None] * norm[None, :] * _silu(z.to(tl.float32))
-        tl.store(out + cells, gated.to(out.dtype.element_ty), shown)
-        u, beta, a, z = next_u, next_beta, next_a, next_z
-    tl.store(old + tap * C + column + d, newest, kept)
+        tl.store(out + cells, (o * scale[:, None] * norm * _silu(z.to(tl.float32))).to(out.dtype.element_ty), shown)
+        w += ROWS
+        u, beta, a, z = _window_rows(source, w, W, column, head, d, live, C, COLUMNS, HV, DV)
+    tl.store(old + tap * C + column + e, newest, kept)
 
 
 def pending_width(num_channels: int, num_value_heads: int) -> int:

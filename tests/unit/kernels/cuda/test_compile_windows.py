@@ -60,7 +60,7 @@ def test_delta_net():
         assert instance not in rows.asm["ptx"]
     # of the window's rows only what the first launch left is read after the wait
     code = checked(finish, 64)
-    assert code.before("LDG", "ACQBULK") == 9
+    assert code.before("LDG", "ACQBULK") == 9 and code.count("BAR") == 1 and finish.metadata.shared == 0
 
 
 def test_delta_net_of_the_demo_model():
