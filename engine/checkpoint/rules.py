@@ -8,10 +8,11 @@ classes they loaded, which have no head, and heads are added to other people's p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cached_property
 
 from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Inventory, Kind
 from pilotfish.engine.checkpoint.layouts import FP8_BLOCK, FP8_BLOCKS, PACKED, Layout, Module
@@ -54,14 +55,21 @@ class Rules:
         names = tuple(names)
         classes = ("Linear",) if kind in PACKABLE_KINDS else ("FusedExperts",) if kind is Kind.FUSED_EXPERTS else ()
         # Expressions such as `.*linear_attn.*` fit convolutions and norms too, which no writer packs.
-        if not classes or matches(self.ignore, (*names, *classes), self.style):
+        if not classes or self._ignored.first((*names, *classes)) is not None:
             return None
         # By name before by class: a group for some names is meant to differ from the one for all others.
         for wanted in (names, classes):
-            for group in self.groups:
-                if matches(group.targets, wanted, self.style):
-                    return group.layouts
+            if (group := self._targeted.first(wanted)) is not None:
+                return self.groups[group].layouts
         return None
+
+    @cached_property
+    def _ignored(self) -> _Patterns:
+        return _Patterns([self.ignore], self.style)
+
+    @cached_property
+    def _targeted(self) -> _Patterns:
+        return _Patterns([group.targets for group in self.groups], self.style)
 
     def may_be_plain(self, name: str, kind: Kind) -> bool:
         """Though a group covers it. Whether a router counts as a Linear differs between versions of the model class."""
@@ -70,18 +78,51 @@ class Rules:
 
 def matches(patterns: Iterable[str], names: Iterable[str], style: Style = Style.EXACT) -> bool:
     """Whether a pattern fits one of the names."""
-    names = tuple(names)
-    return any(_fits(pattern, name, style) for pattern in patterns for name in names)
+    return _Patterns([patterns], style).first(names) is not None
 
 
-def _fits(pattern: str, name: str, style: Style) -> bool:
-    if style is Style.EXACT and pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
+class _Patterns:
+    """Lists of patterns, looked up by name: a config may name each of a model's 31 000 experts, or all but those."""
+
+    def __init__(self, lists: Iterable[Iterable[str]], style: Style):
+        self._style = style
+        self._literals: dict[str, int] = {}
+        self._expressions: list[tuple[int, re.Pattern[str]]] = []
+        for number, patterns in enumerate(lists):
+            for pattern in patterns:
+                expressions = _expressions(pattern, style)
+                if not expressions or style is Style.PART:
+                    self._literals.setdefault(pattern, number)
+                self._expressions += [(number, re.compile(expression)) for expression in expressions]
+        self._beginnings = {pattern.split(".", 1)[0] for pattern in self._literals}
+
+    def first(self, names: Iterable[str]) -> int | None:
+        """The number of the first list of which a pattern fits one of the names."""
+        fits: set[int] = set()
+        for name in names:
+            fits.update(self._literals[part] for part in self._parts(name) if part in self._literals)
+            fits.update(number for number, expression in self._expressions if expression.match(name))
+        return min(fits, default=None)
+
+    def _parts(self, name: str) -> Iterator[str]:
+        """What of a name a literal pattern can be equal to."""
+        if self._style is Style.EXACT:
+            yield name
+            return
+        words = name.split(".")
+        for begin, word in enumerate(words if self._style is Style.PART else words[:1]):
+            if word in self._beginnings:
+                yield from (".".join(words[begin:end]) for end in range(begin + 1, len(words) + 1))
+
+
+def _expressions(pattern: str, style: Style) -> list[str]:
+    """Regular expressions that fit from the start on, for what is more than a literal name."""
+    if style is Style.EXACT:
+        return [pattern.removeprefix("re:")] if pattern.startswith("re:") else []
     if style is Style.GLOB:
-        return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-    if style is Style.PART:
-        return f".{pattern}." in f".{name}." or re.match(rf"(?:{pattern})(?:\.|$)", name) is not None
-    return pattern == name
+        return [translate(pattern), re.escape(pattern) + r"\."] if re.search(r"[*?[]", pattern) else []
+    # a dot between words stands for itself, as in the names that writers list
+    return [] if re.fullmatch(r"[\w-]+(?:\.[\w-]+)*", pattern) else [rf"(?:{pattern})(?:\.|$)"]
 
 
 def check_agreement(rules: Rules | None, modules: Mapping[str, Module], inventory: Inventory) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from fnmatch import fnmatchcase
+from time import process_time
 
 import pytest
 
@@ -86,6 +90,55 @@ def test_globs(pattern, name, fits):
 )
 def test_parts_of_names(pattern, name, fits):
     assert matches([pattern], [name], Style.PART) is fits
+
+
+def fits_by_hand(pattern, name, style):
+    if style is Style.EXACT and pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    if style is Style.GLOB:
+        return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+    if style is Style.PART:
+        return f".{pattern}." in f".{name}." or re.match(rf"(?:{pattern})(?:\.|$)", name) is not None
+    return pattern == name
+
+
+WORDS = {
+    Style.EXACT: ["a", "mlp", "1", "10", "", "re:.*", "re:a", "re:1"],
+    Style.GLOB: ["a", "mlp", "1", "10", "", "*", "a?", "[1a]"],
+    Style.PART: ["a", "mlp", "1", "10", "", ".*", r"\d+", "(a|1)"],
+}
+
+
+@pytest.mark.parametrize("style", Style, ids=lambda style: style.name)
+def test_looking_patterns_up_finds_what_trying_them_does(style):
+    """The group is the first of which a pattern fits."""
+    choices = random.Random(0)
+
+    def dotted(words, most):
+        return ".".join(choices.choice(words) for _ in range(choices.randint(1, most)))
+
+    found = 0
+    for _ in range(20_000):
+        name = dotted(["a", "mlp", "1", "10", "", "a*"], 5)
+        targets = [tuple(dotted(WORDS[style], 3) for _ in range(choices.randint(0, 2))) for _ in range(3)]
+        tried = [(wanted, i) for wanted in (name, "Linear") for i in range(3)]
+        fitting = [i for wanted, i in tried if any(fits_by_hand(p, wanted, style) for p in targets[i])]
+        groups = tuple(Group(some, frozenset({layout})) for some, layout in zip(targets, Layout, strict=False))
+        wanted = groups[fitting[0]].layouts if fitting else None
+        assert Rules(groups, style=style).layouts([name], Kind.LINEAR) == wanted, (name, targets)
+        found += bool(fitting)
+    assert 2000 < found < 18_000
+
+
+@pytest.mark.parametrize("style", Style, ids=lambda style: style.name)
+def test_a_config_may_name_every_expert(style):
+    """In time that grows with their number, not with its square (which took minutes)."""
+    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(40) for j in range(256)]
+    rules = Rules(tuple(Group((name,), FP8) for name in names), tuple(f"{name}.x" for name in names), style)
+    began = process_time()
+    assert all(rules.layouts([name], Kind.LINEAR) == FP8 for name in names)
+    assert rules.layouts([f"{names[-1]}.x"], Kind.LINEAR) is None
+    assert process_time() - began < 5
 
 
 def test_layouts_of_a_module():
