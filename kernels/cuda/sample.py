@@ -2,8 +2,9 @@
 
 Meaning as in `spec.sampling.choose` with the rows of `BatchState.sampling_rows`. One launch reads the logits once, in
 chunks of the vocabulary; the chunk that arrives last at an integer counter merges the row's partial results, by a
-maximum whose order does not matter. Requests with min_p, top_k or top_p need two launches more, which return at once
-for others. Products and sums round as torch's do (no contraction to fma).
+maximum whose order does not matter. Requests with min_p, top_k or top_p need more launches, which return at once for
+others: filters.py finds where a row is cut, the last one draws. Products and sums round as torch's do (no contraction
+to fma).
 
 R = rows, B = sequences, W = window rows of each, V = vocabulary, N = logits of a row (V, or the draft vocabulary), S =
 slots. Reads 4 N R bytes of logits; noise takes some 75 instructions a logit.
@@ -19,7 +20,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pilotfish.kernels.cuda import slots
-from pilotfish.kernels.cuda.filters import threshold_kernel
+from pilotfish.kernels.cuda.filters import (
+    COUNT_DIGITS,
+    COUNT_STEPS,
+    ENTRIES,
+    FEW,
+    MASS_DIGITS,
+    MASS_STEPS,
+    clear_sums,
+    count_kernel,
+    load_scores,
+    mass_kernel,
+    threshold_kernel,
+    tie_kernel,
+)
 from pilotfish.kernels.cuda.scores import (
     chunk_ids,
     forced,
@@ -46,23 +60,40 @@ class Scratch(NamedTuple):
     partials: torch.Tensor
     """int64 [R, chunks]: the best of each chunk."""
     masses: torch.Tensor
-    """int64 [R, chunks]: each chunk's sum of probabilities, then each program's best draw."""
+    """int64 [R, chunks]: each chunk's sum of probabilities, or of equal scores, then each program's best draw."""
     counters: torch.Tensor
-    """int32 [3, R]: chunks arrived (two launches), candidates."""
+    """int32 [3, R]: chunks arrived (twice), candidates."""
     threshold: torch.Tensor
-    """int64 [R]: what survives top_k and top_p is not below it."""
+    """int64 [R]: what survives min_p, top_k and top_p is not below it."""
     candidates: torch.Tensor
-    """int64 [R, N]."""
+    """int64 [R, FEW]."""
+    scores: torch.Tensor
+    """fp32 [R, N]: logits after all rules and temperature, of rows with a filter."""
+    cut: torch.Tensor
+    """int64 [R, ENTRIES, 4]: where the search for a threshold stands."""
+    counts: torch.Tensor
+    """int32 [R, COUNT_STEPS, COUNT_DIGITS]: scores of each digit."""
+    sums: torch.Tensor
+    """int64 [R, MASS_STEPS, MASS_DIGITS]: probability of each digit."""
 
     @classmethod
     def empty(cls, rows: int, num_logits: int, device: torch.device | str) -> Scratch:
         chunks = triton.cdiv(num_logits, _chunk(num_logits))
 
-        def buffer(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
+        def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        counters = torch.zeros((3, rows), dtype=torch.int32, device=device)
-        return cls(buffer(rows, chunks), buffer(rows, chunks), counters, buffer(rows), buffer(rows, num_logits))
+        return cls(
+            buffer(rows, chunks),
+            buffer(rows, chunks),
+            buffer(3, rows, dtype=torch.int32),
+            buffer(rows),
+            buffer(rows, FEW),
+            buffer(rows, num_logits, dtype=torch.float32),
+            buffer(rows, ENTRIES, 4),
+            buffer(rows, COUNT_STEPS, COUNT_DIGITS, dtype=torch.int32),
+            buffer(rows, MASS_STEPS, MASS_DIGITS),
+        )
 
 
 def _chunk(num_logits: int) -> int:
@@ -144,7 +175,7 @@ def _choose_kernel(
     DRAFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows without a filter get their token; of the others, each chunk's largest score."""
+    """Rows without a filter get their token; of the others, the scores and each chunk's largest."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -158,7 +189,9 @@ def _choose_kernel(
         x += noise(noise_key(s, slot, position), ids)
     best = tl.max(tl.where(valid, pack(key_of(x), cols, BITS), -1), 0)
     if filtered:
+        tl.store(scratch.scores + row * num_logits + cols, x, valid)
         tl.store(scratch.partials + row * CHUNKS + tl.program_id(1), best)
+        clear_sums(scratch, row, tl.program_id(1), CHUNKS)
     else:
         _merge_and_store(
             best, scratch.partials, CHUNKS, logits, kept, out, nan_out, scratch, s, row, slot, flags, depth, position,
@@ -169,7 +202,6 @@ def _choose_kernel(
 @triton.jit(do_not_specialize=["W", "first", "max_depth"])
 def _draw_kernel(
     logits,
-    allowed,
     kept,
     slots,
     s,
@@ -181,10 +213,6 @@ def _draw_kernel(
     num_logits,
     stride,
     max_depth,
-    V: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
-    NUM_BAD: tl.constexpr,
-    BEFORE: tl.constexpr,
     MAX_CLOSING: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -197,7 +225,7 @@ def _draw_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row, slot, flags, depth, position, temperature, filtered = row_of(slots, s, W, first)
+    row, slot, flags, depth, position, _temperature, filtered = row_of(slots, s, W, first)
     if filtered:
         threshold = tl.load(scratch.threshold + row)
         key = noise_key(s, slot, position)
@@ -206,10 +234,7 @@ def _draw_kernel(
             # the chunk's largest score says whether any of it survives
             if tl.load(scratch.partials + row * CHUNKS + chunk) >= threshold:
                 cols, valid, ids = chunk_ids(kept, chunk, num_logits, CHUNK)
-                x = scaled(
-                    logits, allowed, cols, valid, ids, s, row, slot, flags, depth, position, temperature, stride,
-                    max_depth, V, NUM_STOPS, NUM_BAD, BEFORE,
-                )  # fmt: skip
+                x = load_scores(scratch, row, cols, num_logits)
                 survives = valid & (pack(key_of(x), cols, BITS) >= threshold)
                 x += noise(key, ids)
                 best = tl.maximum(best, tl.max(tl.where(survives, pack(key_of(x), cols, BITS), -1), 0))
@@ -247,34 +272,40 @@ def choose(
     rows = len(slots_B) * width
     vocab, max_depth = state.counts.shape[1], state.drafts.shape[1]
     num_logits = vocab if kept is None else len(kept)
-    chunks = triton.cdiv(num_logits, _chunk(num_logits))
+    chunk = _chunk(num_logits)
+    chunks = triton.cdiv(num_logits, chunk)
     assert logits.stride(1) == 1 and len(logits) >= rows and logits.shape[1] >= num_logits
     assert first >= 0 and first + width <= max_depth + 1 and (not draft or (width == 1 and first < max_depth))
     assert out.dtype == torch.int64 and len(out) >= rows and len(scratch.threshold) >= rows
-    assert scratch.partials.numel() >= rows * chunks and scratch.candidates.numel() >= rows * num_logits
+    assert scratch.partials.numel() >= rows * chunks and scratch.scores.numel() >= rows * num_logits
     rules = {
         "V": vocab,
         "NUM_STOPS": state.stop_ids.shape[1],
         "NUM_BAD": state.bad_lasts.shape[1],
         "BEFORE": state.recent.shape[1],
-        "CHUNKS": chunks,
-        "BLOCK_CHUNKS": max(32, triton.next_power_of_2(chunks)),
-        "CHUNK": _chunk(num_logits),
-        "BITS": (num_logits - 1).bit_length(),
-        "PDL": pdl,
-        "num_warps": 4,
-        "launch_pdl": pdl,
-        "enable_fp_fusion": False,
     }
+    how = {"PDL": pdl, "num_warps": 4, "launch_pdl": pdl, "enable_fp_fusion": False}
+    chunked = {"CHUNKS": chunks, "CHUNK": chunk}
+    packed = {"BLOCK_CHUNKS": max(32, triton.next_power_of_2(chunks)), "BITS": (num_logits - 1).bit_length()}
     ending = {"MAX_CLOSING": state.closing.shape[1], "DRAFT": draft}
     # whether there is a history must not choose the kernel: a model without a look-up head has none
-    inputs = (logits, allowed, kept, slots_B, state._replace(history=None))
+    state = state._replace(history=None)
     sizes = (num_logits, logits.stride(0), max_depth)
-    grid = (rows, chunks)
-    _choose_kernel[grid](*inputs, out, has_nan, scratch, width, first, *sizes, **rules, **ending)
+    _choose_kernel[(rows, chunks)](
+        logits, allowed, kept, slots_B, state, out, has_nan, scratch, width, first, *sizes,
+        **rules, **how, **chunked, **packed, **ending,
+    )  # fmt: skip
     if filters:
         num_rows = scratch.counters.shape[1]
         # few programs, that all may leave at once: chunks in turn
-        grid = (rows, max(1, min(chunks, PROGRAMS // rows)))
-        threshold_kernel[grid](*inputs, scratch, width, first, num_rows, *sizes, **rules)
-        _draw_kernel[grid](*inputs, out, has_nan, scratch, width, first, *sizes, **rules, **ending)
+        grid, halves = ((rows, max(1, min(count, PROGRAMS // rows))) for count in (chunks, 2 * chunks))
+        threshold_kernel[grid](slots_B, state, scratch, width, first, num_rows, num_logits, **how, **chunked, **packed)
+        for step in range(COUNT_STEPS):
+            count_kernel[grid](scratch, step, num_logits, **how, **chunked)
+        for step in range(MASS_STEPS):
+            mass_kernel[halves](scratch, step, num_logits, **how, CHUNKS=2 * chunks, CHUNK=chunk // 2)
+        tie_kernel[grid](scratch, num_rows, num_logits, **how, **chunked, **packed)
+        _draw_kernel[grid](
+            logits, kept, slots_B, state, out, has_nan, scratch, width, first, *sizes,
+            **how, **chunked, **packed, **ending,
+        )  # fmt: skip

@@ -40,6 +40,7 @@ REQUESTS = {
     "top_p 0.95": SamplingParams(temperature=1.0, top_p=0.95, seed=1),
     "top_p 0.98 of a flat row": SamplingParams(temperature=4.0, top_p=0.98, seed=1),
     "top_k 1000": SamplingParams(temperature=1.0, top_k=1000, seed=1),
+    "top_k 1000, top_p 0.95 of a flat row": SamplingParams(temperature=4.0, top_k=1000, top_p=0.95, seed=1),
     "min_p 0.05": SamplingParams(temperature=1.0, min_p=0.05, seed=1),
     "penalties": SamplingParams(temperature=0.8, presence_penalty=1.0, repetition_penalty=1.1, seed=1),
 }
@@ -124,6 +125,7 @@ def choose_cases(rows: int) -> Iterator[Case]:
             def warm(number: int, pdl: bool, launch: Any = launch) -> None:
                 launch(0, pdl)
 
+            compile_all(lambda: [launch(0, pdl) for pdl in (False, True)])
             launch(0, False)
             got = out.tolist()
             reference.choose(copies[0], slots, None, width, out, kept=kept)

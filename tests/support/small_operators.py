@@ -266,7 +266,7 @@ def test_requests_of_all_kinds_in_one_batch_are_chosen_as_alone(device):
 
 @pytest.mark.parametrize(
     "name",
-    ("greedy", "top_k, top_p")
+    ("greedy", "top_k, top_p", "flat top_p")
     if INTERPRETED
     else ("greedy", "sampled", "min_p", "top_k", "larger top_k", "flat top_p", "top_k, top_p"),
 )
@@ -315,14 +315,99 @@ def test_a_trimmed_vocabulary_draws_the_same_numbers(device, name):
         assert set(got[0]) <= set(kept.tolist())
 
 
-def test_grammars_mask_their_own_rows(device):
-    masked = msgspec.structs.replace(REQUESTS["sampled"], grammar=object())
-    state = make_state([masked, REQUESTS["sampled"]], device)
-    words = integers(1 << 32, 2 * WIDTH, -(-VOCAB // 32), seed=2).sub(1 << 31).int().to(device)
+@pytest.mark.parametrize("name", ("sampled", "flat top_p"))
+def test_grammars_mask_their_own_rows(device, name):
+    masked = msgspec.structs.replace(REQUESTS[name], grammar=object())
+    state = make_state([masked, REQUESTS[name]], device)
+    words = integers(1 << 32, 2 * WIDTH, -(-VOCAB // 32), seed=2)
     logits = some_logits(2 * WIDTH)
+    free = choose(state, logits, [1, 2], WIDTH, device)[0][0]
+    for row, token in enumerate(free):
+        words[row, token // 32] &= ~(1 << (token % 32))
+    words = words.sub((words >> 31) << 32).int().to(device)
     got, wanted = choose(state, logits, [1, 2], WIDTH, device, allowed=words)
     assert got == wanted
-    assert choose(state, logits, [1, 2], WIDTH, device)[0][0][:WIDTH] != got[0][:WIDTH]
+    assert got[0][WIDTH:] == free[WIDTH:]
+    assert all(mine != theirs for mine, theirs in zip(got[0][:WIDTH], free, strict=False))
+
+
+def rows_of_all_kinds():
+    """Where a radix search may go wrong: what differs in the last bits alone, or not at all."""
+    normal = some_logits(1, 4)[0]
+    two = integers(2, VOCAB, seed=5).float() * 0.25
+    tiny = draw(VOCAB, seed=6, scale=1e-40)
+    tiny[::9], tiny[1::9] = 0.0, -0.0
+    few = torch.full((VOCAB,), -INF)
+    few[[2, 130, 131, 500, 649]] = torch.tensor([1.0, 1.25, 1.25, -3.0, 1.0])
+    return {
+        "normal": normal,
+        "far below zero": normal - 1e4,
+        "one bucket": 17 + 1e-6 * draw(VOCAB, seed=7),
+        "denormal": tiny,
+        "two values": two,
+        "equal": torch.full((VOCAB,), -0.5),
+        "rounded": (0.4 * normal).round(),
+        "few": few,
+    }
+
+
+CUTS = {
+    "top_p": SamplingParams(temperature=1.0, top_p=0.6),
+    "wide top_p": SamplingParams(temperature=2.0, top_p=0.97),
+    "tiny top_p": SamplingParams(temperature=1.0, top_p=1e-7),
+    "top_k": SamplingParams(temperature=1.0, top_k=100),
+    "top_k, top_p": SamplingParams(temperature=3.0, top_k=300, top_p=0.8),
+    "top_k, top_p, min_p": SamplingParams(temperature=3.0, top_k=300, top_p=0.9, min_p=0.3),
+    "top_k of all": SamplingParams(temperature=1.0, top_k=VOCAB),
+    "top_k past all, top_p": SamplingParams(temperature=2.0, top_k=VOCAB + 50, top_p=0.7),
+}
+
+
+def num_kept(scores: torch.Tensor, params: SamplingParams) -> tuple[int, int]:
+    """Of a row's scores in falling order, what the rules keep: a number, and a larger one where the sum that ends top_p
+    is within a rounding error of it. What is never drawn is not counted."""
+    ordered = scores.double().sort(descending=True).values
+    kept = min(params.top_k or len(scores), int((ordered >= ordered[0] - 21).sum()))
+    if params.min_p:
+        kept = min(kept, int((ordered.float() >= ordered[0].float() + torch.tensor(params.min_p).log()).sum()))
+    masses = (ordered - ordered[0]).exp()[: max(params.top_k, 0) or None]
+    if params.min_p:
+        masses = masses[:kept]
+    before = (masses.cumsum(0) - masses) / masses.sum()
+    sure, possible = (int((before < params.top_p + error).sum()) for error in (-1e-6, 1e-6))
+    return (min(kept, max(sure, 1)), min(kept, possible)) if params.top_p < 1 else (kept, kept)
+
+
+@pytest.mark.parametrize(("kept_ids", "times"), ((VOCAB, 1 if INTERPRETED else 3), (70, 2)))
+def test_what_is_cut_is_the_rules_prefix(device, monkeypatch, kept_ids, times):
+    """Of every kind of row under every rule, three programs a row; also where all of it is less than a chunk."""
+    rows = rows_of_all_kinds()
+    state = make_state(list(CUTS.values()), device)
+    logits = torch.stack(list(rows.values())).repeat(len(CUTS), 1)[:, :kept_ids].contiguous().to(device)
+    batch = torch.arange(1, len(CUTS) + 1, dtype=torch.int32, device=device)
+    kept = None if kept_ids == VOCAB else torch.arange(0, 7 * kept_ids, 7, dtype=torch.int32, device=device)
+    scratch = sample.Scratch.empty(len(logits), kept_ids, device)
+    monkeypatch.setattr(sample, "PROGRAMS", 3 * len(logits))
+    out = torch.full((len(logits),), -1, device=device)
+    # rules other than filters have been tested
+    state.flags[1:] &= slots.FILTERED
+    for _ in range(times):
+        sample.choose(logits, batch, Reference(state).slots, len(rows), out, scratch, kept=kept)
+    assert not scratch.counters.any()
+    columns, bits = torch.arange(kept_ids), (kept_ids - 1).bit_length()
+    went_on = scratch.counts.any(-1).any(-1) | scratch.sums.any(-1).any(-1)
+    for row, (name, kind) in enumerate((name, kind) for name in CUTS for kind in rows):
+        scores, threshold = scratch.scores[row, :kept_ids].cpu(), int(scratch.threshold[row])
+        assert torch.equal(scores, logits[row].cpu() / CUTS[name].temperature)
+        raw = torch.where(scores == 0, 0.0, scores).view(torch.int32)
+        keys = (raw ^ ((raw >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
+        survives = ((keys << bits) | ((1 << bits) - 1 - columns)) >= threshold
+        num = int((survives & (scores >= scores.max() - 21)).sum())
+        least, most = num_kept(scores, CUTS[name])
+        assert least <= num <= most, (name, kind, num, least, most)
+        assert survives[int(out[row]) if kept is None else int(out[row]) // 7]
+    if kept is None:
+        assert went_on.view(len(CUTS), -1)[:2].any(1).all() and went_on.view(len(CUTS), -1)[3:5].any(1).all()
 
 
 def test_logits_may_be_narrow_and_padded(device):

@@ -88,6 +88,12 @@ def test_look_up():
     assert code.count("ATOM") >= 1 and not Waits(kernels[0]).early
 
 
+REGISTERS = {
+    "_choose_kernel": 128, "threshold_kernel": 224, "count_kernel": 255, "mass_kernel": 128, "tie_kernel": 96,
+    "_draw_kernel": 96,
+}  # fmt: skip
+
+
 def test_choose():
     vocab = 248320
     state = slot_state(BatchState(2, 8, vocab, CPU, complete=True))
@@ -96,7 +102,16 @@ def test_choose():
         for batch, width in ((1, 1), (4, 4)):
             rows = batch * width
             out, slots = torch.zeros(rows, dtype=torch.int64), torch.zeros(batch, dtype=torch.int32)
-            sample.choose(torch.zeros(rows, vocab), slots, state, width, out, scratch, out, filters=False, pdl=True)
-    code = checked(kernels, 128)
+            sample.choose(torch.zeros(rows, vocab), slots, state, width, out, scratch, out, pdl=True)
+    named = {name: [kernel for kernel in kernels if kernel.metadata.name == name] for name in REGISTERS}
+    # a launch a digit, for every number of rows
+    assert [len(found) for found in named.values()] == [2, 2, 6, 14, 2, 2] and len(kernels) == 28
+    codes = {name: checked(found, REGISTERS[name]) for name, found in named.items()}
+    for found in named.values():
+        waits = Waits(found[0])
+        assert waits.early <= {("ld", frozenset(["slots"]))} and not waits.leaves_early
+    # the exponential of a score once, not once in each lane's layout of digits
+    assert codes["mass_kernel"].count("MUFU.EX2") <= 4
+    code = codes["_choose_kernel"]
     # logits, bias and counts; the accurate logarithm twice for each of a lane's 16 logits, no approximation of it
     assert code.loads["LDG.E.128"] >= 12 and code.count("MUFU.LG2") == 0
