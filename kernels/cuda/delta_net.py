@@ -77,14 +77,15 @@ def _sources(
     t, old, accepted, window, count, C: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr, REPLAY: gl.constexpr
 ):
     """Where the inputs of times t - 3 .. t are: in the history (before 0), the accepted rows or the window."""
+    newest = accepted + t * HELD if REPLAY else window + (t - count) * COLUMNS
+    before, oldest = accepted + t * HELD, old + t * C
     found = ()
     for tap in gl.static_range(3):
-        time = t + (tap - 3)
-        row = accepted + time * HELD
+        row = before + (tap - 3) * HELD
         if not REPLAY:
-            row = gl.where(time < count, row, window + (time - count) * COLUMNS)
-        found = found + (gl.where(time < 0, old + (time + 3) * C, row),)
-    return found + (accepted + t * HELD if REPLAY else window + (t - count) * COLUMNS,)
+            row = gl.where(t + (tap - 3) < count, row, newest + (tap - 3) * COLUMNS)
+        found = found + (gl.where(t + (tap - 3) < 0, oldest + tap * C, row),)
+    return found + (newest,)
 
 
 @gluon.jit
@@ -217,7 +218,8 @@ def _steps_kernel(
         for first in range(begin, end, WARPS):
             t = first + gl.arange(0, WARPS, gl.SliceLayout(1, KEYS))
             sources = _sources(t, old, accepted, window, count, C, HELD, COLUMNS, phase == 0)
-            q_inputs = _inputs(sources, q_columns, t < end)
+            if phase == 1:
+                q_inputs = _inputs(sources, q_columns, t < end)
             k_inputs = _inputs(sources, k_columns, t < end)
             t = gl.convert_layout(t, gl.SliceLayout(1, VALUES))
             sources = _sources(t, old, accepted, window, count, C, HELD, COLUMNS, phase == 0)
@@ -229,24 +231,24 @@ def _steps_kernel(
                 if (first == count) & (count > 0):
                     for part in gl.static_range(PARTS):
                         gl.store(cells + part * (PART * DV), s[part])
-            q = _mix(q_inputs, q_taps)
             k = _mix(k_inputs, k_taps)
-            qk = gl.sum(q * k, 1)
-            q_scale = gl.rsqrt(gl.sum(q * q, 1) + 1e-6) * DK**-0.5
             k_scale = gl.rsqrt(gl.sum(k * k, 1) + 1e-6)
-            qk = gl.convert_layout(qk * q_scale * k_scale, gl.SliceLayout(1, VALUES))
             v = _mix(v_inputs, v_taps)
             zeros = gl.zeros([WARPS, BLOCK_V], gl.float32, VALUES)
             softplus = gl.where(a > 20.0, a, gl.log(1.0 + gl.exp(gl.minimum(a, 20.0))))
             beta, decay = _sigmoid(beta), gl.exp(rate * softplus)
             # nobody reads the rows before these any more
             _barrier()
-            _keep(q_rows, q * q_scale[:, None])
             _keep(k_rows, k * k_scale[:, None])
             _keep(v_rows, v * beta[:, None])
             _keep(shrink_rows, (-beta * decay)[:, None] + zeros)
             _keep(decay_rows, decay[:, None] + zeros)
-            _keep(qk_rows, qk[:, None] + zeros)
+            if phase == 1:
+                q = _mix(q_inputs, q_taps)
+                q_scale = gl.rsqrt(gl.sum(q * q, 1) + 1e-6) * DK**-0.5
+                qk = gl.convert_layout(gl.sum(q * k, 1) * q_scale * k_scale, gl.SliceLayout(1, VALUES))
+                _keep(q_rows, q * q_scale[:, None])
+                _keep(qk_rows, qk[:, None] + zeros)
             _barrier()
             for row in range(min(WARPS, end - first)):
                 k_own = _parts(k_rows.index(row), OF_ROW, PARTS, PART)
@@ -408,11 +410,11 @@ def gdn_window(
     _check(projected, state, history, pending, conv_weight, scratch, out, batch * width, width)
     warps = min(WARPS, dv // 8)
     sizes = {"MOST": most, "HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "PDL": pdl}
-    options = {"launch_pdl": True} if pdl else {}
+    options = {"enable_fp_fusion": False} | ({"launch_pdl": True} if pdl else {})
     _steps_kernel[(batch * heads * (dv // (8 * warps)),)](
         projected, slots, counts, state, history, pending, conv_weight, decay_rate, dt_bias,
         scratch.read, width,
-        LANES=min(LANES, dk // 4), num_warps=warps, enable_fp_fusion=False, **sizes, **options,
+        LANES=min(LANES, dk // 4), num_warps=warps, **sizes, **options,
     )  # fmt: skip
     _finish_kernel[(batch * (2 * key_heads + heads),)](
         projected, slots, counts, history, pending, gate_norm, scratch.read, out, eps, width,
