@@ -7,8 +7,8 @@ Regime: one layer of a decoding round; as many layers' states, or contexts, in t
 one call (its two or three launches) among many in a CUDA graph: the median of replays, with and without programmatic
 dependent launch. The limit is the state read and written once, or the context's keys and values read once, over the
 memory's rate, 4.37 TB/s of an H200. Values and bits are checked first; what fails prints no time. --parts prints each
-kernel's own time, by the profiler; --tune tries warps, buffers and grids. One JSON line a row on stdout, a table on
-stderr.
+kernel's own time, by the profiler; --tune tries warps, lanes, buffers and grids. One JSON line a row on stdout, a table
+on stderr.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ def bench_delta(models: list[str], batches: list[int], widths: list[int], parts:
             kept = delta_net.WARPS, delta_net.LANES, delta_net.EAGER
             for shape in ((4, 8, True), (4, 8, False), (2, 8, True), (8, 8, True), (4, 4, True), (4, 16, True)):
                 delta_net.WARPS, delta_net.LANES, delta_net.EAGER = shape
+                layers.check()
                 title = "{} gdn_window, {} warps, {} lanes{}".format(model, *shape[:2], "" if shape[2] else ", lazy")
                 report(title, layers.num_bytes, *time_both(layers.call), **about)
             delta_net.WARPS, delta_net.LANES, delta_net.EAGER = kept
