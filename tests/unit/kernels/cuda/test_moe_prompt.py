@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from pilotfish.kernels.cuda import moe_prompt, packing
+from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from pilotfish.kernels.moe import route
 from tests.support.compiled import Code, compiling
 from tests.support.interpreter import run_interpreted
+from tests.unit.kernels.cuda.test_experts import TOP_K, E, by_hand, experts, inputs
 from tests.unit.kernels.cuda.test_mma import halves, run_ptx
 from tests.unit.kernels.cuda.test_packing import nvfp4
 
@@ -28,6 +34,25 @@ def test_a_word_and_its_scale_are_four_pairs_of_weights():
     values = magnitudes[(codes & 7).long()] * (1 - 2 * (codes >> 3).double())
     scales = (1 + eighths.double() / 8) * 2.0 ** (exponents.double() - packing.SCALE_EXPONENT)
     assert np.array_equal(got, (values * scales[:, None] / 256).numpy())
+
+
+@pytest.mark.parametrize("kind", ("nvfp4", "bf16"))
+def test_a_layer_routes_by_its_logits(kind):
+    """Off a GPU, where experts of any format are expanded."""
+    packed, plain = experts(kind)
+    scratch = BulkScratch(torch.device("cpu"))
+    layer = FusedExperts(packed, scratch)
+    assert not layer.as_packed and scratch.memory.numel() == packed.scratch_size
+    x, _, _, _ = inputs(20)
+    logits = torch.randn(20, E + 1, generator=torch.Generator().manual_seed(3)).bfloat16()
+    weights, ids = route(logits[:, :E], TOP_K)
+    want = logits[:, E:].double().sigmoid() * by_hand(x, plain[E])
+    for row in range(20):
+        for rank in range(TOP_K):
+            want[row] += weights[row, rank] * by_hand(x[row : row + 1], plain[int(ids[row, rank])])[0]
+    got = layer.bulk(x, logits)
+    # products, SwiGLU and weights are rounded to bf16
+    torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
 
 
 def test_its_code_for_a_gpu():
