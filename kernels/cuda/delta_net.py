@@ -403,6 +403,8 @@ def gdn_window(
     pending    bf16 [<= S, W_max, pending_width]: accepted rows in; the window's rows out, in [:W]
     conv_weight fp32 [J, C], decay_rate (-exp(A_log)) and dt_bias fp32 [Hv], gate_norm fp32 [dv]
     out        bf16 [>= R, Hv dv]: the gated norm's output
+    pdl        for launches in a chain in which, since slots, counts, state, history and pending were last written, a
+               kernel has let the next one start only after its own wait: never twice in a row on the same memory
     """
     _, heads, dk, dv = state.shape
     channels, most, batch = history.shape[2], pending.shape[1], len(slots)
