@@ -355,9 +355,9 @@ CUTS = {
     "top_p": SamplingParams(temperature=1.0, top_p=0.6),
     "wide top_p": SamplingParams(temperature=2.0, top_p=0.97),
     "tiny top_p": SamplingParams(temperature=1.0, top_p=1e-7),
-    "top_k": SamplingParams(temperature=1.0, top_k=100),
-    "top_k, top_p": SamplingParams(temperature=3.0, top_k=300, top_p=0.8),
-    "top_k, top_p, min_p": SamplingParams(temperature=3.0, top_k=300, top_p=0.9, min_p=0.3),
+    "top_k": SamplingParams(temperature=1.0, top_k=60),
+    "top_k, top_p": SamplingParams(temperature=3.0, top_k=65, top_p=0.8),
+    "top_k, top_p, min_p": SamplingParams(temperature=3.0, top_k=50, top_p=0.9, min_p=0.3),
     "top_k of all": SamplingParams(temperature=1.0, top_k=VOCAB),
     "top_k past all, top_p": SamplingParams(temperature=2.0, top_k=VOCAB + 50, top_p=0.7),
 }
