@@ -31,7 +31,7 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-NUM_READERS = max(2, min(8, os.cpu_count() or 1))
+NUM_READERS = max(4, min(8, os.cpu_count() or 1))  # more than cores, so that the disk never waits
 NUM_PIECES = NUM_READERS + 2  # under way at once
 PIECE, SMALLEST_PIECE = 16 << 20, 1 << 20  # bytes
 SMALL = SMALLEST_PIECE  # bytes up to which a tensor may share an allocation
@@ -284,7 +284,7 @@ class StagedMemory:
         host = staged[Place.HOST].clone()
         buffer, copied = self._landed.popleft()
         if copied is not None:
-            copied.record()
+            copied.record(torch.cuda.current_stream(self._device))
         self._free.append((buffer, copied))
         return {Place.SHARED: shared, Place.HOST: host}
 

@@ -37,6 +37,7 @@ from pilotfish.engine.bench.sizes import COMMON, SIZES
 from pilotfish.engine.checkpoint.inventory import Expected, ExpertForm, Experts, Inventory, Kind, mtp, trunk
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.checkpoint.stream import NUM_READERS
 from pilotfish.engine.config import ModelConfig
 from tests.support.packing import fp8_config
 from tests.support.tiny_models import NVFP4_PLAIN, nvfp4_config
@@ -283,7 +284,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
     parser.add_argument("--folder", type=Path, help="kept, and used again; without it a temporary one")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=min(8, len(os.sched_getaffinity(0))), help="of plain readers")
+    parser.add_argument("--threads", type=int, default=NUM_READERS, help="of plain readers")
     parser.add_argument("--once", choices=("cold", "warm"), help=argparse.SUPPRESS)
     parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
