@@ -4,7 +4,7 @@ All three keep a prefix of the row in falling order, ties by index. `threshold_k
 at least top_k scores reach, or the maxima of three quarters of the chunks); if the end lies within 256 of these, the
 program that arrives last finds it from all pairs. What goes further (a top_k of hundreds, a flat row under top_p) is
 found by a radix sort's way from the highest digit down, a launch a digit, by all programs: `count_kernel` adds up how
-many scores have each 11-bit digit, `mass_kernel` the probability of each 5-bit digit, and the next launch looks where
+many scores have each 8-bit digit, `mass_kernel` the probability of each 5-bit digit, and the next launch looks where
 the limit is reached. `tie_kernel` counts equal scores at the end. No launch takes longer for one distribution than
 another, and each returns at once for rows that are done: at the first launch most of the time.
 
@@ -23,9 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pilotfish.kernels.cuda import slots
 from pilotfish.kernels.cuda.scores import key_of, pack, row_of, value_of
 
-COUNT_STEPS = 3
-"""Of 11, 11 and 10 bits of a key: launches of `count_kernel`."""
-COUNT_DIGITS = 1 << 11
+COUNT_STEPS = 4
+"""Of 8 bits of a key: launches of `count_kernel`. A histogram looks at each score once for every 32 digits."""
+COUNT_DIGITS = 1 << 8
 MASS_STEPS = 7
 """Six of 5 bits, one of 2: launches of `mass_kernel`."""
 MASS_DIGITS = 1 << 5
@@ -242,7 +242,7 @@ def _request(scratch, row, num_logits):
 @triton.jit
 def _count_bits(step):
     """Bits below a step's digit, and with that digit."""
-    return tl.maximum(21 - 11 * step, 0), 32 - 11 * step
+    return 24 - 8 * step, 32 - 8 * step
 
 
 @triton.jit

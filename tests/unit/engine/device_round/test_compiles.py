@@ -131,7 +131,7 @@ def test_a_kernel_without_its_wait_is_found(launched):
 
 @pytest.mark.parametrize(
     ("blocks", "dense", "depth", "launches"),
-    [(10, False, 0, 428), (10, False, 3, 518), (16, True, 0, 546), (16, True, 3, 629)],
+    [(10, False, 0, 429), (10, False, 3, 522), (16, True, 0, 547), (16, True, 3, 633)],
     ids=["35B-A3B k=0", "35B-A3B k=3", "27B k=0", "27B k=3"],
 )
 def test_launches_of_a_round(monkeypatch, blocks, dense, depth, launches):
