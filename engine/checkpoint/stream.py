@@ -131,17 +131,17 @@ def stream(
     limit = min(PIECE, max(SMALLEST_PIECE, largest // NUM_PIECES // ALIGNMENT * ALIGNMENT))
     memory = HostMemory() if device.type == "cpu" else StagedMemory(device, limit)
     under_way: deque[tuple[Piece, Landing, Future[None]]] = deque()
-    with ThreadPoolExecutor(NUM_READERS, "checkpoint reader") as pool:
-        try:
-            for piece in _pieces(files, limit):
-                if len(under_way) == NUM_PIECES:
-                    yield from _arrived(memory, *under_way.popleft())
-                landing = memory.land(piece)
-                under_way.append((piece, landing, pool.submit(_read, piece, landing.buffers, check)))
-            while under_way:
+    pool = ThreadPoolExecutor(NUM_READERS, "checkpoint reader")
+    try:
+        for piece in _pieces(files, limit):
+            if len(under_way) == NUM_PIECES:
                 yield from _arrived(memory, *under_way.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
+            landing = memory.land(piece)
+            under_way.append((piece, landing, pool.submit(_read, piece, landing.buffers, check)))
+        while under_way:
+            yield from _arrived(memory, *under_way.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _pieces(files: Mapping[Path, Sequence[Part]], limit: int) -> Iterator[Piece]:
