@@ -266,8 +266,7 @@ class PackedLinear:
             self.ranges = [packing.join(list(run)) for _, run in groupby(packed, key=lambda part: part.kind)]
         if self.in_features % 8:
             raise ValueError(f"want a width that is a multiple of 8 (16 bytes of x), got {self.in_features}")
-        # where parts end inside a tile: the columns of its product that count
-        self._columns = {id(part): _kept_columns(part.place[:: 2 if swiglu else 1]) for part in self.ranges}
+        self._runs = _runs(torch.cat([part.place[:: 2 if swiglu else 1] for part in self.ranges]).tolist())
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
     def rows(self, x: torch.Tensor, out: torch.Tensor, pdl: bool = False) -> None:
@@ -296,32 +295,50 @@ class PackedLinear:
         return found
 
     def bulk(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """bf16 [T, N] for prefill: any T. scratch: bf16, at least `scratch_size` numbers; overwritten."""
-        products = [self._expanded_product(x, part, scratch) for part in self.ranges]
-        return products[0] if len(products) == 1 else torch.cat(products, -1)
+        """bf16 [T, N] for prefill: any T. Rows are contiguous; N that is no multiple of 8 leaves a gap between them.
 
-    def _expanded_product(self, x: torch.Tensor, part: Packed, scratch: torch.Tensor) -> torch.Tensor:
-        """As many tiles at a time as scratch holds."""
-        step = scratch.numel() // (TILE * self.in_features) // 2 * 2
+        scratch: bf16, at least `scratch_size` numbers; overwritten: by as many tiles at a time as it holds.
+        """
+        span = 2 if self.swiglu else 1
+        step = scratch.numel() // (TILE * self.in_features) // span * span
         assert step > 0, f"want scratch of at least {self.scratch_size} numbers, got {scratch.numel()}"
-        products = []
-        for begin in range(0, part.num_tiles, step):
-            tiles = slice(begin, min(begin + step, part.num_tiles))
-            count = tiles.stop - begin
-            out = scratch[: count * TILE * self.in_features].view(count * TILE, self.in_features)
-            product = F.linear(x, expand(part, tiles, out, count if self.swiglu else 0))
+        # the library wants rows at multiples of 16 bytes
+        out = torch.empty((len(x), -(-self.out_features // 8) * 8), dtype=x.dtype, device=x.device)
+        num_tiles = sum(part.num_tiles for part in self.ranges)
+        for begin in range(0, num_tiles, step):
+            end = min(begin + step, num_tiles)
+            matrix = scratch[: (end - begin) * TILE * self.in_features].view(-1, self.in_features)
+            first = 0
+            for part in self.ranges:
+                tiles = slice(max(0, begin - first), min(part.num_tiles, end - first))
+                if tiles.start < tiles.stop:
+                    rows = matrix[(first + tiles.start - begin) * TILE : (first + tiles.stop - begin) * TILE]
+                    expand(part, tiles, rows, tiles.stop - tiles.start if self.swiglu else 0)
+                first += part.num_tiles
+            self._multiply(x, matrix, begin // span, end // span, out)
+        return out[:, : self.out_features]
+
+    def _multiply(self, x: torch.Tensor, matrix: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        """Columns of tiles begin .. end of the product (with SwiGLU, of gate and of up), expanded in `matrix`."""
+        for tile, column, count in self._runs:
+            low, high = max(0, begin - tile) * TILE, min(count, (end - tile) * TILE)
+            if low >= high:
+                continue
+            if column + high == self.out_features:
+                # where there are rows of padding, which are zero
+                high = min(high + out.shape[1] - self.out_features, -(-high // TILE) * TILE)
+            rows = slice((tile - begin) * TILE + low, (tile - begin) * TILE + high)
+            target = out[:, column + low : column + high]
             if self.swiglu:
-                gate, up = product.chunk(2, -1)
-                product = F.silu(gate) * up
-            products.append(product)
-        whole = products[0] if len(products) == 1 else torch.cat(products, -1)
-        columns = self._columns.get(id(part))
-        return whole if columns is None else whole.index_select(-1, columns)
+                gate, up = F.linear(x, matrix).chunk(2, -1)
+                torch.mul(F.silu(gate[:, rows]), up[:, rows], out=target)
+            else:
+                torch.mm(x, matrix[rows].T, out=target)
 
     @property
     def scratch_size(self) -> int:
         """Numbers of bf16 that `bulk` wants: the matrix expanded, or as much of it as still fills a GPU."""
-        tiles = max(part.num_tiles for part in self.ranges)
+        tiles = sum(part.num_tiles for part in self.ranges)
         return self.in_features * TILE * min(tiles, max(BULK_TILES, BULK_NUMBERS // (TILE * self.in_features)) // 2 * 2)
 
     def dequantize(self) -> torch.Tensor:
@@ -345,10 +362,16 @@ class PackedLinear:
         out.copy_(product)
 
 
-def _kept_columns(place: torch.Tensor) -> torch.Tensor | None:
-    """int64, of the rows of tiles; None for all."""
-    kept = (torch.arange(TILE, device=place.device) < place[:, 1:]).reshape(-1)
-    return None if bool(kept.all()) else kept.nonzero()[:, 0]
+def _runs(places: list[list[int]]) -> list[tuple[int, int, int]]:
+    """Tiles whose columns follow each other: (the first tile, its first column, number of columns) of each run."""
+    runs: list[tuple[int, int, int]] = []
+    for tile, (column, count) in enumerate(places):
+        first, start, length = runs[-1] if runs else (0, -1, 0)
+        if start + length == column and length == (tile - first) * TILE:
+            runs[-1] = (first, start, length + count)
+        else:
+            runs.append((tile, column, count))
+    return runs
 
 
 def launch(

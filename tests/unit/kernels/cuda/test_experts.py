@@ -106,6 +106,18 @@ def test_bulk_of_a_product_takes_as_much_as_scratch_holds(swiglu):
         torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
 
 
+@pytest.mark.parametrize("heights", [(72, 13), (40, 4, 5), (3,)], ids=str)
+def test_bulk_of_a_product_of_several_formats_is_one_matrix(heights):
+    parts = [small(nvfp4(heights[0], H, seed=1)), *(torch.randn(height, H).bfloat16() for height in heights[1:])]
+    product = PackedLinear(parts)
+    x = torch.randn(20, H, generator=torch.Generator().manual_seed(4)).bfloat16()
+    want = torch.cat([x.double() @ values(part).double().T for part in parts], -1)
+    for size in (product.scratch_size, 2 * 16 * H):
+        got = product.bulk(x, torch.full((size,), float("nan")).bfloat16())
+        assert got.stride(0) % 8 == 0
+        torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
+
+
 def test_combine_reference_adds_in_rank_order_and_norms():
     parts, x = torch.randn(3, TOP_K + 1, H).bfloat16(), torch.randn(4, H)
     _, chosen, _, gate = inputs(3)
