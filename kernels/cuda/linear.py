@@ -35,6 +35,7 @@ from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 MAX_ROWS = 256
 BULK_NUMBERS, BULK_TILES = 1 << 26, 64  # expanded at a time for prefill: 128 MiB, if that is 1024 rows
 SM_COUNT = 132  # of an H200: what shapes are chosen for
+MANY_TILES = 32 * SM_COUNT  # from here on what is on the way makes no difference
 # of a thread, by tiles of rows: four and three programs of 128 threads an SM. The assembler takes more, and need not,
 # for kernels of two formats, and for two tiles and 8 rows of x from a width of 20 units on
 REGISTERS = {1: 128, 2: 168}
@@ -54,8 +55,8 @@ class Shape:
     x_ahead: int
 
 
-def choose_shape(part: Packed, num_rows: int, swiglu: bool = False) -> Shape:
-    """For tiles of one format and a number of rows.
+def choose_shape(part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None) -> Shape:
+    """For tiles of one format and a number of rows; `plain`: what is `beside` them.
 
     Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
     registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.
@@ -66,7 +67,17 @@ def choose_shape(part: Packed, num_rows: int, swiglu: bool = False) -> Shape:
     tiles = 2 if swiglu or part.num_tiles >= (3 if row_tiles == 1 else 2) * SM_COUNT else 1
     if part.format is Format.BF16 and row_tiles == 4 and not swiglu:
         tiles = 1  # two would spill
-    return fill(Shape(warps, tiles, row_tiles, 0, 0), part.format, part.num_units)
+    shape = fill(Shape(warps, tiles, row_tiles, 0, 0), part.format, part.num_units)
+    steps = part.num_units // warps
+    if part.format is not Format.NVFP4 or tiles == 1 or row_tiles == 4 or part.num_tiles >= MANY_TILES:
+        return shape
+    # less on the way of each program leaves room for more of them; not so beside BF16, which takes the registers
+    if plain is None:
+        tiles = 2 if swiglu else row_tiles
+    elif steps > 4:
+        return shape
+    x_ahead = min(steps - 1, 1 if row_tiles == 1 or steps > 4 else 0)
+    return replace(shape, tiles=tiles, stages=min(2, steps), x_ahead=x_ahead)
 
 
 def fill(shape: Shape, format: Format, num_units: int) -> Shape:
@@ -279,7 +290,8 @@ class PackedLinear:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part, plain in self.launches(num_rows):
-            launch(part, x, out, choose_shape(part, num_rows, self.swiglu), self.swiglu, pdl, plain)
+            shape = choose_shape(part, num_rows, self.swiglu, plain)
+            launch(part, x, out, shape, self.swiglu, pdl, plain)
 
     def launches(self, num_rows: int) -> list[tuple[Packed, Packed | None]]:
         """What each launch takes: a range, and the next one if that is BF16 and small beside it."""

@@ -14,7 +14,7 @@ Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from pilotfish.kernels.cuda.mma import FORMATS
 from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, items_kernel, list_kernel
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
-FAST_ROWS = 16
+FAST_ROWS = 8
+"""Up to here programs find their rows by themselves: beyond, a second tile of rows would cost more than lists do."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ class GroupedExperts:
 
 def row_tiles(num_rows: int) -> int:
     """Times 8 rows of a program. Of 64 rows an expert of many has two or three."""
-    return 2 if 8 < num_rows <= FAST_ROWS or num_rows > 64 else 1
+    return 2 if num_rows > 64 else 1
 
 
 def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
@@ -290,9 +291,13 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
 
 def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> Shape:
     """As linear.choose_shape, for the tiles of one expert: programs are many, and have few units."""
-    least = 1 if format is Format.BF16 else 4  # units a warp: of BF16 registers hold no more
+    least = 1 if format is Format.BF16 else 2  # units a warp: of BF16 registers hold no more
     warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= least * warps))
-    return fill(Shape(warps, 2, row_tiles(num_rows), 0, 0), format, num_units)
+    shape = fill(Shape(warps, 2, row_tiles(num_rows), 0, 0), format, num_units)
+    if format is not Format.NVFP4:
+        return shape
+    # more programs at a time pay more than more on the way of each
+    return replace(shape, stages=2, x_ahead=1) if num_units >= 4 * warps else replace(shape, stages=1, x_ahead=0)
 
 
 def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[Group]:

@@ -169,10 +169,11 @@ def bench_together(formats: list[Format], rows: list[int]) -> None:
         for count in rows:
             outs = [torch.empty((count, height + plain_height), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
             shapes = [choose_shape(each, count) for each in (part, plain)]
+            shape = choose_shape(part, count, plain=plain)
 
             def together(number: int, pdl: bool, copies: Any = copies, x: Any = x, out: Any = outs[0]) -> None:
                 one, other = copies[number % len(copies)]
-                linear.launch(one, x, out, shapes[0], False, pdl, other)  # noqa: B023
+                linear.launch(one, x, out, shape, False, pdl, other)  # noqa: B023
 
             def apart(number: int, pdl: bool, copies: Any = copies, x: Any = x, out: Any = outs[1]) -> None:
                 for each, shape in zip(copies[number % len(copies)], shapes, strict=True):  # noqa: B023

@@ -84,8 +84,8 @@ def main() -> None:
             for format in formats:
                 for height, gates, width, swiglu in products(model):
                     part = empty(format, height, width, row_numbers=format is Format.FP8)
-                    shape = choose_shape(part, rows, swiglu)
                     plain = empty(Format.BF16, gates, width) if gates and format is not Format.BF16 else None
+                    shape = choose_shape(part, rows, swiglu, plain)
                     if (key := (format, width, swiglu, shape, plain is None)) in seen:
                         continue
                     seen.add(key)
