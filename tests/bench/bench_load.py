@@ -201,7 +201,7 @@ def load_once(folder: Path, device: str, cold: bool) -> dict[str, float]:
     seconds = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert weights
-    row = {"seconds": seconds, "opening_seconds": opening, "host_peak_mb": (after - before) / 1000}
+    row = {"seconds": seconds, "opening_seconds": opening, "host_peak_mb": (after - before) * 1024 / 1e6}
     if device == "cuda":
         row["device_mb"] = torch.cuda.memory_allocated() / 1e6
         row["device_reserved_mb"] = torch.cuda.memory_reserved() / 1e6
