@@ -191,10 +191,12 @@ def bench_together(formats: list[Format], rows: list[int]) -> None:
                 report(title, count, part.num_bytes + plain.num_bytes, plain_time, pdl_time)
 
 
-def tuned_shapes(part: Packed, rows: int) -> Iterator[Shape]:
+def tuned_shapes(part: Packed, rows: int, keep_bits: bool) -> Iterator[Shape]:
     most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
-    row_tiles = choose_shape(part, rows).row_tiles
-    for warps, tiles, stages, ahead in combinations((4, 8, 16), (1, 2, 4), (1, 2, 3, 4, 6, 8), (0, 1, 3)):
+    chosen = choose_shape(part, rows)
+    row_tiles = chosen.row_tiles
+    all_warps = (chosen.warps,) if keep_bits else (4, 8, 16)
+    for warps, tiles, stages, ahead in combinations(all_warps, (1, 2, 4), (1, 2, 3, 4, 6, 8), (0, 1, 3)):
         # more would not fit the registers
         room = most // 2 if row_tiles == 4 else most
         if part.num_units % warps or tiles * stages > room or tiles * row_tiles > 16 or ahead * row_tiles > 3:
@@ -204,14 +206,14 @@ def tuned_shapes(part: Packed, rows: int) -> Iterator[Shape]:
             yield Shape(warps, tiles, row_tiles, stages, ahead)
 
 
-def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...]) -> None:
+def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool) -> None:
     for format, (height, width) in combinations(formats, shapes):
         part = PackedLinear([random_weight(format, height, width)]).ranges[0]
         x = torch.randn(max(rows), width, dtype=torch.bfloat16, device="cuda")
         copies = copies_of(part)
         for count in rows:
             out = torch.empty((count, height), dtype=torch.bfloat16, device="cuda")
-            tried = list(tuned_shapes(part, count))
+            tried = list(tuned_shapes(part, count, keep_bits))
             compile_all(lambda: [linear.launch(part, x, out, shape, False, True) for shape in tried])  # noqa: B023
             times = []
             for shape in tried:
@@ -312,6 +314,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,32,64,256")
     parser.add_argument("--shapes", help="as 12288x2048,...; all of the list if not given")
     parser.add_argument("--tune", action="store_true", help="try launch shapes, at --rows")
+    parser.add_argument("--keep-bits", action="store_true", help="with --tune products: only shapes of the same bits")
     parser.add_argument("--no-products", action="store_true")
     parser.add_argument("--no-experts", action="store_true")
     args = parser.parse_args()
@@ -326,7 +329,7 @@ def main() -> None:
     print(json.dumps({"device": device, "torch": torch.__version__, "triton": triton.__version__}), flush=True)
     if args.tune:
         if not args.no_products:
-            tune_products(formats, rows, shapes)
+            tune_products(formats, rows, shapes, args.keep_bits)
         if not args.no_experts:
             tune_experts(formats, rows)
         return
