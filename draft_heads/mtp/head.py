@@ -51,7 +51,8 @@ class MtpHead:
     def fill(self, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
         """See DraftHead."""
         x = self.fc.bulk(self._pair(next_tokens, hidden)).float()
-        return self.norm(self.layer.attention_bulk(x, span, self.cache))
+        normed: torch.Tensor = self.layer.attention_bulk(x, span, self.cache, self.norm)
+        return normed
 
     def repair(self, next_tokens: torch.Tensor, hidden: torch.Tensor, window: Any) -> torch.Tensor:
         """See DraftHead. next_tokens int64 [R], hidden [R, H], both padded to whole tiles."""

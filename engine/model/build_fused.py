@@ -15,7 +15,7 @@ from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.model.build import Builder, Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp
-from pilotfish.engine.model.trunk import Embedding
+from pilotfish.engine.model.trunk import Embedding, Norm
 from pilotfish.kernels.cuda import attention, delta_net
 from pilotfish.kernels.cuda.delta_prefill import is_installed
 from pilotfish.kernels.cuda.linear import PackedLinear
@@ -68,6 +68,9 @@ class FusedBuilder(Builder):
         """lm_head's order is the only one that is kept."""
         packed = PackedLinear(self.packable([embedding]))
         return PackedRows(packed.ranges[0], embedding.shape[1]), FusedLinear(packed, self.scratch)
+
+    def norm(self, name: str) -> Norm:
+        return dataclasses.replace(super().norm(name), prompt_kernels=self.device.type == "cuda")
 
     def delta_net(self, name: str) -> GatedDeltaNet:
         return dataclasses.replace(super().delta_net(name), prompt_kernels=self.prompt_kernels)

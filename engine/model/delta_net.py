@@ -58,20 +58,21 @@ class GatedDeltaNet:
         output = self.output.rows(F.pad(gated, (0, 0, 0, x_RH.shape[0] - num_rows)))
         return output, (k, v, beta, decay, u)
 
-    def bulk(self, x_TH: torch.Tensor, state: torch.Tensor, history: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, H] of a prompt span of one sequence, and the state [Hv, dk, dv] and history [J-1, C] after it."""
+    def bulk(self, x_TH: torch.Tensor, state: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+        """[T, H] of a prompt span of one sequence; state [Hv, dk, dv] and history [J-1, C] become those after it."""
         projected = self.in_proj.bulk(x_TH)
         if self.prompt_kernels:
             from pilotfish.kernels.cuda.delta_prefill import gdn_prompt  # imports Triton
 
             weights = (self.conv_weight, self.decay_rate, self.dt_bias, self.gate_norm)
-            gated, state, history = gdn_prompt(projected, state, history, *weights, self.eps)
-            return self.output.bulk(gated), state, history
+            return self.output.bulk(gdn_prompt(projected, state, history, *weights, self.eps))
         u, z, beta, log_decay = self._project(projected)
         inputs = torch.cat((history, u))
         q, k, v = self._heads(causal_conv(inputs[None], self.conv_weight)[0])
-        read, state = delta_prefill(state, q, k, v, beta, log_decay)
-        return self.output.bulk(self._gate(read, z)), state, inputs[-history.shape[0] :]
+        read, after = delta_prefill(state, q, k, v, beta, log_decay)
+        state.copy_(after)
+        history.copy_(inputs[-history.shape[0] :])
+        return self.output.bulk(self._gate(read, z))
 
     def _project(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """u, z as they come, and beta and the log decay in fp32 [rows, Hv]."""

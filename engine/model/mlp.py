@@ -82,6 +82,10 @@ class FusedMoeMlp:
         """fp32 [T, H] for prefill."""
         return self.experts.bulk(x_TH, self.router.bulk(x_TH))
 
+    def bulk_into(self, stream: torch.Tensor, x_TH: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        """Adds what `bulk` gives to the stream fp32 [T, H]; x's dtype [T, H], the stream's norm. Of packed experts."""
+        return self.experts.bulk_into(stream, x_TH, self.router.bulk(x_TH), scale, eps)
+
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits, gate = logits.float().split([logits.shape[1] - 1, 1], dim=-1)
         weights, ids = route(logits, self.top_k)

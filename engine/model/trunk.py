@@ -30,14 +30,26 @@ Embedding = torch.Tensor | PackedRows
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm of the (1 + w) kind; `scale` fp32 [H] holds 1 + w."""
+    """An RMSNorm of the (1 + w) kind; `scale` fp32 [H] holds 1 + w. `prompt_kernels`: sums with their norms by one
+    launch, in place of plain torch."""
 
     scale: torch.Tensor
     eps: float
     dtype: torch.dtype
+    prompt_kernels: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.scale, self.eps, self.dtype)
+
+    def of_sum(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """The norm of x + delta, which x fp32 [T, H] becomes."""
+        if not self.prompt_kernels:
+            return self(x.add_(delta))
+        from pilotfish.kernels.cuda.norm import add_norm  # imports Triton
+
+        normed = torch.empty(x.shape, dtype=self.dtype, device=x.device)
+        add_norm(x, delta, self.scale, self.eps, normed)
+        return normed
 
 
 @dataclass(frozen=True)
@@ -61,11 +73,18 @@ class Layer:
     def feed_forward(self, x: torch.Tensor, window: Window, see: SeeExperts | None = None) -> torch.Tensor:
         return sum_over_ranks(self.mlp.rows(self.post_norm(x), window.num_rows, see))
 
-    def attention_bulk(self, x: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
-        """A full-attention layer over a prompt span."""
+    def attention_bulk(self, x: torch.Tensor, span: Span, cache: KvCache, after: Norm) -> torch.Tensor:
+        """A full-attention layer over a prompt span, all of it: the norm `after` of what x becomes."""
         assert isinstance(self.mixer, GatedAttention)
-        x = x + sum_over_ranks(self.mixer.bulk(self.input_norm(x), span, cache))
-        return x + self.feed_forward_bulk(x)
+        mixed = self.mixer.bulk(self.input_norm(x), span, cache)
+        return self.end_bulk(x, mixed, after)
+
+    def end_bulk(self, x: torch.Tensor, mixed: torch.Tensor, after: Norm) -> torch.Tensor:
+        """What follows the mixer over a prompt span; x becomes the layer's output, of which this is the norm."""
+        normed = self.post_norm.of_sum(x, sum_over_ranks(mixed))
+        if isinstance(self.mlp, FusedMoeMlp) and self.mlp.experts.as_packed:
+            return self.mlp.bulk_into(x, normed, after.scale, after.eps)
+        return after.of_sum(x, sum_over_ranks(self.mlp.bulk(normed)))
 
     def feed_forward_bulk(self, x: torch.Tensor) -> torch.Tensor:
         return sum_over_ranks(self.mlp.bulk(self.post_norm(x)))
@@ -117,18 +136,16 @@ class Trunk:
         """Final-norm hidden [T, H] of a prompt span; the slot's state and the pages hold it afterwards."""
         x = self.embed(tokens_T)
         caches, number = iter(self.kv), 0
-        for layer in self.layers:
+        norms = [*(layer.input_norm for layer in self.layers), self.norm]
+        normed = norms[0](x)
+        for layer, after in zip(self.layers, norms[1:], strict=True):
             if isinstance(layer.mixer, GatedAttention):
-                x = layer.attention_bulk(x, span, next(caches))
-                continue
-            state, history = self.state.s[number, span.slot], self.state.conv[number, span.slot]
-            mixed, after, inputs = layer.mixer.bulk(layer.input_norm(x), state, history)
-            state.copy_(after)
-            history.copy_(inputs)
-            number += 1
-            x = x + sum_over_ranks(mixed)
-            x = x + layer.feed_forward_bulk(x)
-        return self.norm(x)
+                mixed = layer.mixer.bulk(normed, span, next(caches))
+            else:
+                mixed = layer.mixer.bulk(normed, self.state.s[number, span.slot], self.state.conv[number, span.slot])
+                number += 1
+            normed = layer.end_bulk(x, mixed, after)
+        return normed
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token embeddings as the residual stream's fp32."""

@@ -1,5 +1,8 @@
 """GatedDeltaNet over a prompt on a GPU: the chunked rule by fla-core (the `gpu` extra), between two launches of ours.
 
+The rule is called below fla-core's public function, which adds what only training and other shapes need: a fifth of
+the host's time for a layer.
+
 fla-core times several tilings of each of its kernels at first use and keeps the fastest. Which one wins may change from
 start to start, and with it the order of sums and the bits of a prompt's state. Here each kernel has one tiling, the
 middle of its list: the bits are a function of the prompt and the machine's kind, and nothing is timed while requests
@@ -103,11 +106,19 @@ def _mix_kernel(
         tl.store(log_decay_out + rows * HV + head, tl.load(decay_rate + head) * softplus, t < T)
 
 
+@triton.jit
+def _newest(row, T, columns, mask, projected, history, C: tl.constexpr, COLUMNS: tl.constexpr):
+    """Inputs of row T - 3 + `row`, for the history."""
+    t = (T - _HISTORY + row).to(tl.int64)
+    return tl.load(_source(t, history, projected, C, COLUMNS) + columns, mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _gate_kernel(
     projected,
     read,
     gate_norm,
+    history,
     out,
     eps,
     T,
@@ -115,9 +126,20 @@ def _gate_kernel(
     HV: tl.constexpr,
     DV: tl.constexpr,
     ROWS: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
-    """The gated norm of one head over ROWS rows."""
+    """The gated norm of one head over ROWS rows; those of the first rows share the channels of the new history."""
     head = tl.program_id(0) % HV
+    if tl.program_id(0) < HV:
+        columns = head * SHARE + tl.arange(0, SHARE)
+        mask = columns < C
+        # a thread has its channels in all rows: what it writes no other reads
+        first = _newest(0, T, columns, mask, projected, history, C, C + HV * DV + 2 * HV)
+        second = _newest(1, T, columns, mask, projected, history, C, C + HV * DV + 2 * HV)
+        third = _newest(2, T, columns, mask, projected, history, C, C + HV * DV + 2 * HV)
+        tl.store(history + columns, first, mask)
+        tl.store(history + C + columns, second, mask)
+        tl.store(history + 2 * C + columns, third, mask)
     t = (tl.program_id(0) // HV * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     d = tl.arange(0, DV)[None, :]
     cells = t * (HV * DV) + head * DV + d
@@ -140,17 +162,18 @@ def gdn_prompt(
     gate_norm: torch.Tensor,
     eps: float,
     rule: Rule | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A linear layer's mixer between its two products for T rows of one sequence: [T, Hv dv], and the state and history
-    after them; what is given stays as it is.
+) -> torch.Tensor:
+    """A linear layer's mixer between its two products for T rows of one sequence: [T, Hv dv]; state and history become
+    those after them.
 
-    projected bf16 [T, C + Hv dv + 2 Hv] (u | z | b | a), state fp32 [Hv, dk, dv], history bf16 [J-1, C]; weights as for
-    kernels.cuda.delta_net.gdn_window. `rule`: in the place of fla-core's chunk_gated_delta_rule.
+    projected bf16 [T, C + Hv dv + 2 Hv] (u | z | b | a), state fp32 [Hv, dk, dv], history bf16 [J-1, C], contiguous;
+    weights as for kernels.cuda.delta_net.gdn_window. `rule`: in the place of fla-core's chunk_gated_delta_rule.
     """
     heads, dk, dv = state.shape
     channels, num_rows = history.shape[1], len(projected)
     key_heads = (channels - heads * dv) // (2 * dk)
-    assert projected.is_contiguous() and history.is_contiguous() and conv_weight.is_contiguous()
+    projected = projected.contiguous()
+    assert state.is_contiguous() and history.is_contiguous() and conv_weight.is_contiguous()
     assert projected.shape[1] == channels + heads * dv + 2 * heads and len(history) == 3 and len(conv_weight) == 4
 
     def buffer(*shape: int, dtype: torch.dtype = projected.dtype) -> torch.Tensor:
@@ -166,22 +189,28 @@ def gdn_prompt(
     read, after = (rule or _chunked())(
         q, k, v, log_decay, beta, scale=1.0, initial_state=state[None], output_final_state=True
     )
+    state.copy_(after[0])
     out = torch.empty((num_rows, heads * dv), dtype=projected.dtype, device=projected.device)
     _gate_kernel[(blocks * heads,)](
-        projected, read.contiguous(), gate_norm, out, eps, num_rows,
-        C=channels, HV=heads, DV=dv, ROWS=ROWS, num_warps=8,
+        projected, read.contiguous(), gate_norm, history, out, eps, num_rows, C=channels, HV=heads, DV=dv, ROWS=ROWS,
+        SHARE=triton.next_power_of_2(triton.cdiv(channels, heads)), num_warps=8,
     )  # fmt: skip
-    return out, after[0], torch.cat((history, projected[-3:, :channels]))[-3:]
+    return out
 
 
 @cache
 def _chunked() -> Rule:
-    chunked: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    forward = import_module("fla.ops.gated_delta_rule.chunk").chunk_gated_delta_rule_fwd
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):
             for value in vars(module).values():
                 pin(value)
-    return chunked
+
+    def rule(*operands: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        _, read, _, after, *_ = forward(*operands, **options)
+        return read, after
+
+    return rule
 
 
 def pin(kernel: Any) -> None:

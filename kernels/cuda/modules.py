@@ -89,12 +89,26 @@ class FusedExperts:
 
     def bulk(self, x_TH: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """fp32 [T, H] for prefill: any T. logits [T, E + 1]: the router's, the shared expert's gate last."""
+        weights, ids, gate = self._route(logits)
+        if self.as_packed:
+            return moe_prompt.experts(self.packed, x_TH, weights, ids, gate)
+        return self.packed.bulk(x_TH, weights, ids, gate, self.scratch.memory)
+
+    def bulk_into(
+        self, stream: torch.Tensor, x_TH: torch.Tensor, logits: torch.Tensor, scale: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds what `bulk` gives to the stream fp32 [T, H], if as_packed; x's dtype [T, H], the stream's norm."""
+        assert self.as_packed
+        weights, ids, gate = self._route(logits)
+        normed = torch.empty_like(x_TH)
+        combine(moe_prompt.parts(self.packed, x_TH, ids), weights, gate, stream, scale, eps, normed)
+        return normed
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (rows, _), top_k, device = logits.shape, self.packed.top_k, logits.device
         weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
         ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
         gate = torch.empty(rows, dtype=torch.float32, device=device)
         route = router.route if logits.is_cuda else router.route_reference
         route(logits, self.packed.num_experts, weights, ids, gate)
-        if self.as_packed:
-            return moe_prompt.experts(self.packed, x_TH, weights, ids, gate)
-        return self.packed.bulk(x_TH, weights, ids, gate, self.scratch.memory)
+        return weights, ids, gate

@@ -180,18 +180,23 @@ def experts(
     x bf16 [T, H], contiguous; weights fp32 [T, k]; ids int32 [T, k], all different within a row; shared_gate fp32 [T].
     Only for experts that `takes` holds.
     """
+    total = torch.zeros((len(ids), packed.hidden), dtype=torch.float32, device=x.device)
+    combine(parts(packed, x, ids), weights, shared_gate, total)
+    return total
+
+
+def parts(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """x's dtype [T, k + 1, H]: what each row's experts give, in rank order, then the shared one; as for `experts`."""
     num_rows, top_k = ids.shape
     (group,) = packed.groups
     assert x.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32, (x.stride(), ids.dtype)
     lists = torch.empty((packed.num_experts, num_rows + 1), dtype=torch.int32, device=x.device)
     _list_kernel[(packed.num_experts,)](ids, lists, ids.numel(), TOP_K=top_k, BLOCK=PAIRS)
     inner = torch.empty((num_rows, top_k + 1, group.width), dtype=x.dtype, device=x.device)
-    parts = torch.empty((num_rows, top_k + 1, packed.hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, top_k + 1, packed.hidden), dtype=x.dtype, device=x.device)
     _launch(packed, group.gate_up, x, lists, inner, down=False)
-    _launch(packed, group.down, inner, lists, parts, down=True)
-    total = torch.zeros((num_rows, packed.hidden), dtype=torch.float32, device=x.device)
-    combine(parts, weights, shared_gate, total)
-    return total
+    _launch(packed, group.down, inner, lists, out, down=True)
+    return out
 
 
 def _launch(
