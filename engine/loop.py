@@ -52,8 +52,13 @@ def make_core(options: EngineOptions) -> EngineLoop:
     """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
     began = perf_counter()
     engine = start_engine(options)
+    if not engine.rounds.num_graphs:
+        engine.rounds.compile()
     # a rate of 0: requests of our own are not audited
-    routes = probe.routes(EngineLoop(dataclasses.replace(engine, audit_rate=0.0)))
+    unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
+    routes = probe.routes(unaudited)
+    if engine.runner.model.device.type == "cuda":
+        probe.warm_up(unaudited)
     assert engine.ready.execution is not None
     break_even = _break_even(engine, options) if options.cost_table else {}
     # what was compiled up to here kept no request waiting

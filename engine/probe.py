@@ -1,4 +1,5 @@
-"""Which kernels each layer took in a few requests that are run at the start, before the first client's.
+"""Requests of our own that are run at the start, before the first client's: which kernels each layer took in them, and
+what libraries set up at a first call, so that no client waits for it.
 
 Configuration says what ought to run, and a fallback deep in a library says nothing. So every matrix product, attention
 and kernel of ours that torch's dispatcher or Triton's launcher is asked for is written down, beside the layer that
@@ -33,6 +34,8 @@ PLAIN_LIBRARIES = ("aten", "prim", "prims")
 PARTS = {"logits": "lm_head", "head": "head", "draft": "head", "prefill.logits": "prefill"}
 """What the runner shows after a layer's name, and whose work it closes."""
 NUM_PROMPT_TOKENS, NUM_TOKENS = 24, 6
+TAILS = (16, 64, 256, 1024)
+"""Of prompts: about where libraries go over to other kernels for products and attention."""
 
 
 class Watch(TorchDispatchMode):
@@ -74,6 +77,21 @@ class Watch(TorchDispatchMode):
             for kernel in self._since:
                 self.routes[kernel].add(layer)
         self._since.clear()
+
+
+def warm_up(loop: EngineLoop) -> None:
+    """Reads prompts of several lengths, the longest one more than a chunk, each by itself, and writes a few tokens: a
+    library loads a kernel, and memory is asked for, when a length first wants it. No kernel that is compiled depends on
+    a prompt's length, so the first one has all of them. Sampled with filters, which torch chooses a first token by."""
+    ready, chunk = loop.ready, loop.scheduler.prefill_chunk
+    room = ready.max_model_len - NUM_TOKENS - 1
+    wanted = [*(tail for tail in TAILS if tail <= chunk), chunk, chunk + min(TAILS[0], chunk)]
+    sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for length in sorted({min(length, room) for length in wanted} - {0}) if room > 0 else ():
+        prompt = [(7 * i + 1) % ready.vocab_size for i in range(length)]
+        loop.submit(Submit(request_id=f"warm-up-{length}", prompt_token_ids=prompt, sampling=sampling))
+        while loop.has_work():
+            loop.step()
 
 
 def routes(loop: EngineLoop) -> dict[str, list[str]]:

@@ -46,6 +46,11 @@ class Rounds(Protocol):
     def num_graphs(self) -> int: ...
 
     @property
+    def num_missed(self) -> int:
+        """Launches of rounds, or of parts of one, for which there was no graph."""
+        ...
+
+    @property
     def max_captured(self) -> int:
         """Sequences of the largest captured round."""
         ...
@@ -68,6 +73,10 @@ class Rounds(Protocol):
         """What getting ready took, by part; {} where there was nothing to compile or capture."""
         ...
 
+    def compile(self) -> None:
+        """Compiles what rounds of any batch launch, so that none waits for it."""
+        ...
+
     def take_compiled(self) -> int:
         """Kernels compiled since the last call: once serving, each one has made a round wait."""
         ...
@@ -77,11 +86,12 @@ class Rounds(Protocol):
 
 @dataclass(frozen=True)
 class EagerRounds:
-    """Rounds launched operator by operator and waited for."""
+    """Rounds launched operator by operator and waited for; nothing of them is compiled or captured."""
 
     runner: Runner
     asynchronous: bool = False
     num_graphs: int = 0
+    num_missed: int = 0
     max_captured: int = 0
     pending_bytes: int = 0
     buffer_bytes: int = 0
@@ -92,8 +102,11 @@ class EagerRounds:
         """See Rounds."""
         return {}
 
+    def compile(self) -> None:
+        """See Rounds."""
+
     def take_compiled(self) -> int:
-        """See Rounds: none of these are compiled here."""
+        """See Rounds."""
         return 0
 
     def launch(self, batch: Batch, next_depth: int) -> Round:

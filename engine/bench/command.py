@@ -4,8 +4,10 @@ MODEL is a checkpoint folder, or with --load-format dummy a released size by nam
 config.json: its weights are then random values made on the device. Batches of random prompts are decoded greedily for
 --tokens tokens. Every k must write what k = 0 writes, or there are no figures. With --synthetic-acceptance-length the
 head runs as ever, and its drafts are replaced by the known text with seeded errors; rows with random weights or
-replaced drafts say that they are synthetic. --first-requests makes it a check too: exit status 1 where the first
-request at a k and batch was more than 10 % slower than the second, or a kernel was compiled.
+replaced drafts say that they are synthetic. At each k the graphs are captured that a server with the largest batch for
+its cap would use. Exit status 1, and a line that names the row, where a round had no graph or a kernel was compiled
+while requests waited; with --first-requests also where the first request at a k and batch was more than 10 % slower
+than the second.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ import torch
 
 from pilotfish.engine import ledger, probe
 from pilotfish.engine.bench.admission import STREAMS, measure_admission, stream_tokens
+from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.experts import count_experts
-from pilotfish.engine.bench.first import complaints, first_and_second
+from pilotfish.engine.bench.first import first_and_second
 from pilotfish.engine.bench.measure import Case, Run, live_batch, live_tokens, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.profile import profile
@@ -41,6 +44,7 @@ from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import loaded_parts, open_checkpoint
 from pilotfish.engine.config import ModelConfig
+from pilotfish.engine.device_round.shapes import Shape, Shapes
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
@@ -151,7 +155,8 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     if args.profile and device.type != "cuda":
         raise OptionError("profile: want a CUDA device, whose kernels it traces")
     chunk = args.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
-    live = live_tokens(2 * REPLAYS, depth, batch, -(-max(args.context) // chunk)) if fused or args.profile else 0
+    # the most rounds that anything looks at while a batch is live
+    live = live_tokens(2 * REPLAYS, depth, batch, -(-max(args.context) // chunk))
     longest = max(args.context) + max(args.tokens, live)
     pages = -(-(longest + depth + 1) // PAGE) * batch
     if args.admission is not None:
@@ -160,7 +165,7 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
         pages = max(pages, sum(-(-(length + depth + 1) // PAGE) for length in lengths))
         longest, batch = max(longest, *lengths), max(batch, len(lengths))
     kv_dtype = choose_kv_dtype(args.kv_cache_dtype, dtype, device, fused)
-    # what is captured is chosen batch by batch
+    # what is captured is what the batches at each k may become
     return Plan(device, dtype, depth, None, longest, batch, "configured", pages, chunk, fused=fused, kv_dtype=kv_dtype)
 
 
@@ -172,22 +177,31 @@ def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> Eng
         state.oracle = Oracle(state.num_slots, plan.max_model_len, state.vocab_size, rates, plan.device)
     if plan.fused:
         from pilotfish.engine.device_round.rounds import DeviceRounds
-        from pilotfish.engine.device_round.shapes import Shape
 
         assert isinstance(loop.rounds, DeviceRounds)
         loop.rounds.body.ops.use_pdl(not args.no_pdl)
-        if not args.enforce_eager:
-            with torch.inference_mode():
-                beside = [] if args.admission is None else [STREAMS, STREAMS + 1]
-                fitting = (loop.rounds.shapes.fit(batch, depth) for batch in (*args.batch, *beside))
-                loop.rounds.capture({shape for shape in fitting if isinstance(shape, Shape)})
+        shapes = _shapes(args, loop.rounds.shapes, depth)
+        with torch.inference_mode():
+            if args.enforce_eager:
+                loop.rounds.compile(shapes)
+            else:
+                loop.rounds.capture(shapes)
     if args.first_requests:
         # as a server does before it is ready; what is asked then is not the oracle's text
         oracle, state.oracle = state.oracle, None
         probe.routes(loop)
+        probe.warm_up(loop)
         state.oracle = oracle
     loop.rounds.take_compiled()
     return loop
+
+
+def _shapes(args: argparse.Namespace, shapes: Shapes, depth: int) -> list[Shape]:
+    """Of all numbers of sequences that there are while the batches grow and shrink, prompt by prompt and end by end."""
+    most = [batch for batch in args.batch if batch * (depth + 1) <= MAX_ROWS]
+    most += [] if args.admission is None else [STREAMS + 1]
+    fitting = (shapes.fit(count, depth) for count in range(1, max(most, default=0) + 1))
+    return sorted({shape for shape in fitting if shape is not None})
 
 
 def _run(
@@ -199,15 +213,15 @@ def _run(
     if isinstance(oracle, Oracle) and known is not None:
         for number, prompt in enumerate(prompts):
             oracle.tell(prompt, known[f"b{number}"])
+    first: dict[str, Any] = {}
     if args.first_requests:
         first = first_and_second(loop, prompts, args.tokens, args.seed)
     else:
         # once for what libraries set up at their first call
-        first = {}
         run_batch(loop, prompts[:1], WARM_UP_TOKENS, args.seed)
     run = run_batch(loop, prompts, args.tokens, args.seed)
-    if loop.runner.model.config.is_moe:
-        by_layer = count_experts(loop, prompts, args.tokens, args.seed)
+    first["num_compiled"] = first.get("num_compiled", 0) + run.num_compiled
+    if loop.runner.model.config.is_moe and (by_layer := count_experts(loop, prompts)):
         first |= {"distinct_experts": statistics.fmean(by_layer), "distinct_experts_by_layer": by_layer}
     return run, first
 
@@ -243,7 +257,7 @@ def _row(
         "accepted_counts": {str(count): run.accepted_counts[count] for count in sorted(run.accepted_counts)},
         "floor_bytes": floor,
         "floor_ms": floor_ms,
-        "share_of_roof": floor_ms / run.round_ms if floor_ms else None,
+        "share_of_roof": floor_ms / run.round_ms if floor_ms and run.round_ms else None,
         "first_token_ms": 1e3 * run.first_token_seconds,
         "host_ms": 1e3 * statistics.median(run.host_seconds) if run.host_seconds else None,
         "graph_hits": run.graph_hits,
@@ -372,10 +386,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     for line in show(rows):
         print(line)
-    slow = complaints(rows)
-    for line in slow:
+    found = complaints(rows)
+    for line in found:
         print(f"pilotfish bench: {line}", file=sys.stderr)
-    return 1 if slow else 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

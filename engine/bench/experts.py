@@ -1,6 +1,7 @@
 """How many experts a round's rows really take, layer by layer, beside what uniform routing would give.
 
-Counted in rounds of their own, which nobody times: their routers' outcomes are looked at on the host.
+Counted in rounds of their own, which nobody times: their routers' outcomes are looked at on the host. All sequences are
+live: those whose prompt was read first must not have ended when the last one's has been read.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections import defaultdict
 
 import torch
 
-from pilotfish.engine.bench.measure import run_batch
+from pilotfish.engine.bench.measure import live_batch
 from pilotfish.engine.loop import EngineLoop
 
 ROUNDS = 16
-"""At least so many are counted, as far as the requests' tokens reach."""
+"""At least so many are counted."""
 
 
 class ExpertCounts:
@@ -29,16 +30,18 @@ class ExpertCounts:
 
     @property
     def by_layer(self) -> list[float]:
-        """Means over the rounds, first layer first; [] for a dense trunk."""
+        """Means over the rounds, first layer first; [] for a dense trunk, or where no round had all sequences."""
         return [sum(counts) / len(counts) for counts in self.rounds.values()]
 
 
-def count_experts(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed: int) -> list[float]:
-    """Mean number of distinct experts of each layer while all prompts are decoded together."""
+def count_experts(loop: EngineLoop, prompts: list[list[int]]) -> list[float]:
+    """Mean number of distinct experts of each layer while all prompts are decoded together; greedily."""
     counts = ExpertCounts(len(prompts))
     loop.runner.observers.append(counts.observe)
     try:
-        run_batch(loop, prompts, min(num_tokens, ROUNDS * (loop.depth + 1)), seed)
+        with live_batch(loop, prompts, ROUNDS):
+            for _ in range(ROUNDS):
+                loop.step()
     finally:
         loop.runner.observers.remove(counts.observe)
     return counts.by_layer

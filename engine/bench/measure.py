@@ -33,9 +33,14 @@ class Case:
 class Run:
     """One batch. `texts`: what each request wrote. Times are the host's: `seconds` from the first request's arrival to
     the last one's end; a round's from one report to the next, the first rounds left out, and those in which a request
-    ended. `num_compiled`: kernels that it had to wait for."""
+    ended. `num_compiled`: kernels that it had to wait for. `graph_hits`: rounds read that were replayed;
+    `graph_misses`: those launched for which there was no graph.
+
+    `rounds` and `accepted` are of rounds that offered all drafts: near a request's limit there are fewer, and a short
+    text's acceptance length would come out too small."""
 
     batch: int
+    depth: int
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     num_compiled: int = 0
@@ -43,7 +48,6 @@ class Run:
     round_seconds: list[float] = field(default_factory=list)
     host_seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    drafted: int = 0
     accepted: int = 0
     accepted_counts: dict[int, int] = field(default_factory=dict)
     rounds: int = 0
@@ -51,22 +55,24 @@ class Run:
     graph_misses: int = 0
 
     @property
-    def acceptance_length(self) -> float:
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+    def acceptance_length(self) -> float | None:
+        return 1 + self.accepted / self.rounds if self.rounds else None
 
     @property
-    def round_ms(self) -> float:
-        return 1e3 * statistics.median(self.round_seconds) if self.round_seconds else float("nan")
+    def round_ms(self) -> float | None:
+        """None where the tokens did not reach to a round of all sequences that is timed."""
+        return 1e3 * statistics.median(self.round_seconds) if self.round_seconds else None
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> float | None:
         """Of all sequences together, over whole rounds."""
-        return sum(self.tokens) / sum(self.round_seconds) if self.round_seconds else float("nan")
+        return sum(self.tokens) / sum(self.round_seconds) if self.round_seconds else None
 
 
 def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed: int) -> Run:
     """Decodes `num_tokens` of each prompt, greedily, to the limit."""
-    run = Run(len(prompts))
+    run = Run(len(prompts), loop.depth)
+    missed = loop.rounds.num_missed
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=seed)
     began = perf_counter()
     for number, prompt in enumerate(prompts):
@@ -93,6 +99,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
                 run.host_seconds.append(report.stats.phases.get("launch", 0.0))
         last = now
     run.seconds = last - began
+    run.graph_misses = loop.rounds.num_missed - missed
     return run
 
 
@@ -100,13 +107,12 @@ def _collect(run: Run, report: StepReport) -> None:
     for output in _outputs(report):
         run.texts[output.request_id] += output.token_ids
         if output.round:
-            run.rounds += 1
-            run.drafted += output.num_drafted
-            run.accepted += output.num_accepted
+            if output.num_drafted == run.depth:
+                run.rounds += 1
+                run.accepted += output.num_accepted
             run.accepted_counts[output.num_accepted] = run.accepted_counts.get(output.num_accepted, 0) + 1
     if any(output.round for output in report.outputs):
         run.graph_hits += report.stats.graph
-        run.graph_misses += not report.stats.graph
 
 
 def live_tokens(num_rounds: int, depth: int, num_prompts: int, chunks: int) -> int:

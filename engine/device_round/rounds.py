@@ -85,17 +85,24 @@ class DeviceRounds:
 
         The null slot alone is in the batches that this runs.
         """
-        chosen = list(shapes or self.shapes)
+        chosen = list(self.shapes if shapes is None else shapes)
+        self.compile(chosen)
+        for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
+            for part in (WHOLE, PLAIN, VERIFY, FINISH):
+                self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]
+
+    @torch.inference_mode()
+    def compile(self, shapes: Iterable[Shape] | None = None) -> None:
+        """See Rounds: what these shapes launch, by default all of them. Products differ by the number of rows."""
+        chosen = list(self.shapes if shapes is None else shapes)
         self.body.buffers.slots.zero_()
         if self.runner.model.device.type == "cuda":
             began = perf_counter()
             compile_all(lambda: self._work_each(chosen), load=True)
             self._compile_seconds += perf_counter() - began
-        for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
-            for part in (WHOLE, PLAIN, VERIFY, FINISH):
-                self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(s, p))  # type: ignore[misc]
 
     def _work_each(self, shapes: Iterable[Shape]) -> None:
+        # batches without filters launch some of the same kernels
         for shape in shapes:
             self._work(shape, WHOLE)
 

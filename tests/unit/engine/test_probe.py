@@ -11,6 +11,7 @@ from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import start_engine
 from pilotfish.kernels import linear
+from tests.support.rounds import make_engine
 from tests.support.tiny_models import build_tiny
 
 PACKED, PLAIN = "mkldnn::_linear_pointwise bfloat16", "aten::linear {}"
@@ -70,6 +71,27 @@ def test_nothing_is_left_behind(folder):
     assert (probed.scheduler.pages.num_used, probed.scheduler.slots.num_used) == (0, 0)
     engine = dataclasses.replace(start_engine(options(folder)))
     assert answer(probed) == answer(EngineLoop(engine))
+
+
+@pytest.mark.parametrize(
+    ("longest", "chunk", "lengths"),
+    [(2048, 64, [16, 64, 80]), (2048, 300, [16, 64, 256, 300, 316]), (90, 64, [16, 64, 80]), (40, 64, [16, 33])],
+)
+def test_prompts_of_several_lengths_are_read_before_any_client_s(longest, chunk, lengths):
+    """The last one in a chunk and its rest, where the context has room for it."""
+    loop = EngineLoop(make_engine("moe", depth=2, max_model_len=longest, prefill_chunk=chunk))
+    read, prefill = [], loop.runner.prefill
+
+    def seen(slot, table, prompt, start, end, *more):
+        read.append((len(prompt), start, end))
+        return prefill(slot, table, prompt, start, end, *more)
+
+    loop.runner.prefill = seen
+    probe.warm_up(loop)
+    assert [length for length, start, _ in read if start == 0] == lengths
+    assert all(end - start == min(chunk, length - start) for length, start, end in read)
+    assert not loop.has_work()
+    loop.scheduler.check()
 
 
 def test_a_context_too_short_for_a_prompt_is_not_probed(folder):

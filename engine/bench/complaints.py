@@ -1,0 +1,35 @@
+"""What a row must not show once an engine is ready; each line makes the exit status 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+SLOWER = 0.1
+"""The share that the first request may take longer than the second."""
+
+
+def complaints(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Of rounds without a graph where there are graphs, kernels compiled while requests waited, and first requests that
+    were slower than allowed: the row, what came and what is wanted. Rows of admissions have none of them."""
+    found = []
+    for row in rows:
+        if "batch" in row:
+            where = f"k = {row['k']}, batch {row['batch']}, context {row['context']}"
+            found += [f"{where}: {complaint}" for complaint in _complaints(row)]
+    return found
+
+
+def _complaints(row: dict[str, Any]) -> Iterator[str]:
+    if row["num_graphs"] and row["graph_misses"]:
+        yield f"{row['graph_misses']} rounds had no graph (want 0 of them)"
+    if row["num_compiled"]:
+        yield f"{row['num_compiled']} kernels compiled while requests waited (want 0)"
+    if row.get("first_request_ms") is None:
+        return
+    slower = row["first_request_ms"] / row["second_request_ms"] - 1
+    if slower > SLOWER:
+        yield (
+            f"the first request took {row['first_request_ms']:.1f} ms, the second {row['second_request_ms']:.1f} ms "
+            f"({slower:+.0%}, want at most {SLOWER:+.0%})"
+        )
