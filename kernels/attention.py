@@ -151,29 +151,35 @@ def prefill_attention(
 
     On a GPU in 16 bits, by the library's flash kernel, without a mask in memory; elsewhere in fp32, with one.
     """
-    rows, heads, dim = q_ThD.shape
+    rows, _, dim = q_ThD.shape
     end = start + rows
     # one on the device already is not copied: a copy from the host would wait for all that came before
     pages = torch.as_tensor(table, device=q_ThD.device)[: (end - 1) // PAGE + 1]
-    dtype = _product_dtype(k_cache.dtype, q_ThD.device)
+    dtype = prompt_dtype(k_cache.dtype, q_ThD.device)
     k, v = (
         from_cache(_indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, :end], dtype)
         for cache in (k_cache, v_cache)
     )
+    return prefill_product(q_ThD.to(dtype), k, v, start, dim**-0.5 * k_scale).float() * v_scale
+
+
+def prefill_product(q_ThD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float) -> torch.Tensor:
+    """[T, h, D] in q's dtype: rows from position `start` over k, v [kv, start + T, D] of that dtype."""
+    rows, heads, _ = q_ThD.shape
     output = F.scaled_dot_product_attention(
-        q_ThD.transpose(0, 1)[None].to(dtype),
+        q_ThD.transpose(0, 1)[None],
         k[None],
         v[None],
         # the same mask at 0; the library's class cannot be made where a dispatch mode watches
-        attn_mask=causal_lower_right(rows, end) if start else None,
+        attn_mask=causal_lower_right(rows, start + rows) if start else None,
         is_causal=not start,
-        scale=dim**-0.5 * k_scale,
+        scale=scale,
         enable_gqa=heads != k.shape[0],
     )
-    return output[0].transpose(0, 1).float() * v_scale
+    return output[0].transpose(0, 1)
 
 
-def _product_dtype(cache_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def prompt_dtype(cache_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What prefill multiplies in: e4m3 is exact in both 16-bit formats."""
     if device.type == "cpu" or cache_dtype == torch.float32:
         return torch.float32

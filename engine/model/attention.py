@@ -22,7 +22,8 @@ from pilotfish.kernels.rope import apply_rope
 @dataclass(frozen=True)
 class GatedAttention:
     """`qkvg` [(2h + 2kv) D, H]: rows of all q heads, all k heads, all v heads, all gates, so that q and k are one block
-    for the norm and RoPE. `qk_norm` fp32 [h + kv, D] holds 1 + w of q_norm and k_norm."""
+    for the norm and RoPE. `qk_norm` fp32 [h + kv, D] holds 1 + w of q_norm and k_norm. `prompt_kernels`: prompts by
+    launches of kernels.cuda beside the library's product, in place of plain torch."""
 
     qkvg: AnyLinear
     output: AnyLinear
@@ -32,6 +33,7 @@ class GatedAttention:
     head_dim: int
     eps: float
     dtype: torch.dtype
+    prompt_kernels: bool = False
 
     def rows(self, x_RH: torch.Tensor, window: Window, cache: KvCache) -> torch.Tensor:
         """[R, H], row-invariant; writes the window's keys and values. R is padded to whole tiles."""
@@ -44,7 +46,14 @@ class GatedAttention:
 
     def bulk(self, x_TH: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
         """[T, H] of a prompt span; writes its keys and values."""
-        q, k, v, gate = self._project(self.qkvg.bulk(x_TH), span)
+        projected = self.qkvg.bulk(x_TH)
+        if self.prompt_kernels:
+            from pilotfish.kernels.cuda.attention_prompt import attention_prompt  # imports Triton
+
+            place = (span.positions, span.start, span.cos, span.sin, span.table, cache.k, cache.v)
+            scales = (cache.k_scale, cache.v_scale)
+            return self.output.bulk(attention_prompt(projected, *place, self.qk_norm, self.eps, *scales))
+        q, k, v, gate = self._project(projected, span)
         write_kv(cache.k, cache.v, span.pages, span.offsets, k, v, cache.k_scale, cache.v_scale)
         mixed = prefill_attention(q, cache.k, cache.v, span.table, span.start, cache.k_scale, cache.v_scale)
         return self.output.bulk(self._gate(mixed.flatten(1), gate))

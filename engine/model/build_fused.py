@@ -12,6 +12,7 @@ import torch
 
 from pilotfish.engine.checkpoint.load import Weight
 from pilotfish.engine.errors import LayoutError
+from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Builder, Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp
@@ -71,6 +72,9 @@ class FusedBuilder(Builder):
 
     def norm(self, name: str) -> Norm:
         return dataclasses.replace(super().norm(name), prompt_kernels=self.device.type == "cuda")
+
+    def attention(self, name: str) -> GatedAttention:
+        return dataclasses.replace(super().attention(name), prompt_kernels=self.device.type == "cuda")
 
     def delta_net(self, name: str) -> GatedDeltaNet:
         return dataclasses.replace(super().delta_net(name), prompt_kernels=self.prompt_kernels)

@@ -73,6 +73,7 @@ class Span:
     start: int
     length: int
     table: torch.Tensor
+    positions: torch.Tensor
     pages: torch.Tensor
     offsets: torch.Tensor
     cos: torch.Tensor
@@ -82,6 +83,5 @@ class Span:
     def build(cls, slot: int, start: int, length: int, table: list[int], inv_freq: torch.Tensor) -> Span:
         positions = torch.arange(start, start + length, device=inv_freq.device)
         owned = torch.tensor(table, device=inv_freq.device)
-        return cls(
-            slot, start, length, owned, owned[positions // PAGE], positions % PAGE, *rope_angles(positions, inv_freq)
-        )
+        pages, offsets = owned[positions // PAGE], positions % PAGE
+        return cls(slot, start, length, owned, positions, pages, offsets, *rope_angles(positions, inv_freq))

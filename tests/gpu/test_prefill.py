@@ -7,6 +7,7 @@ from pilotfish.kernels.attention import PAGE, prefill_attention
 from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
 from tests.support.delta_prompts import *  # noqa: F403
 from tests.support.delta_windows import EPS, DeltaLayer
+from tests.support.prompt_attention import *  # noqa: F403
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +27,11 @@ def device():
 @pytest.fixture
 def dtype():
     return torch.bfloat16
+
+
+@pytest.fixture(params=[None, torch.float8_e4m3fn], ids=str)
+def cache_dtype(request):
+    return request.param
 
 
 @pytest.fixture(params=[(16, 32, 128, 128), (16, 48, 128, 128), (2, 4, 64, 64)], ids=str)

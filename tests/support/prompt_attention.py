@@ -1,0 +1,48 @@
+"""Tests of `attention_prompt`; run in Triton's interpreter and on a GPU by those that import them and give `device`,
+`dtype` and `cache_dtype` (None: that of all else)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pilotfish.engine.cache.tensors import KvCache
+from pilotfish.engine.model.attention import GatedAttention
+from pilotfish.engine.model.window import Span
+from pilotfish.kernels.attention import PAGE, from_cache
+from pilotfish.kernels.cuda.attention_prompt import attention_prompt
+from pilotfish.kernels.rope import inverse_frequencies
+from tests.support.delta_prompts import Given
+
+
+@pytest.mark.parametrize(("start", "rows"), ((0, 1), (0, 70), (PAGE, 40), (PAGE + 5, PAGE), (2 * PAGE - 1, 1)))
+def test_a_prompt_s_attention_matches_the_cpu_path(start, rows, cache_dtype, device, dtype):
+    heads, kv, dim, rotary = 4, 2, 32, 16
+    generator = torch.Generator().manual_seed(start + rows)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    projected, norm = draw(rows, (2 * heads + 2 * kv) * dim).to(dtype), 1 + 0.1 * draw(heads + kv, dim)
+    scales = (1.0, 1.0) if cache_dtype is None else (0.5, 2.0)
+    # what the context does not reach is never read
+    caches = [draw(4, kv, PAGE, dim).to(cache_dtype or dtype) for _ in range(2)]
+    for cache in caches:
+        from_end = (start + rows - 1) % PAGE + 1
+        cache[3 - (start + rows - 1) // PAGE, :, from_end:] = float("nan")
+        cache[0] = float("nan")
+    # pages from the last to the first
+    table = [3, 2, 1]
+    layer = GatedAttention(Given(projected), Given(), norm, heads, kv, dim, 1e-6, dtype)
+    inv_freq = inverse_frequencies(rotary, 1e4)
+    own = [cache.clone() for cache in caches]
+    want = layer.bulk(projected, Span.build(1, start, rows, table, inv_freq), KvCache(*own, *scales))
+    moved = [cache.to(device) for cache in caches]
+    span = Span.build(1, start, rows, table, inv_freq.to(device))
+    place = (span.positions, start, span.cos, span.sin, span.table, *moved)
+    got = attention_prompt(projected.to(device), *place, norm.to(device), 1e-6, *scales)
+    # FP8 has 3 bits behind the point: what lies between two numbers may become either
+    near = 1e-4 if dtype == torch.float32 else 2e-2 if cache_dtype is None else 0.13
+    torch.testing.assert_close(got.cpu().float(), want.float(), rtol=near, atol=near * float(want.abs().max()))
+    for mine, theirs in zip(moved, own, strict=True):
+        torch.testing.assert_close(from_cache(mine.cpu()), from_cache(theirs), rtol=near, atol=1e-2, equal_nan=True)
