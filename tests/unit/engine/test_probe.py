@@ -9,6 +9,7 @@ from pilotfish.engine import probe
 from pilotfish.engine.loop import EngineLoop, make_core
 from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.round import EagerRounds
 from pilotfish.engine.start import start_engine
 from pilotfish.kernels import linear
 from tests.support.rounds import make_engine
@@ -92,6 +93,14 @@ def test_prompts_of_several_lengths_are_read_before_any_client_s(longest, chunk,
     assert all(end - start == min(chunk, length - start) for length, start, end in read)
     assert not loop.has_work()
     loop.scheduler.check()
+
+
+def test_rounds_without_graphs_are_compiled_before_any_request(folder, monkeypatch):
+    done = []
+    monkeypatch.setattr(EagerRounds, "compile", lambda self: done.append("compiled"))
+    monkeypatch.setattr(probe, "routes", lambda loop: done.append("asked") or {})
+    make_core(options(folder))
+    assert done == ["compiled", "asked"]
 
 
 def test_a_context_too_short_for_a_prompt_is_not_probed(folder):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import types
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight
 from pilotfish.engine.config import ModelConfig
-from pilotfish.engine.device_round.rounds import WHOLE
+from pilotfish.engine.device_round import rounds as rounds_module
+from pilotfish.engine.device_round.rounds import FINISH, PLAIN, VERIFY, WHOLE
 from pilotfish.engine.device_round.shapes import Shape
 from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.errors import LayoutError
@@ -29,6 +31,7 @@ from pilotfish.engine.model import build_fused
 from pilotfish.engine.model.build import CacheSizes, build_model
 from tests.support.compiled import Code, compiling
 from tests.support.dependent_launch import Waits, argument_names
+from tests.support.launches import launches_of
 from tests.support.rounds import CPU
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
@@ -201,3 +204,40 @@ def test_kernels_are_kept_where_they_are_found_again(monkeypatch, tmp_path):
     with pytest.raises(LayoutError):
         build_model({}, config, CacheSizes(8, 3, 0), torch.bfloat16, torch.device("cuda"), fused=True)
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "pilotfish" / "kernels")
+
+
+def test_all_that_a_batch_may_launch_is_compiled_before_any(monkeypatch):
+    """Products for 9 to 16 rows are kernels of their own: neither a sequence alone nor eight have them compiled."""
+    config = ModelConfig.load(DEMO)
+    model = build_model(
+        dummy_weights(config, "nvfp4", CPU), config, CacheSizes(8, 9, 0), torch.bfloat16, CPU, fused=True
+    )
+    rounds = make_rounds(model, BatchState(9, 3, config.vocab_size, CPU, complete=True), 3, 8, 512, 16)
+    # compiled for a device that is not there
+    rounds.runner.model = dataclasses.replace(model, device=torch.device("cuda"))
+
+    def compiled(shapes=None):
+        found = []
+        monkeypatch.setattr(rounds_module, "compile_all", lambda launch, load: found.extend(launches_of(launch)))
+        rounds.compile(shapes)
+        return {launch.hash for launch in found}
+
+    def launched(work):
+        return {launch.hash for launch in launches_of(work)}
+
+    everything = compiled()
+    body = rounds.body
+    for depth, count, part in product((0, 3), range(1, 9), (WHOLE, PLAIN, VERIFY, FINISH)):
+        shape = rounds.shapes.fit(count, depth)
+        assert shape is not None
+        assert launched(lambda s=shape, p=part: rounds._work(s, p)) <= everything, (shape, part)
+    # what follows a prompt: its first token's logits, and the first drafts
+    logits = torch.empty(1, config.vocab_size)
+    hidden = torch.empty(1, config.hidden_size, dtype=torch.bfloat16)
+    assert launched(lambda: body.ops.linear(model.trunk.lm_head, hidden, logits)) <= everything
+    assert launched(lambda: body.propose(1, 3)) <= everything
+    ends = compiled([Shape(1, 3), Shape(8, 3)])
+    missing = [
+        launch.kernel for launch in launches_of(lambda: rounds._work(Shape(3, 3), WHOLE)) if launch.hash not in ends
+    ]
+    assert "linear._rows_kernel" in missing

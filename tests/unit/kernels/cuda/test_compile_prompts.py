@@ -1,0 +1,68 @@
+"""No prompt's length chooses a kernel: those that the first prompt has had compiled, before an engine is ready, serve
+all later ones. fla-core's own are no part of this: they leave the length out of what they are compiled by, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from pilotfish.kernels.cuda import delta_prefill, moe_prompt, norm, router
+from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from tests.support.launches import launches_of
+from tests.unit.kernels.cuda.test_packing import nvfp4
+
+LENGTHS = (1, 2, 16, 24, 100, 2048)
+"""For Triton one, multiples of 16 and others."""
+HIDDEN, HEADS, KEY_HEADS, WIDTH, TOP_K, EXPERTS = 256, 4, 2, 64, 4, 8
+
+
+def mixer(rows):
+    channels = 2 * KEY_HEADS * WIDTH + HEADS * WIDTH
+    projected = torch.zeros(rows, channels + HEADS * WIDTH + 2 * HEADS).bfloat16()
+    state, history = torch.zeros(HEADS, WIDTH, WIDTH), torch.zeros(3, channels).bfloat16()
+    weights = torch.zeros(4, channels), torch.zeros(HEADS), torch.zeros(HEADS), torch.zeros(WIDTH)
+
+    def rule(q, k, v, *_, initial_state, **options):
+        return torch.zeros_like(v), initial_state
+
+    delta_prefill.gdn_prompt(projected, state, history, *weights, 1e-6, rule)
+
+
+def experts(packed, rows):
+    x, ids = torch.zeros(rows, HIDDEN).bfloat16(), torch.zeros(rows, TOP_K, dtype=torch.int32)
+    weights, gate = torch.zeros(rows, TOP_K), torch.zeros(rows)
+    router.route(torch.zeros(rows, EXPERTS + 1).bfloat16(), EXPERTS, weights, ids, gate)
+    moe_prompt.experts(packed, x, weights, ids, gate)
+
+
+def sums(rows):
+    x, delta = torch.zeros(rows, HIDDEN), torch.zeros(rows, HIDDEN).bfloat16()
+    norm.add_norm(x, delta, torch.zeros(HIDDEN), 1e-6, torch.empty_like(delta))
+
+
+def test_no_length_of_a_prompt_chooses_a_kernel():
+    parts = ExpertWeights(nvfp4(64, HIDDEN), nvfp4(64, HIDDEN), nvfp4(HIDDEN, 64))
+    packed = GroupedExperts([parts] * EXPERTS, parts, TOP_K)
+    found = [
+        launches_of(lambda rows=rows: (mixer(rows), experts(packed, rows), sums(rows)))  # type: ignore[misc]
+        for rows in LENGTHS
+    ]
+    names = {launch.kernel.partition(".")[2] for launch in found[0]}
+    kinds = {"_mix_kernel", "_gate_kernel", "_route_kernel", "_list_kernel", "_experts_kernel", "combine_kernel"}
+    assert names == kinds | {"_add_norm_kernel"}
+    for rows, launches in zip(LENGTHS, found, strict=True):
+        assert launches == found[0], rows
+
+
+def test_a_length_that_is_looked_at_is_found(monkeypatch):
+    kernel = delta_prefill._mix_kernel
+    (param,) = (param for param in kernel.params if param.name == "T")
+    monkeypatch.setattr(param, "do_not_specialize", False)
+    kernel.device_caches.clear()
+    try:
+        first, second = (launches_of(lambda rows=rows: mixer(rows)) for rows in (16, 24))  # type: ignore[misc]
+    finally:
+        kernel.device_caches.clear()
+    assert first != second
