@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda import delta_prefill, moe_prompt, norm, router
+from pilotfish.kernels.cuda.attention_prompt import attention_prompt
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 from tests.support.launches import launches_of
 from tests.unit.kernels.cuda.test_packing import nvfp4
@@ -42,18 +44,30 @@ def sums(rows):
     norm.add_norm(x, delta, torch.zeros(HIDDEN), 1e-6, torch.empty_like(delta))
 
 
+def attention(rows, start=0):
+    heads, kv, dim = 4, 2, 32
+    angles = torch.zeros(2, rows, 1, 8)
+    table = torch.arange(1, 20)
+    caches = torch.zeros(2, 20, kv, PAGE, dim).bfloat16()
+    projected = torch.zeros(rows, (2 * heads + 2 * kv) * dim).bfloat16()
+    place = (torch.arange(start, start + rows), start, *angles, table)
+    attention_prompt(projected, *place, *caches, torch.zeros(heads + kv, dim), 1e-6)
+
+
 def test_no_length_of_a_prompt_chooses_a_kernel():
     parts = ExpertWeights(nvfp4(64, HIDDEN), nvfp4(64, HIDDEN), nvfp4(HIDDEN, 64))
     packed = GroupedExperts([parts] * EXPERTS, parts, TOP_K)
     found = [
-        launches_of(lambda rows=rows: (mixer(rows), experts(packed, rows), sums(rows)))  # type: ignore[misc]
+        launches_of(
+            lambda rows=rows: (mixer(rows), experts(packed, rows), sums(rows), attention(rows), attention(rows, 2048))
+        )  # type: ignore[misc]
         for rows in LENGTHS
     ]
     names = {launch.kernel.partition(".")[2] for launch in found[0]}
     kinds = {"_mix_kernel", "_gate_kernel", "_route_kernel", "_list_kernel", "_experts_kernel", "combine_kernel"}
-    assert names == kinds | {"_add_norm_kernel"}
+    assert names == kinds | {"_add_norm_kernel", "project_kernel", "_gather_kernel"}
     for rows, launches in zip(LENGTHS, found, strict=True):
-        assert launches == found[0], rows
+        assert [launch.hash for launch in launches] == [launch.hash for launch in found[0]], rows
 
 
 def test_a_length_that_is_looked_at_is_found(monkeypatch):
