@@ -24,7 +24,8 @@ ROWS = 64
 COLUMNS = 64
 """Of gate and of up each; of down twice as many."""
 SPLIT = 4
-"""Programs that share the rows of an expert: one that many rows chose would else be waited for."""
+"""Programs that share the rows of an expert, or two where one would do for most: one that many rows chose would else be
+waited for. No bit depends on it."""
 PAIRS = 4096
 """Looked through at a time for an expert's rows."""
 STAGES = 3
@@ -71,6 +72,20 @@ def _list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _row_of(i):
+    """Which row is loaded as the i-th: so that warps load, unpack and multiply the same rows. A warp loads 8 rows of
+    each 32, and multiplies 16 of each 64."""
+    return i // 64 * 64 + i // 8 % 4 * 16 + i // 32 % 2 * 8 + i % 8
+
+
+@triton.jit
+def _in_order(values):
+    """[rows, 128] of rows as they are loaded."""
+    parts = values.reshape(values.shape[0] // 64, 2, 4, 8, 128)
+    return parts.permute(0, 2, 1, 3, 4).reshape(values.shape[0], 128)
+
+
+@triton.jit
 def _pairs(words, scales):
     """bf16 [rows, 128], times 2^-8: of words [rows, 4, 4] of codes, scales [rows, 4, 4] their stored bytes."""
     p0, p1, p2, p3 = tl.inline_asm_elementwise(
@@ -85,30 +100,29 @@ def _pairs(words, scales):
     pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
     halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(words.shape[0], 128)
     # after the reshape: Triton 3.6 refuses a product whose operand is one
-    return halves.to(tl.bfloat16, bitcast=True)
+    return _in_order(halves).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _weights(base, tile, row, unit, UNITS: tl.constexpr):
     """A unit of rows `row` of tiles `tile`: a row's words as they lie, lane by lane (packing.py)."""
     start = (tile * UNITS + unit) * UNIT_WORDS
+    # rows follow each other, 64 bytes each: a warp's load is 512 in one piece
+    words = tl.load(base + ((start + row * 16)[:, None] + tl.arange(0, 16)[None, :])).reshape(row.shape[0], 4, 4)
     lane = (row % 8 * 4)[:, None] + tl.arange(0, 4)[None, :]
-    half_row = (row // 8)[:, None]
     word = tl.arange(0, 4)[None, None, :]
-    words = tl.load(base + ((start[:, None] + half_row * 128 + lane * 4)[:, :, None] + word))
     # a lane's four bytes: of its two rows, of each the two halves
-    scales = tl.load(base + (start[:, None] + 256 + lane)) >> half_row * 16
+    scales = tl.load(base + (start[:, None] + 256 + lane)) >> (row // 8 * 16)[:, None]
     return _pairs(words, scales[:, :, None] >> word // 2 * 8 & 0xFF)
 
 
 @triton.jit
 def _scaled(total, number, tile, DIVIDES: tl.constexpr):
-    factor = tl.load(number + tile)[:, None]
-    total *= 256.0
-    return tl.div_rn(total, total * 0 + factor) if DIVIDES else total * factor
+    factor = tl.load(number + tile)
+    return total * (256.0 / factor if DIVIDES else 256.0 * factor)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "split"])
 def _experts_kernel(
     data,
     number,
@@ -116,6 +130,7 @@ def _experts_kernel(
     lists,
     out,
     num_rows,
+    split,
     NUM_EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
     UNITS: tl.constexpr,
@@ -126,28 +141,29 @@ def _experts_kernel(
     DIVIDES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (i, p): columns i COLUMNS ... of an expert, of its rows each SPLIT-th ROWS. The programs after those of
+    """Program (i, p): columns i COLUMNS ... of an expert, of its rows each split-th ROWS. The programs after those of
     all experts are the shared one's, one for ROWS rows each.
 
     x is [row, K] for gate_up, [row, rank, K] for down; out [row, rank, N].
     """
     p = tl.program_id(1)
-    expert = tl.minimum(p // SPLIT, NUM_EXPERTS)
+    expert = tl.minimum(p // split, NUM_EXPERTS)
     is_shared = expert == NUM_EXPERTS
     own_list = lists + tl.minimum(expert, NUM_EXPERTS - 1).to(tl.int64) * (num_rows + 1)
     count = tl.where(is_shared, num_rows, tl.load(own_list))
-    begin = tl.where(is_shared, p - NUM_EXPERTS * SPLIT, p % SPLIT) * ROWS
-    step = tl.where(is_shared, num_rows, SPLIT * ROWS)
+    begin = tl.where(is_shared, p - NUM_EXPERTS * split, p % split) * ROWS
+    step = tl.where(is_shared, num_rows, split * ROWS)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = feature % 16
+    loaded = tl.program_id(0) * COLUMNS + _row_of(tl.arange(0, COLUMNS))
+    row = loaded % 16
     base = data + expert.to(tl.int64) * (TILES * UNITS * UNIT_WORDS)
     number += expert * TILES
     span: tl.constexpr = 1 if DOWN else 2
     # past the end: the last tiles once more, not stored
     tile = tl.minimum(feature // 16 * span, TILES - span)
+    loaded_tile = tl.minimum(loaded // 16 * span, TILES - span)
     # the order of the words in `_weights`: a lane's 16 columns of the first half, of the second, the next lane's
     k = tl.arange(0, 128)
     column = k // 32 * 16 + k // 16 % 2 * 64 + k % 16
@@ -162,9 +178,9 @@ def _experts_kernel(
         for unit in tl.range(0, UNITS, num_stages=STAGES):
             mask = there[:, None] & (unit * 128 + column < K)[None, :]
             values = tl.load(source + (unit * 128 + column)[None, :], mask, other=0.0)
-            total = tl.dot(_weights(base, tile, row, unit, UNITS), values.T, total)
+            total = tl.dot(_weights(base, loaded_tile, row, unit, UNITS), values.T, total)
             if not DOWN:
-                up_total = tl.dot(_weights(base, tile + 1, row, unit, UNITS), values.T, up_total)
+                up_total = tl.dot(_weights(base, loaded_tile + 1, row, unit, UNITS), values.T, up_total)
         result = _scaled(total, number, tile, DIVIDES)
         if not DOWN:
             result = result / (1.0 + tl.exp(-result)) * _scaled(up_total, number, tile + 1, DIVIDES)
@@ -204,7 +220,8 @@ def _launch(
 ) -> None:
     num_rows, tiles = lists.shape[1] - 1, part.num_tiles // (packed.num_experts + 1)
     columns = 2 * COLUMNS if down else COLUMNS
-    grid = (triton.cdiv(out.shape[2], columns), packed.num_experts * SPLIT + triton.cdiv(num_rows, ROWS))
+    split = 2 if num_rows * packed.top_k <= packed.num_experts * ROWS else SPLIT
+    grid = (triton.cdiv(out.shape[2], columns), packed.num_experts * split + triton.cdiv(num_rows, ROWS))
     _experts_kernel[grid](
         part.data.view(torch.int32),
         part.number,
@@ -212,6 +229,7 @@ def _launch(
         lists,
         out,
         num_rows,
+        split,
         NUM_EXPERTS=packed.num_experts,
         TILES=tiles,
         UNITS=part.num_units,
@@ -222,7 +240,6 @@ def _launch(
         DIVIDES=part.divides,
         ROWS=ROWS,
         COLUMNS=columns,
-        SPLIT=SPLIT,
         STAGES=STAGES,
         num_warps=4,
     )

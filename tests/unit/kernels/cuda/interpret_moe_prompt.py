@@ -24,6 +24,9 @@ def _code(words, sign: tl.constexpr, two: tl.constexpr, one: tl.constexpr, half:
     return tl.where((words >> sign & 1) == 1, -value, value)
 
 
+_in_order = moe_prompt._in_order
+
+
 @triton.jit
 def _plain_pairs(words, scales):
     scale = (1.0 + (scales % 8).to(tl.float32) / 8) * tl.exp2((scales // 8 - 21).to(tl.float32))
@@ -32,7 +35,7 @@ def _plain_pairs(words, scales):
     p2 = tl.join(_code(words, 9, 2, 1, 0), _code(words, 25, 18, 17, 16))
     p3 = tl.join(_code(words, 13, 14, 5, 4), _code(words, 29, 30, 21, 20))
     codes = tl.join(tl.join(p0, p2), tl.join(p1, p3)).permute(0, 1, 2, 4, 5, 3).reshape(words.shape[0], 4, 4, 8)
-    return (codes * scale[:, :, :, None] / 256).reshape(words.shape[0], 128)
+    return _in_order((codes * scale[:, :, :, None] / 256).reshape(words.shape[0], 128))
 
 
 @pytest.fixture(autouse=True)

@@ -56,8 +56,9 @@ def test_a_layer_routes_by_its_logits(kind):
 
 
 def test_its_code_for_a_gpu():
-    """Weights and rows come by asynchronous copies of 16 bytes (scales of 8); nothing is stored by halves, and next to
-    nothing spilled (16 registers with Triton 3.7): what else compiles costs a factor, and no value shows it."""
+    """Weights and rows come by asynchronous copies of 16 bytes (scales of 8); nothing is stored by halves, next to
+    nothing spilled (24 registers, none of them in the loop), and a warp waits for no other to multiply what it unpacked
+    (else 33 barriers a unit, and not 3): what else compiles costs a factor, and no value shows it."""
     parts = ExpertWeights(nvfp4(512, 2048), nvfp4(512, 2048), nvfp4(2048, 512))
     packed = GroupedExperts([parts] * 8, parts, 4)
     x, ids = torch.zeros(300, 2048).bfloat16(), torch.zeros(300, 4, dtype=torch.int32)
@@ -67,7 +68,7 @@ def test_its_code_for_a_gpu():
     assert names == ["_list_kernel", "_experts_kernel", "_experts_kernel", "combine_kernel"]
     for kernel in kernels[1:3]:
         code = Code(kernel)
-        assert code.stack <= 64
+        assert code.stack <= 96 and code.count("BAR") <= 24
         # a unit of 128 columns is 8 steps of 16, of gate and of up, or of twice as many rows of down
         assert code.count("HGMMA") == 16
         assert code.count("LDGSTS.E.BYPASS.128") > 0 and code.count("STS.U") == code.count("STS.64") == 0
