@@ -1,7 +1,7 @@
 """GatedDeltaNet over a prompt on a GPU: the chunked rule by fla-core (the `gpu` extra), between two launches of ours.
 
-The rule is called below fla-core's public function, which adds what only training and other shapes need: a fifth of
-the host's time for a layer.
+The rule is called below fla-core's public function, and its kernels below their tuners: both do for every layer of
+every prompt what is decided once.
 
 fla-core times several tilings of each of its kernels at first use and keeps the fastest. Which one wins may change from
 start to start, and with it the order of sums and the bits of a prompt's state. Here each kernel has one tiling, the
@@ -12,6 +12,7 @@ T = prompt rows, C = convolution channels (q | k | v), J = taps, Hk / Hv = key /
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.autotuner import Autotuner, Heuristics
 
 from pilotfish.kernels.cuda.delta_net import _silu
 
@@ -200,11 +202,14 @@ def gdn_prompt(
 
 @cache
 def _chunked() -> Rule:
+    # other libraries' versions of an operator, where they are installed, are other bits
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
     forward = import_module("fla.ops.gated_delta_rule.chunk").chunk_gated_delta_rule_fwd
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fla."):
-            for value in vars(module).values():
-                pin(value)
+    pinned: dict[int, Pinned] = {}
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, (Autotuner, Heuristics)):
+                setattr(module, name, pinned.setdefault(id(value), Pinned(value)))
 
     def rule(*operands: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         _, read, _, after, *_ = forward(*operands, **options)
@@ -213,9 +218,27 @@ def _chunked() -> Rule:
     return rule
 
 
-def pin(kernel: Any) -> None:
-    """Leaves a tuned kernel one of its configurations; decorators may lie around the tuner."""
-    while hasattr(kernel, "fn"):
-        if isinstance(getattr(kernel, "configs", None), list):
-            kernel.configs = [kernel.configs[len(kernel.configs) // 2]]
-        kernel = kernel.fn
+class Pinned:
+    """A tuned kernel in one of its configurations, without what its tuner does at every launch."""
+
+    def __init__(self, kernel: Any):
+        self.rules: dict[str, Callable[[dict[str, Any]], Any]] = {}
+        self.options: dict[str, Any] = {}
+        while isinstance(kernel, (Autotuner, Heuristics)):
+            if isinstance(kernel, Heuristics):
+                self.rules |= kernel.values
+            else:
+                config = kernel.configs[len(kernel.configs) // 2]
+                assert config.pre_hook is None, kernel
+                self.options |= config.all_kwargs()
+            kernel = kernel.fn
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            for name, rule in self.rules.items():
+                given[name] = rule(given)
+            return self.kernel[grid](**given, **self.options)
+
+        return launch
