@@ -96,7 +96,7 @@ def attention_prompt(
         eps, 1.0, k_scale, v_scale, num_rows, 0,
         H=heads, KV=kv, D=dim, HALF=half, PAGE=PAGE, FP8=k_cache.element_size() == 1, PDL=False, num_warps=1,
     )  # fmt: skip
-    _gather_kernel[(triton.cdiv(end, ROWS), kv)](
+    _gather_kernel[(-(-end // ROWS), kv)](
         table, k_cache, v_cache, keys, values, end, KV=kv, D=dim, PAGE=PAGE, ROWS=ROWS
     )
     mixed = prefill_product(q, keys, values, start, dim**-0.5 * k_scale)

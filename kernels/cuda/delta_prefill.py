@@ -183,7 +183,7 @@ def gdn_prompt(
 
     q, k, v = buffer(key_heads, dk), buffer(key_heads, dk), buffer(heads, dv)
     beta, log_decay = (buffer(heads, dtype=torch.float32) for _ in range(2))
-    blocks = triton.cdiv(num_rows, ROWS)
+    blocks = -(-num_rows // ROWS)
     _mix_kernel[(blocks * (2 * key_heads + heads),)](
         projected, history, conv_weight, decay_rate, dt_bias, q, k, v, beta, log_decay, num_rows,
         HK=key_heads, HV=heads, DK=dk, DV=dv, ROWS=ROWS, num_warps=8,
@@ -195,7 +195,7 @@ def gdn_prompt(
     out = torch.empty((num_rows, heads * dv), dtype=projected.dtype, device=projected.device)
     _gate_kernel[(blocks * heads,)](
         projected, read.contiguous(), gate_norm, history, out, eps, num_rows, C=channels, HV=heads, DV=dv, ROWS=ROWS,
-        SHARE=triton.next_power_of_2(triton.cdiv(channels, heads)), num_warps=8,
+        SHARE=1 << (-(-channels // heads) - 1).bit_length(), num_warps=8,
     )  # fmt: skip
     return out
 

@@ -93,17 +93,19 @@ def expand(
     With group > 0 tiles are gate and up in turn: of each `group` of them gate's rows come first, then up's. on_device:
     by the kernel; if not given, where the weights are on a GPU.
     """
-    data, number = part.data[tiles], part.number[tiles]
-    scale = None if part.block_scale is None else part.block_scale[tiles]
-    chosen = Packed(part.format, data, part.place[tiles], number, part.divides, scale)
+    begin, end, _ = tiles.indices(part.num_tiles)
+    whole = (begin, end) == (0, part.num_tiles)
+    data, number = (t if whole else t[begin:end] for t in (part.data, part.number))
+    scale = part.block_scale if whole or part.block_scale is None else part.block_scale[begin:end]
     width = out.shape[1]
     if not (data.is_cuda if on_device is None else on_device):
+        chosen = Packed(part.format, data, part.place[begin:end], number, part.divides, scale)
         values = packing.unpack(chosen, width).to(out.dtype)
         if group:
             values = values.view(-1, group // 2, 2, TILE, width).transpose(1, 2).reshape(-1, width)
         return out.copy_(values)
-    assert out.is_contiguous() and out.dtype == torch.bfloat16 and len(out) == chosen.num_tiles * TILE, out.shape
-    _expand_kernel[(chosen.num_tiles, -(-part.num_units // WARPS))](
+    assert out.is_contiguous() and out.dtype == torch.bfloat16 and len(out) == (end - begin) * TILE, out.shape
+    _expand_kernel[(end - begin, -(-part.num_units // WARPS))](
         data.view(torch.int32),
         number if scale is None else scale,
         number,

@@ -371,7 +371,7 @@ def combine(
     hidden = x.shape[1]
     assert parts.shape == (num_rows, top_k + 1, hidden) and parts.is_contiguous() and weights.is_contiguous()
     assert x.dtype == torch.float32 and x.is_contiguous() and (norm_scale is None) == (out is None)
-    block = triton.next_power_of_2(hidden)
+    block = 1 << (hidden - 1).bit_length()
     combine_kernel[(num_rows,)](
         parts,
         weights,

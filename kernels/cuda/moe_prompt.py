@@ -221,7 +221,7 @@ def _launch(
     num_rows, tiles = lists.shape[1] - 1, part.num_tiles // (packed.num_experts + 1)
     columns = 2 * COLUMNS if down else COLUMNS
     split = 2 if num_rows * packed.top_k <= packed.num_experts * ROWS else SPLIT
-    grid = (triton.cdiv(out.shape[2], columns), packed.num_experts * split + triton.cdiv(num_rows, ROWS))
+    grid = (-(-out.shape[2] // columns), packed.num_experts * split + -(-num_rows // ROWS))
     _experts_kernel[grid](
         part.data.view(torch.int32),
         part.number,

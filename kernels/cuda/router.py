@@ -73,7 +73,7 @@ def route(
     rows, top_k = ids_Rk.shape
     assert 1 <= top_k <= num_experts < logits.shape[1] and len(logits) >= rows and logits.stride(1) == 1
     assert weights_Rk.shape == ids_Rk.shape and weights_Rk.is_contiguous() and ids_Rk.is_contiguous()
-    block = max(32, triton.next_power_of_2(num_experts))
+    block = max(32, 1 << (num_experts - 1).bit_length())
     _route_kernel[(rows,)](
         logits,
         weights_Rk,
@@ -82,7 +82,7 @@ def route(
         logits.stride(0),
         num_experts,
         TOP_K=top_k,
-        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_K=1 << (top_k - 1).bit_length(),
         BLOCK=block,
         PDL=pdl,
         num_warps=1,
