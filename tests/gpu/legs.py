@@ -83,11 +83,16 @@ def bench_legs() -> list[Leg]:
         _bench("rounds-wide", f"{moe} --k 0,3 --batch 16,32,64 --tokens 128"),
         _bench("rounds-long", f"{moe} --k 0,3 --batch 1,4 --context 32768 --tokens 128"),
         _bench("starts", f"{moe} --k 0,3 --batch 1,4 --first-requests --admission 8192"),
+        _bench("prompt-long", f"{moe} --k 0,3 --batch 1 --context 8192 --tokens 32 --profile"),
         _bench("prefill", "tests/bench/bench_kernels_state.py --prefill"),
+        _bench("prefill-experts", "tests/bench/bench_kernels_prefill.py"),
         _bench(
             "linear-tune",
-            "tests/bench/bench_kernels_linear.py --tune --formats NVFP4 --rows 1,8,16 "
-            "--shapes 12288x2048,34816x5120,5120x17408",
+            "tests/bench/bench_kernels_linear.py --tune --keep-bits --no-experts --formats NVFP4 --rows 1,16 "
+            "--shapes 5120x17408,2048x4096,9216x2048,28672x2048",
+        ),
+        _bench(
+            "experts-tune", "tests/bench/bench_kernels_linear.py --tune --no-products --formats NVFP4 --rows 1,4,16,32"
         ),
         _bench("linear-formats", "tests/bench/bench_kernels_linear.py --formats FP8,BF16 --rows 1,4,16 --no-experts"),
         _bench("linear-wide", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 32,64,256"),
