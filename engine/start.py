@@ -278,13 +278,21 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
 
 def choose_fused(wanted: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether rounds run on the kernels of kernels.cuda: wherever they can, unless "torch" is wanted. Raises
-    OptionError where they are wanted and cannot."""
+    OptionError where they are wanted and cannot, and where the device could and Triton cannot."""
     problem = _no_fused_kernels(device, dtype)
     if wanted == "fused" and problem:
         raise OptionError(f"kernels: fused ones want {problem}")
     if wanted == "auto" and problem and device.type == "cuda":
         logger.warning("kernels: torch's operators, slower by far than fused ones, which want %s", problem)
-    return wanted != "torch" and problem is None
+    if wanted == "torch" or problem:
+        return False
+    from pilotfish.kernels.cuda.warm import prepare  # imports Triton
+
+    try:
+        prepare()
+    except RuntimeError as error:
+        raise OptionError(f"kernels: {error}; it wants a C compiler and Python.h, or --kernels torch") from error
+    return True
 
 
 def _no_fused_kernels(device: torch.device, dtype: torch.dtype) -> str | None:

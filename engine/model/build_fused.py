@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -23,7 +21,6 @@ from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts, FusedLinear, FusedMlp
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import PackedRows
-from pilotfish.kernels.cuda.warm import use_cache
 from pilotfish.kernels.linear import AnyLinear
 
 logger = logging.getLogger(__name__)
@@ -36,9 +33,6 @@ class FusedBuilder(Builder):
     """
 
     def model(self, draft_ids: Sequence[int] | None = None) -> Model:
-        if self.device.type == "cuda":
-            # before the first kernel is compiled: prompts come ahead of rounds
-            use_cache(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "pilotfish" / "kernels")
         self.scratch = BulkScratch(self.device)
         self.prompt_kernels = self.device.type == "cuda" and is_installed()
         if not self.prompt_kernels:

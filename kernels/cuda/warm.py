@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 
-def use_cache(folder: Path) -> None:
-    """Keeps compiled kernels in `folder`, unless the user has chosen another by TRITON_CACHE_DIR."""
+def prepare() -> None:
+    """Ahead of the first kernel, and of reading weights. Compiled ones stay in ~/.cache/pilotfish/kernels, unless the
+    user has chosen another folder by TRITON_CACHE_DIR; and Triton makes its driver, with a C compiler the first time.
+    Raises RuntimeError with what it lacks."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "pilotfish" / "kernels"
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+    try:
+        driver.active.get_current_target()
+    except Exception as error:
+        # a compiler that is missing, headers that are, a folder that cannot be written: each has its own kind
+        raise RuntimeError(f"Triton cannot launch kernels here: {error}") from error
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import make_plan
 from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.cuda import warm
 from pilotfish.kernels.cuda.delta_net import pending_width
 from tests.support.rounds import make_engine
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny
@@ -108,6 +109,7 @@ def test_fused_kernels_read_fp8_where_the_device_does(monkeypatch):
 )
 def test_fused_kernels_run_wherever_they_can(device, dtype, capability, wanted, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(warm, "prepare", lambda: None)
     place = torch.device(device)
     assert start.choose_fused("auto", place, dtype) == (wanted is None)
     # on a CPU torch's operators are what there is
@@ -118,6 +120,19 @@ def test_fused_kernels_run_wherever_they_can(device, dtype, capability, wanted, 
     else:
         with pytest.raises(OptionError, match=f"kernels: fused ones want {re.escape(wanted)}"):
             start.choose_fused("fused", place, dtype)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "fused"])
+def test_a_gpu_without_what_triton_needs_is_no_reason_to_be_slow(wanted, monkeypatch):
+    def prepare():
+        raise RuntimeError("Triton cannot launch kernels here: Failed to find C compiler")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(warm, "prepare", prepare)
+    place = torch.device("cuda")
+    with pytest.raises(OptionError, match=r"kernels: .* find C compiler; it wants .*, or --kernels torch"):
+        start.choose_fused(wanted, place, torch.bfloat16)
+    assert start.choose_fused("torch", place, torch.bfloat16) is False
 
 
 def test_a_checkpoint_without_head_is_served_without_speculation_and_says_so(tmp_path, caplog):

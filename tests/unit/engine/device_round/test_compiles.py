@@ -4,7 +4,6 @@ waits for the one before it before it touches what another writes."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import types
 from itertools import product
 from pathlib import Path
@@ -27,7 +26,6 @@ from pilotfish.engine.device_round.shapes import Shape
 from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.ledger import tensor_bytes
-from pilotfish.engine.model import build_fused
 from pilotfish.engine.model.build import CacheSizes, build_model
 from tests.support.compiled import Code, compiling
 from tests.support.dependent_launch import Waits, argument_names
@@ -192,18 +190,6 @@ def test_weights_that_kernels_do_not_hold_are_named():
     weights[name] = LynnWeight(packed.packed, packed.scale.half(), 1.0)
     with pytest.raises(LayoutError, match=r"e4m3 scales.*--kernels torch"):
         build_model(weights, config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True)
-
-
-def test_kernels_are_kept_where_they_are_found_again(monkeypatch, tmp_path):
-    """From the first one on, which a prompt launches before there are rounds."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build_fused, "BulkScratch", lambda device: None)
-    config = dataclasses.replace(ModelConfig.load(DEMO), head_dim=48)
-    with pytest.raises(LayoutError):
-        build_model({}, config, CacheSizes(8, 3, 0), torch.bfloat16, torch.device("cuda"), fused=True)
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "pilotfish" / "kernels")
 
 
 def test_all_that_a_batch_may_launch_is_compiled_before_any(monkeypatch):

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pilotfish.kernels.cuda.warm import Compilations, compile_all, compile_only, use_cache
+from pilotfish.kernels.cuda import warm
+from pilotfish.kernels.cuda.warm import Compilations, compile_all, compile_only, prepare
 from tests.support.compiled import compiling
 
 
@@ -104,11 +105,34 @@ def test_what_launches_each_kernel_is_made_ahead_on_request(cache):
     assert made == ["add", "add"]
 
 
-def test_the_user_s_own_folder_is_kept(tmp_path, monkeypatch):
+class Driver:
+    """In the place of Triton's, which looks for a device when it is asked for."""
+
+    def __init__(self, problem=None):
+        self.problem = problem
+
+    @property
+    def active(self):
+        if self.problem is not None:
+            raise self.problem
+        return SimpleNamespace(get_current_target=lambda: None)
+
+
+def test_kernels_are_kept_where_they_are_found_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "driver", Driver())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
-    use_cache(tmp_path)
+    prepare()
     assert triton.knobs.cache.dir == "mine"
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    use_cache(tmp_path)
-    assert triton.knobs.cache.dir == str(tmp_path)
+    prepare()
+    assert triton.knobs.cache.dir == str(tmp_path / "pilotfish" / "kernels")
     monkeypatch.undo()
+
+
+def test_what_triton_lacks_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for problem in (RuntimeError("Failed to find C compiler"), PermissionError("no such folder")):
+        monkeypatch.setattr(warm, "driver", Driver(problem))
+        with pytest.raises(RuntimeError, match=f"Triton cannot launch kernels here: {problem}"):
+            prepare()
