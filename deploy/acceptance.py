@@ -30,9 +30,9 @@ from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.cost_table import Cost
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
+from pilotfish.engine.parser import Parser
 from pilotfish.engine.start import Engine, start_engine
 from pilotfish.engine.teacher_forcing import Agreement
-from pilotfish.server.parser import Parser
 from pilotfish.server.tokenizer import Tokenizer
 
 CHARS_A_TOKEN = 8

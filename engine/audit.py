@@ -33,6 +33,7 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
+from pilotfish.engine.parser import Parser
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.speculation import speculative_config
 from pilotfish.engine.start import Plan, assemble, make_plan
@@ -306,7 +307,9 @@ def audit(auditor: Auditor, depths: list[int], batches: list[int]) -> Iterator[R
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pilotfish audit", description=__doc__.split("\n\n")[0])
+    parser = Parser(
+        prog="pilotfish audit", description=__doc__.split("\n\n")[0], formatter_class=argparse.HelpFormatter
+    )
     parser.add_argument("model", help="checkpoint folder or hub id")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--draft-head", metavar="PATH", help="a folder or file with an MTP head, as for serve")

@@ -16,9 +16,9 @@ def speculative_config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ArgumentTypeError(f"not JSON: {error}") from None
+        raise ArgumentTypeError(f"not JSON ({error}): {text[:40]!r}") from None
     if not isinstance(config, dict) or type(config.get("num_speculative_tokens")) is not int:
-        raise ArgumentTypeError('want an object with "num_speculative_tokens"')
+        raise ArgumentTypeError(f'want an object with "num_speculative_tokens", got {text[:40]!r}')
     method = config.get("method", "mtp")
     if not isinstance(method, str) or method not in METHODS:
         raise ArgumentTypeError(f"want method {', '.join(METHODS)}, got {method!r}")

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import pilotfish
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES
+from pilotfish.engine.parser import Parser
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.engine.speculation import speculative_config
-from pilotfish.server.parser import Parser
 
 Number = TypeVar("Number", int, float)
 
@@ -287,7 +287,7 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text[:40]!r}") from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"want an object, got {text[:40]}")
     return found

@@ -24,7 +24,7 @@ from pilotfish.deploy.arguments import add_endpoint_flags, aligned, split_flags,
 from pilotfish.deploy.evaluate import harness, quality
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
-from pilotfish.server.parser import Parser
+from pilotfish.engine.parser import Parser
 
 Rows = list[tuple[str, str, float, int]]
 

@@ -31,7 +31,7 @@ from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
 from pilotfish.engine.options import KV_DTYPES
-from pilotfish.server.parser import Parser
+from pilotfish.engine.parser import Parser
 
 ANSWERS = Gate("answers", facts.answers)
 GATES = (

@@ -29,7 +29,7 @@ from pilotfish.deploy.release.managers import Manager, ManagerError, Processes, 
 from pilotfish.deploy.release.relay import HAProxy, NoRelay, Relay, RelayError
 from pilotfish.deploy.release.release import Record, Release, Settings
 from pilotfish.deploy.release.slots import Layout, LayoutError, Slot
-from pilotfish.server.parser import Parser
+from pilotfish.engine.parser import Parser
 
 STATUS = {"released": 0, "rolled back": 1, "down": 3}
 NUM_SHOWN = 5
@@ -158,10 +158,10 @@ def _show(layout: Layout, manager: Manager) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"want at least 0 seconds, got {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"want at least 0 seconds, got {text}")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

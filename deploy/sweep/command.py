@@ -35,7 +35,7 @@ from pilotfish.deploy.sweep.recommend import Recommendation, recommend
 from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, merged, pretty, tsv, write
 from pilotfish.deploy.sweep.report import markdown
 from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
-from pilotfish.server.parser import Parser
+from pilotfish.engine.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -270,6 +270,8 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _contexts(text: str) -> list[int | str]:
+    if strange := [word for word in words(text) if word != MAX and not word.isdecimal()]:
+        raise argparse.ArgumentTypeError(f"want numbers and {MAX}, got {','.join(strange)}")
     return [word if word == MAX else int(word) for word in words(text)]
 
 

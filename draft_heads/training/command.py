@@ -36,6 +36,7 @@ from pilotfish.engine.checkpoint.write import write_tensors, write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import Model, build_model, with_head
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.parser import Parser
 from pilotfish.engine.start import Plan, make_plan
 from pilotfish.kernels.attention import PAGE
 
@@ -327,8 +328,12 @@ def _check(args: argparse.Namespace) -> None:
         raise OptionError(f"--learning-rate: want above 0, got {args.learning_rate}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pilotfish train-head", description="Fits an MTP head to a frozen trunk.")
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pilotfish train-head",
+        description="Fits an MTP head to a frozen trunk.",
+        formatter_class=argparse.HelpFormatter,
+    )
     add = parser.add_argument
     add("model", metavar="MODEL", help="checkpoint folder or hub id")
     add("--revision", metavar="NAME", help="branch, tag or commit of a hub id")

@@ -19,6 +19,7 @@ from pilotfish.draft_heads.vocabulary import build_draft_vocab, write_draft_voca
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError, PilotfishError
+from pilotfish.engine.parser import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,8 +53,8 @@ def make_draft_vocab(args: argparse.Namespace) -> None:
     print(f"served by: pilotfish serve {args.model} --draft-vocab {args.out}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pilotfish draft-vocab", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="pilotfish draft-vocab", description=__doc__, formatter_class=argparse.HelpFormatter)
     add = parser.add_argument
     add("model", help="folder or hub id")
     add("--revision", help="of a hub id")

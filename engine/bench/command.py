@@ -49,6 +49,7 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
+from pilotfish.engine.parser import Parser
 from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble, choose_fused, choose_kv_dtype
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
@@ -320,9 +321,7 @@ def _products(root: object) -> Iterator[Any]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="pilotfish bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="pilotfish bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     layouts = ("bf16", "nvfp4", "nvfp4-bf16-head", "mixed")
@@ -358,8 +357,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _numbers(least: int, most: int) -> Any:
     def read(text: str) -> list[int]:
-        values = sorted({int(word) for word in text.split(",") if word.strip()})
-        if not values or values[0] < least or values[-1] > most:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        values = sorted({int(word) for word in words if word.isdecimal()})
+        if not words or not all(map(str.isdecimal, words)) or values[0] < least or values[-1] > most:
             raise argparse.ArgumentTypeError(f"want numbers in {least}..{most}, got {text!r}")
         return values
 

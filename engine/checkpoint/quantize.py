@@ -37,6 +37,7 @@ from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.checkpoint.write import TensorFile, tensor_file, write_text
 from pilotfish.engine.config import read_json_object
 from pilotfish.engine.errors import CheckpointError, OptionError, PilotfishError
+from pilotfish.engine.parser import Parser
 
 REPORT_FILE = "quantization_report.json"
 STATE = ".quantize"
@@ -282,9 +283,11 @@ def _read_tokens(source: Path, text: Path | None, num_tokens: int) -> list[int]:
     return read_tokens(source, text, num_tokens)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pilotfish quantize", description="BF16, F32 or FP8 to NVFP4 (W4A16), with FP8 where asked."
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pilotfish quantize",
+        description="BF16, F32 or FP8 to NVFP4 (W4A16), with FP8 where asked.",
+        formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("source", metavar="IN", help="checkpoint folder or hub id")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to be made")

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
     """`usage` is shown by --help alone: that of many flags would hide the error."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=_Help, **options)
+        super().__init__(**{"formatter_class": _Help} | options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what there is)\n")

@@ -1,0 +1,57 @@
+"""Every command's wrong flags and values are told in one line; the commands' own tests look at what they refuse."""
+
+import argparse
+import re
+
+import pytest
+
+from pilotfish.engine.parser import Parser
+from pilotfish.server import cli
+
+TAKES_ANY_TEXT = {None, "Path", "words"}
+"""Types of flags that no text is wrong for."""
+
+
+def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that the command ends with."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(args)
+    out, said = capsys.readouterr()
+    assert (caught.value.code, out) == (2, "")
+    assert said.startswith(f"pilotfish {args[0]}: ") and said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize("name", ["serve", "generate", "key", *cli.OWN_PARSERS])
+def test_wrong_flags_and_values_are_told_in_a_line(name, monkeypatch, capsys):
+    parsers = []
+    error = Parser.error
+
+    def noted(self, message):
+        parsers.append(self)
+        error(self, message)
+
+    monkeypatch.setattr(Parser, "error", noted)
+    needed = [name]
+    refused([name, "--zzz=1"], capsys)
+    parser = parsers[0]
+    for action in parser._actions:
+        if action.required:
+            needed += [*action.option_strings[:1], "1"]
+    assert "unknown flag --zzz (" in refused([*needed, "--zzz=1"], capsys)
+
+    for action in parser._actions:
+        if not action.option_strings or isinstance(action, argparse._HelpAction):
+            continue
+        flag = max(action.option_strings, key=len)
+        if len(flag) > 4:
+            near = f"--x{flag[2:]}"
+            assert f"unknown flag {near}: did you mean --" in refused([*needed, near], capsys)
+        if action.nargs == 0:
+            assert flag in refused([*needed, f"{flag}=what?"], capsys)
+            continue
+        assert flag in refused([*needed, flag], capsys)
+        if action.choices or getattr(action.type, "__name__", None) not in TAKES_ANY_TEXT:
+            said = refused([*needed, flag, "what?"], capsys)
+            assert flag in said and "what?" in said
+            assert re.search(r"\bwant |invalid (int|float) value|choose from|not JSON", said), said
