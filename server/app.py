@@ -23,6 +23,7 @@ from pilotfish.engine.supervisor import RestartBudget, Supervisor
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers, openapi, status
 from pilotfish.server.auth import Keys
+from pilotfish.server.cors import Cors
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.limits import Limiter
@@ -67,6 +68,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     restart_engine: int = 0
     log_requests: bool = False
     log_prompts: bool = False
+    cors: Cors = msgspec.field(default_factory=Cors)
 
 
 def make_app(
@@ -89,6 +91,8 @@ def make_app(
     if options.log_requests:
         log = RequestLog(handlers.KEY.get, files.tokenizer, prompts=options.log_prompts)
         middlewares.insert(0, log.middleware(options.root_path))
+    # outside of keys and log: a preflight has no key, and is no request for text
+    middlewares.insert(0, options.cors.middleware())
     app = web.Application(
         middlewares=middlewares,
         client_max_size=handlers.MAX_BODY_BYTES,
@@ -106,7 +110,7 @@ def make_app(
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
-    app.on_response_prepare.append(_add_request_id)
+    app.on_response_prepare.extend([_add_request_id, options.cors.add_headers])
     app.add_routes(guarded([*_routes(""), *(_routes(options.root_path) if options.root_path else ())]))
     return app
 

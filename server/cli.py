@@ -21,7 +21,7 @@ from pilotfish.engine.parser import Parser
 from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.engine.speculation import speculative_config
 
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 OWN_PARSERS = {
@@ -95,6 +95,7 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
     _add_tls_flags(parser.add_argument_group("TLS"))
+    _add_cors_flags(parser.add_argument_group("pages of other origins (CORS)"))
     group = _add_answer_flags(parser)
     group.add_argument(
         "--reasoning-parser",
@@ -172,6 +173,27 @@ def _add_tls_flags(group: argparse._ArgumentGroup) -> None:
         help="certificates of clients: 0 not asked for, 1 checked if sent, 2 required (default: %(default)s)",
     )
     group.add_argument("--enable-ssl-refresh", action="store_true", help="reread certificate and key when they change")
+
+
+def _add_cors_flags(group: argparse._ArgumentGroup) -> None:
+    """vLLM's names and defaults."""
+    anything = '["*"]'
+    group.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        default=anything,
+        metavar="JSON",
+        help="whose scripts a browser lets call and read; [] for nobody's (default: %(default)s)",
+    )
+    group.add_argument(
+        "--allowed-methods", type=_methods, default=anything, metavar="JSON", help="default: %(default)s"
+    )
+    group.add_argument(
+        "--allowed-headers", type=_headers, default=anything, metavar="JSON", help="default: %(default)s"
+    )
+    group.add_argument(
+        "--allow-credentials", action="store_true", help="cookies and client certificates; not for any origin at all"
+    )
 
 
 def _add_generate(parser: Parser) -> None:
@@ -263,10 +285,10 @@ def _root_path(text: str) -> str:
     return path
 
 
-def _checked(convert: Callable[[str], Number], holds: Callable[[Number], bool], wanted: str) -> Callable[[str], Number]:
+def _checked(convert: Callable[[str], Value], holds: Callable[[Value], bool], wanted: str) -> Callable[[str], Value]:
     """A type of flags."""
 
-    def read(text: str) -> Number:
+    def read(text: str) -> Value:
         with contextlib.suppress(ValueError):
             if holds(value := convert(text)):
                 return value
@@ -281,6 +303,25 @@ _port = _checked(int, lambda value: 0 <= value <= 65535, "a port in 0..65535")
 _share = _checked(float, lambda value: 0 < value <= 1, "a share in (0, 1]")
 _share_or_zero = _checked(float, lambda value: 0 <= value <= 1, "a share in [0, 1]")
 _seconds = _checked(float, lambda value: 0 <= value < math.inf, "seconds")
+
+
+def _list_of(pattern: str, wanted: str) -> Callable[[str], list[str]]:
+    """A JSON list of such words; "*" is one."""
+
+    def holds(found: Any) -> bool:
+        return isinstance(found, list) and all(
+            isinstance(word, str) and (word == "*" or re.fullmatch(pattern, word)) for word in found
+        )
+
+    return _checked(json.loads, holds, wanted)
+
+
+# as browsers send them: what differs, by a slash at the end, would never be met
+_origins = _list_of(
+    r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", 'a JSON list of "*" or origins such as "https://app.example:8443"'
+)
+_methods = _list_of(r"[A-Z]+", 'a JSON list of "*" or methods such as "POST"')
+_headers = _list_of(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", 'a JSON list of "*" or names of headers such as "Authorization"')
 
 
 def _json_object(text: str) -> dict[str, Any]:

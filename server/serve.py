@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from aiohttp import web
 
 from pilotfish.server.app import SUPERVISOR, ServerOptions, make_app, make_runner
+from pilotfish.server.cors import Cors
 from pilotfish.server.handlers import SERVICE
 from pilotfish.server.model_files import load_model_files
 from pilotfish.server.tls import TlsError, TlsFiles, make_context, refresh
@@ -50,6 +51,12 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         reasoning_end=args.reasoning_end,
     )
     tls = _tls(args)
+    cors = Cors(
+        origins=tuple(args.allowed_origins),
+        methods=tuple(args.allowed_methods),
+        headers=tuple(args.allowed_headers),
+        credentials=args.allow_credentials,
+    )
     names = tuple(args.served_model_name or [Path(args.model).resolve().name])
     app = make_app(
         ServerOptions(
@@ -62,6 +69,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             restart_engine=args.restart_engine,
             log_requests=args.log_requests or args.log_prompts,
             log_prompts=args.log_prompts,
+            cors=cors,
         ),
         engine,
         files,

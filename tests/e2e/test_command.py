@@ -260,6 +260,14 @@ def test_help_needs_no_torch(args, words):
         (["serve", "m", "--root-path", "llm"], "want a path"),
         (["serve", "m", "--root-path", "/a//b"], "want a path"),
         (["serve", "m", "--tool-call-parser", "hermes"], "qwen3_xml"),
+        (["serve", "m", "--allowed-origins", "*"], 'want a JSON list of "*" or origins such as'),
+        (["serve", "m", "--allowed-origins", '"*"'], "origins such as"),
+        (["serve", "m", "--allowed-origins", '["https://app.example/"]'], "got '[\"https://app.example/\"]'"),
+        (["serve", "m", "--allowed-origins", '["https://*.example"]'], "origins such as"),
+        (["serve", "m", "--allowed-origins", '["null"]'], "origins such as"),
+        (["serve", "m", "--allowed-origins", "[\n7]"], "origins such as"),
+        (["serve", "m", "--allowed-methods", '["get"]'], "methods such as"),
+        (["serve", "m", "--allowed-headers", '["x-a, x-b"]'], "names of headers"),
         (
             ["serve", "m", "--num-speculative-tokens", "1", "--speculative-config", '{"num_speculative_tokens": 2}'],
             "not allowed",
@@ -274,6 +282,25 @@ def test_wrong_flags_are_explained(args, words, capsys):
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
+
+
+def test_cors_flags_reach_the_answers(folder):
+    page, flags = "https://app.example:8443", ["--allow-credentials", "--allowed-methods", '["POST"]']
+    flags += ["--allowed-origins", f'["{page}", "chrome-extension://abc"]', "--allowed-headers", '["X-A"]']
+    with served(folder, *flags) as (_, url):
+        asked = {"Origin": page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+        request = urllib.request.Request(url + "/v1/completions", headers=asked, method="OPTIONS")
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            told = {name.removeprefix("Access-Control-Allow-"): value for name, value in response.headers.items()}
+    assert (told["Origin"], told["Methods"], told["Credentials"]) == (page, "POST", "true")
+    assert told["Headers"].endswith(", X-A")
+
+
+def test_credentials_for_any_origin_end_the_start_in_a_line(folder):
+    with command("serve", str(folder), *SCRIPTED, "--allow-credentials") as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2
+    assert errors == 'pilotfish: --allow-credentials wants --allowed-origins that name each origin, got "*"\n'
 
 
 def test_an_interrupt_before_it_serves_leaves_no_trace(monkeypatch, capsys):

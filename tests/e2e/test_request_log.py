@@ -114,6 +114,16 @@ def test_refusals_are_lines_too(server, log, wanted, code, error, key):
     assert caught.value.code == code and line["id"] is None and line["completion_tokens"] is None
 
 
+def test_a_preflight_has_no_line(server, log):
+    asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    request = urllib.request.Request(server[0] + "/llm/v1/completions", headers=asked, method="OPTIONS")
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        assert response.status == 204
+    with post(server[0], prompt="Hi"):
+        pass
+    log()
+
+
 def test_an_error_after_the_status_is_named(server, log):
     prompt = script(reply="x", times=99, delay=0.02, fault="raise", at=5)
     with post(server[0], prompt=prompt, max_tokens=99, stream=True) as response:
