@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 _ONE_DEVICE = "a model is served by one device"
@@ -55,3 +56,15 @@ class Parser(argparse.ArgumentParser):
             kind = "flag" if name.startswith("-") else "argument"
             self.error(f"unknown {kind} {name}" + (f": {reason}" if reason else ""))
         return found, unknown
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type of flags: digits alone, both bounds included; raises ArgumentTypeError for others."""
+    bounds = f"of at least {least}" if most is None else f"in {least}..{most}"
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"want a number {bounds}, got {text!r}")
+        return int(text)
+
+    return read

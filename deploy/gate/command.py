@@ -31,7 +31,7 @@ from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
 from pilotfish.engine.options import KV_DTYPES
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.parser import Parser, whole_number
 
 ANSWERS = Gate("answers", facts.answers)
 GATES = (
@@ -211,7 +211,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--only", type=some_of(NAMES), metavar="LIST", help="these gates, and whether it answers")
     add("--skip", type=some_of(NAMES), default=[], metavar="LIST", help=f"some of: {', '.join(NAMES)}")
     add("--json", type=Path, metavar="FILE", help="write the results there")
-    add("--port", type=int, metavar="N", help="of the server that is started (default: any free one)")
+    add(
+        "--port", type=whole_number(0, 65535), metavar="N", help="of the server that is started (default: any free one)"
+    )
     add("--log", type=Path, metavar="FILE", help="of the server that is started (default: not kept)")
     add_endpoint_flags(parser)
     args = parser.parse_args(own)

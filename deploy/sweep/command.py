@@ -35,7 +35,7 @@ from pilotfish.deploy.sweep.recommend import Recommendation, recommend
 from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, merged, pretty, tsv, write
 from pilotfish.deploy.sweep.report import markdown
 from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.parser import Parser, whole_number
 
 
 def main(argv: Sequence[str]) -> int:
@@ -235,7 +235,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of the matrix; figures are medians")
     parser.add_argument("--target-concurrency", type=int, metavar="N", help="recommend for N at once (default: most)")
     parser.add_argument("--relay", metavar="URL", help="a relay before --port: single streams go through it too")
-    parser.add_argument("--port", type=int, metavar="N", help="port of the servers (default: any free one)")
+    parser.add_argument(
+        "--port", type=whole_number(0, 65535), metavar="N", help="port of the servers (default: any free one)"
+    )
     add_endpoint_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(own)

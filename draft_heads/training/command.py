@@ -36,7 +36,7 @@ from pilotfish.engine.checkpoint.write import write_tensors, write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import Model, build_model, with_head
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.start import Plan, make_plan
 from pilotfish.kernels.attention import PAGE
 
@@ -363,7 +363,7 @@ def _parser() -> Parser:
     add("--save-every", type=int, default=100, metavar="STEPS", help="(default: %(default)s)")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of products; weights are float32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--num-threads", type=int, metavar="N")
+    add("--num-threads", type=whole_number(1), metavar="N")
     return parser
 
 

@@ -49,7 +49,7 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble, choose_fused, choose_kv_dtype
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
@@ -329,7 +329,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--k", type=_numbers(0, MAX_DEPTH), default=[0, 3], metavar="LIST", help="default: 0,3")
     parser.add_argument("--batch", type=_numbers(1, MAX_ROWS), default=[1], metavar="LIST", help="default: 1")
     parser.add_argument("--context", type=_numbers(1, 1 << 20), default=[1024], metavar="LIST", help="default: 1024")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each request (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=whole_number(1), default=256, metavar="N", help="of each request (default: %(default)s)"
+    )
     parser.add_argument("--synthetic-acceptance-length", type=float, metavar="N", help="committed tokens a round")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve")
@@ -337,22 +339,29 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch between kernels")
     parser.add_argument(
-        "--draft-vocab-size", type=int, metavar="N", help="drafts are chosen from the first N ids alone"
+        "--draft-vocab-size", type=whole_number(1), metavar="N", help="drafts are chosen from the first N ids alone"
     )
     parser.add_argument("--profile", action="store_true", help="kernels of a round and of a prompt, by tracing")
     parser.add_argument(
         "--admission",
-        type=_number(1, 1 << 20),
+        type=whole_number(1, 1 << 20),
         metavar="N",
         help=f"the longest wait of {STREAMS} running streams (of the least context) while a prompt of N tokens is read",
     )
     parser.add_argument(
         "--first-requests", action="store_true", help="check that the first request at each k and batch is no slower"
     )
-    parser.add_argument("--prefill-chunk", type=int, metavar="N")
+    parser.add_argument("--prefill-chunk", type=whole_number(1), metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON line a row, too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.synthetic_acceptance_length is not None:
+        try:
+            for depth in filter(None, args.k):
+                acceptance_rate(args.synthetic_acceptance_length, depth)
+        except ValueError as error:
+            parser.error(f"--synthetic-acceptance-length: {error}")
+    return args
 
 
 def _numbers(least: int, most: int) -> Any:
@@ -362,15 +371,6 @@ def _numbers(least: int, most: int) -> Any:
         if not words or not all(map(str.isdecimal, words)) or values[0] < least or values[-1] > most:
             raise argparse.ArgumentTypeError(f"want numbers in {least}..{most}, got {text!r}")
         return values
-
-    return read
-
-
-def _number(least: int, most: int) -> Any:
-    def read(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"want a number in {least}..{most}, got {text!r}")
-        return int(text)
 
     return read
 

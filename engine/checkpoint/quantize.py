@@ -37,7 +37,7 @@ from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.checkpoint.write import TensorFile, tensor_file, write_text
 from pilotfish.engine.config import read_json_object
 from pilotfish.engine.errors import CheckpointError, OptionError, PilotfishError
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.parser import Parser, whole_number
 
 REPORT_FILE = "quantization_report.json"
 STATE = ".quantize"
@@ -322,7 +322,7 @@ def _parser() -> Parser:
     parser.add_argument("--merge-lora", type=Path, metavar="ADAPTER", help="add a PEFT adapter's LoRA first")
     parser.add_argument("--text", type=Path, metavar="FILE", help="compare perplexity and logits on this text")
     parser.add_argument("--text-tokens", type=int, default=2048, metavar="N", help="of the text (default: %(default)s)")
-    parser.add_argument("--num-threads", type=int, metavar="N")
+    parser.add_argument("--num-threads", type=whole_number(1), metavar="N")
     return parser
 
 

@@ -55,3 +55,22 @@ def test_wrong_flags_and_values_are_told_in_a_line(name, monkeypatch, capsys):
             said = refused([*needed, flag, "what?"], capsys)
             assert flag in said and "what?" in said
             assert re.search(r"\bwant |invalid (int|float) value|choose from|not JSON", said), said
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["bench", "m", "--tokens", "0"], "of at least 1, got '0'"),
+        (["bench", "m", "--prefill-chunk", "-1"], "of at least 1, got '-1'"),
+        (["bench", "m", "--draft-vocab-size", "0"], "of at least 1, got '0'"),
+        (["bench", "m", "--k", "0,1", "--synthetic-acceptance-length", "3"], "in 1..2 for k = 1, got 3.0"),
+        (["quantize", "in", "out", "--num-threads", "-1"], "of at least 1, got '-1'"),
+        (["train-head", "m", "--text", "t", "--out", "o", "--num-threads", "-1"], "of at least 1, got '-1'"),
+        (["gate", "m", "--port", "65536"], "in 0..65535, got '65536'"),
+        (["sweep", "m", "--port", "65536"], "in 0..65535, got '65536'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else f"{value[0]}{value[-2]}",
+)
+def test_numbers_out_of_range_are_told_before_anything_runs(args, wanted, capsys):
+    said = refused(args, capsys)
+    assert f"{args[-2]}: want " in said and wanted in said
