@@ -111,9 +111,8 @@ def project_kernel(
     w = tl.load(qk_norm + head * D + d)
     other_w = tl.load(qk_norm + head * D + other, turned, other=0.0)
     if PDL:
-        # in this order: what ran before this kernel is complete when the next two start
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     source = projected + row.to(tl.int64) * ((2 * H + 2 * KV) * D)
     x = tl.load(source + head * D + d).to(tl.float32)
     other_x = tl.load(source + head * D + other, turned, other=0.0).to(tl.float32)
@@ -141,16 +140,6 @@ def project_kernel(
         tl.store(v_cache + cell, v.to(v_cache.dtype.element_ty))
 
 
-@triton.jit
-def _prefetch(cache, cell, SIZE: tl.constexpr):
-    """Brings SIZE numbers, which lie together, into L2: whoever still writes some of them does so there."""
-    each: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
-    lines = cache + cell + tl.arange(0, SIZE // each) * each
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=["B", "W", "max_pages"])
 def items_kernel(
     q,
@@ -175,39 +164,30 @@ def items_kernel(
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do.
-
-    Where an item's keys and values are is found out before the wait for `project_kernel`: that one had waited for the
-    plan before it let this one start. A program without an item leaves at once; the first one has one.
-    """
+    """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do."""
     GROUP: tl.constexpr = H // KV
     m, n, d = tl.arange(0, TILE), tl.arange(0, UNIT), tl.arange(0, D)
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     tiles = tl.cdiv(W * GROUP, TILE)
-    span = tl.load(items, cache_modifier=".cg")
-    num_items = tl.load(items + 1 + B, cache_modifier=".cg")
+    span = tl.load(items)
+    num_items = tl.load(items + 1 + B)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         b = 0
-        while tl.load(items + 2 + b, cache_modifier=".cg") <= item:
+        while tl.load(items + 2 + b) <= item:
             b += 1
-        index = item - tl.load(items + 1 + b, cache_modifier=".cg")
+        index = item - tl.load(items + 1 + b)
         tile = index % tiles
         head = index // tiles % KV
         first = index // (tiles * KV) * span
         slot = tl.load(slots + b).to(tl.int64)
-        start = tl.load(positions + b * W, cache_modifier=".cg")
+        start = tl.load(positions + b * W)
         end = start + W
         flat = tile * TILE + m
         w = tl.minimum(flat // GROUP, W - 1)
         sees = start + w
         rows = ((b * W + w) * H + head * GROUP + flat % GROUP).to(tl.int64)
-        if PDL:
-            page = tl.load(tables + slot * max_pages + first // PAGE, cache_modifier=".cg").to(tl.int64)
-            cell = ((page * KV + head) * PAGE + first % PAGE) * D
-            _prefetch(k_cache, cell, UNIT * D)
-            _prefetch(v_cache, cell, UNIT * D)
-            gdc_wait()
         query = tl.load(q + rows[:, None] * D + d[None, :], (flat < W * GROUP)[:, None], other=0.0)
         best = tl.full((TILE,), float("-inf"), tl.float32)
         mass = tl.zeros((TILE,), tl.float32)
@@ -272,12 +252,10 @@ def merge_kernel(
     row = tl.program_id(0) // (D // BLOCK_D * H)
     if PDL:
         gdc_launch_dependents()
-    # complete before `items_kernel` started, which see
-    source = projected + row.to(tl.int64) * ((2 * H + 2 * KV) * D) + (H + 2 * KV + head) * D + d
-    gate = tl.load(source, cache_modifier=".cg")
+        gdc_wait()
+    gate = tl.load(projected + row.to(tl.int64) * ((2 * H + 2 * KV) * D) + (H + 2 * KV + head) * D + d)
     b = row // W
-    span, base = tl.load(items, cache_modifier=".cg"), tl.load(items + 1 + b, cache_modifier=".cg")
-    position = tl.load(positions + row, cache_modifier=".cg")
+    span, base, position = tl.load(items), tl.load(items + 1 + b), tl.load(positions + row)
     flat = row % W * GROUP + head % GROUP
     tiles = tl.cdiv(W * GROUP, TILE)
     stride = KV * tiles
@@ -287,8 +265,6 @@ def merge_kernel(
     best = tl.full((MERGED,), float("-inf"), tl.float32)
     mass = tl.zeros((MERGED,), tl.float32)
     total = tl.zeros((MERGED, BLOCK_D), tl.float32)
-    if PDL:
-        gdc_wait()
     if span == UNIT:
         for first in range(0, position // CHUNK + 1, MERGED):
             part_best = tl.full((MERGED,), float("-inf"), tl.float32)

@@ -46,8 +46,6 @@ LANES = 8
 ROWS = 4
 """Window rows that a program of `_finish_kernel` has at once. The layout of a block, and with it the order of a sum
 along it, follows the block's shape: that must be the same for every k."""
-EAGER = True
-"""Whether `_finish_kernel` lets the kernel after it start before its own turn has come."""
 _HISTORY = tl.constexpr(TAPS - 1)
 _VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _MATRIX = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -299,7 +297,6 @@ def _finish_kernel(
     DV: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EAGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for the channels of one head of q, k or v of a sequence, and that value head's output."""
@@ -310,7 +307,7 @@ def _finish_kernel(
     part = tl.program_id(0) % PARTS
     b = tl.program_id(0) // PARTS
     head = part - 2 * HK
-    if PDL and EAGER:
+    if PDL:
         gdc_launch_dependents()
     slot = tl.load(slots + b, cache_modifier=".cg").to(tl.int64)
     # as wide as the rows, so that a column of the norm lies where it is used
@@ -339,8 +336,6 @@ def _finish_kernel(
     tl.debug_barrier()
     if PDL:
         gdc_wait()
-        if not EAGER:
-            gdc_launch_dependents()
     for _ in range(0, W, ROWS):
         mask, counted = (w < W) & live, (w < W) & (head >= 0)
         shown = mask & (head >= 0)
@@ -420,7 +415,7 @@ def gdn_window(
     )  # fmt: skip
     _finish_kernel[(batch * (2 * key_heads + heads),)](
         projected, slots, counts, history, pending, gate_norm, scratch.read, out, eps, width,
-        ROWS=ROWS, BLOCK=max(dk, dv), EAGER=EAGER, num_warps=4, **sizes, **options,
+        ROWS=ROWS, BLOCK=max(dk, dv), num_warps=4, **sizes, **options,
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ and the unpacking, which is elementwise, is written in PTX, two weights at a tim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
@@ -28,6 +30,24 @@ _WORDS = tuple(UNIT_BYTES[format] // 4 for format in FORMATS)
 NVFP4_RESCALE = gl.constexpr(256.0)
 
 
+def nvfp4_word(source: str, outs: Sequence[int], scale: str) -> list[str]:
+    """8 codes to four pairs of bf16, with their scale times 2^118, twice in a register; t and u are used, z is -0."""
+    a, b, c, d = (f"${out}" for out in outs)
+    lines = [
+        f"and.b32 {a}, {source}, 0x81C081C0;",
+        f"shf.r.wrap.b32 t, {source}, {source}, 4;",
+        f"and.b32 {b}, t, 0x81C081C0;",
+        f"shl.b32 t, {source}, 6;",
+        f"and.b32 {c}, t, 0x81C081C0;",
+        f"shl.b32 t, {source}, 2;",
+        "and.b32 t, t, 0x80C080C0;",
+        f"shr.u32 u, {source}, 6;",
+        f"lop3.b32 {d}, u, 0x01000100, t, 0xEA;",
+    ]
+    # a product by fma with -0: mul.bf16x2 needs sm_90
+    return lines + [f"fma.rn.bf16x2 {pair}, {pair}, {scale}, z;" for pair in (a, b, c, d)]
+
+
 def _nvfp4_asm(row_half: int) -> str:
     """Codes $16..$19, four words, and the lane's scale bytes $20 (all four registers hold it) to $0..$15."""
     lines = [".reg .b32 s<2>, t, u, z;", "mov.b32 z, 0x80008000;"]
@@ -36,20 +56,7 @@ def _nvfp4_asm(row_half: int) -> str:
         byte = 2 * row_half + half
         lines += [f"prmt.b32 t, $20, 0, 0x4{byte}4{byte};", f"mad.lo.u32 s{half}, t, 16, 0x70007000;"]
     for word in range(4):
-        source, out, scale = f"${16 + word}", 4 * word, f"s{word // 2}"
-        lines += [
-            f"and.b32 ${out}, {source}, 0x81C081C0;",
-            f"shf.r.wrap.b32 t, {source}, {source}, 4;",
-            f"and.b32 ${out + 1}, t, 0x81C081C0;",
-            f"shl.b32 t, {source}, 6;",
-            f"and.b32 ${out + 2}, t, 0x81C081C0;",
-            f"shl.b32 t, {source}, 2;",
-            "and.b32 t, t, 0x80C080C0;",
-            f"shr.u32 u, {source}, 6;",
-            f"lop3.b32 ${out + 3}, u, 0x01000100, t, 0xEA;",
-        ]
-        # a product by fma with -0: mul.bf16x2 needs sm_90
-        lines += [f"fma.rn.bf16x2 ${out + pair}, ${out + pair}, {scale}, z;" for pair in range(4)]
+        lines += nvfp4_word(f"${16 + word}", range(4 * word, 4 * word + 4), f"s{word // 2}")
     return "{\n" + "\n".join(lines) + "\n}"
 
 

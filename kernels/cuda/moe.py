@@ -25,7 +25,7 @@ from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.linear import MAX_ROWS, Shape, fill
 from pilotfish.kernels.cuda.mma import FORMATS
-from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, items_kernel, list_kernel
+from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, groups_kernel, list_kernel
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 FAST_ROWS = 8
@@ -276,7 +276,7 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
         PDL=pdl,
         launch_pdl=pdl,
     )
-    items_kernel[(1,)](
+    groups_kernel[(1,)](
         lists,
         num_rows,
         num_experts,

@@ -19,19 +19,21 @@ from pilotfish.kernels.cuda.mma import load_factor, over_warps, products, scaled
 def list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program e lists the pairs of expert e in their order, as row * (k + 1) + rank, after their number."""
     expert = tl.program_id(0)
-    pair = tl.arange(0, BLOCK)
+    own = lists + expert.to(tl.int64) * (num_pairs // TOP_K + 1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    chosen = (tl.load(ids + pair, pair < num_pairs, other=-1) == expert).to(tl.int32)
-    place = tl.cumsum(chosen, 0)
-    target = lists + expert * (num_pairs // TOP_K + 1)
-    tl.store(target, tl.sum(chosen, 0))
-    tl.store(target + place, pair + pair // TOP_K, chosen == 1)
+    count = expert * 0
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        chosen = (tl.load(ids + pair, pair < num_pairs, other=-1) == expert).to(tl.int32)
+        tl.store(own + count + tl.cumsum(chosen, 0), pair + pair // TOP_K, chosen == 1)
+        count += tl.sum(chosen, 0)
+    tl.store(own, count)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "num_items"])
-def items_kernel(
+def groups_kernel(
     lists,
     num_rows,
     num_experts,

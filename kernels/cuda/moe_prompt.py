@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pilotfish.kernels.cuda.mma import nvfp4_word
 from pilotfish.kernels.cuda.moe import GroupedExperts, combine
+from pilotfish.kernels.cuda.moe_kernels import list_kernel
 from pilotfish.kernels.cuda.packing import Format, Packed
 
 ROWS = 64
@@ -31,23 +33,9 @@ PAIRS = 4096
 STAGES = 3
 UNIT_WORDS = tl.constexpr(288)
 
-_ASM = tl.constexpr("""{
-.reg .b32 t, u, z;
-mov.b32 z, 0x80008000;
-and.b32 $0, $4, 0x81C081C0;
-shf.r.wrap.b32 t, $4, $4, 4;
-and.b32 $1, t, 0x81C081C0;
-shl.b32 t, $4, 6;
-and.b32 $2, t, 0x81C081C0;
-shl.b32 t, $4, 2;
-and.b32 t, t, 0x80C080C0;
-shr.u32 u, $4, 6;
-lop3.b32 $3, u, 0x01000100, t, 0xEA;
-fma.rn.bf16x2 $0, $0, $5, z;
-fma.rn.bf16x2 $1, $1, $5, z;
-fma.rn.bf16x2 $2, $2, $5, z;
-fma.rn.bf16x2 $3, $3, $5, z;
-}""")
+_ASM = tl.constexpr(
+    "\n".join(["{", ".reg .b32 t, u, z;", "mov.b32 z, 0x80008000;", *nvfp4_word("$4", [0, 1, 2, 3], "$5"), "}"])
+)
 """mma.py's unpacking for one word $4 of 8 codes and its scale times 2^118, twice in $5: four pairs of bf16."""
 
 
@@ -55,20 +43,6 @@ def takes(packed: GroupedExperts) -> bool:
     """Whether the kernels hold these experts: all NVFP4, the shared one of the others' shape."""
     parts = [part for group in packed.groups for part in (group.gate_up, group.down)]
     return len(packed.groups) == 1 and all(part.format is Format.NVFP4 for part in parts)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Program e lists the pairs of expert e in their order, as row * (k + 1) + rank, after their number."""
-    expert = tl.program_id(0)
-    own = lists + expert.to(tl.int64) * (num_pairs // TOP_K + 1)
-    count = expert * 0
-    for first in range(0, num_pairs, BLOCK):
-        pair = first + tl.arange(0, BLOCK)
-        chosen = (tl.load(ids + pair, pair < num_pairs, other=-1) == expert).to(tl.int32)
-        tl.store(own + count + tl.cumsum(chosen, 0), pair + pair // TOP_K, chosen == 1)
-        count += tl.sum(chosen, 0)
-    tl.store(own, count)
 
 
 @triton.jit
@@ -207,7 +181,7 @@ def parts(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> torch.T
     (group,) = packed.groups
     assert x.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32, (x.stride(), ids.dtype)
     lists = torch.empty((packed.num_experts, num_rows + 1), dtype=torch.int32, device=x.device)
-    _list_kernel[(packed.num_experts,)](ids, lists, ids.numel(), TOP_K=top_k, BLOCK=PAIRS)
+    list_kernel[(packed.num_experts,)](ids, lists, ids.numel(), TOP_K=top_k, BLOCK=PAIRS, PDL=False)
     inner = torch.empty((num_rows, top_k + 1, group.width), dtype=x.dtype, device=x.device)
     out = torch.empty((num_rows, top_k + 1, packed.hidden), dtype=x.dtype, device=x.device)
     _launch(packed, group.gate_up, x, lists, inner, down=False)

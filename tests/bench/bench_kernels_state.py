@@ -156,13 +156,13 @@ def bench_delta(models: list[str], batches: list[int], widths: list[int], parts:
         if parts:
             print_parts(layers.call)
         if tune:
-            kept = delta_net.WARPS, delta_net.LANES, delta_net.EAGER
-            for shape in ((4, 8, True), (4, 8, False), (2, 8, True), (8, 8, True), (4, 4, True), (4, 16, True)):
-                delta_net.WARPS, delta_net.LANES, delta_net.EAGER = shape
+            kept = delta_net.WARPS, delta_net.LANES
+            for shape in ((4, 8), (2, 8), (8, 8), (4, 4), (4, 16)):
+                delta_net.WARPS, delta_net.LANES = shape
                 layers.check()
-                title = "{} gdn_window, {} warps, {} lanes{}".format(model, *shape[:2], "" if shape[2] else ", lazy")
+                title = "{} gdn_window, {} warps, {} lanes".format(model, *shape)
                 report(title, layers.num_bytes, *time_both(layers.call), **about)
-            delta_net.WARPS, delta_net.LANES, delta_net.EAGER = kept
+            delta_net.WARPS, delta_net.LANES = kept
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

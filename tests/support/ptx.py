@@ -556,7 +556,7 @@ class Program:
     def _nothing(self, op: list[str], operands: list[str]) -> None:
         pass
 
-    op_bar = op_createpolicy = op_griddepcontrol = op_pmevent = op_prefetch = _nothing
+    op_bar = op_createpolicy = op_griddepcontrol = op_pmevent = _nothing
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:

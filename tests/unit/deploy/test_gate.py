@@ -187,6 +187,13 @@ def test_graphs(num_graphs, eager, replayed, passed):
     assert "none captured" in found.came or num_graphs
 
 
+def test_a_gpu_without_graphs_is_not_fit_for_traffic():
+    found = subject(scrapes=[{'rounds_total{path="eager"}': 12}], execution={"num_graphs": 0})
+    assert facts.graphs(found).passed
+    found.server.answers["/v1/capacity"]["device"] = "cuda:0"
+    assert not facts.graphs(found).passed
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_nothing_compiles_while_serving(count):
     found = facts.compiled(subject(scrapes=[{"kernels_compiled_total": count}]))

@@ -46,8 +46,6 @@ EARLY = {
     "slots",  # written by copies from the host alone, which are in no chain
 }
 """Arguments that no kernel of a round writes."""
-PLAN = {"items", "positions", "tables"}
-"""Arguments of attention's kernels that are complete when the second and third of them start: the first has waited."""
 BEFORE = {"counts", "history", "pending", "conv_weight", "state"}
 """Arguments of GatedDeltaNet's kernels that nothing between a round's first kernels and theirs writes."""
 
@@ -84,16 +82,12 @@ def test_no_kernel_touches_what_another_writes_before_it_has_waited(launched):
         allowed = EARLY | ({"ids", "lists"} if down else set())
         if name in ("_steps_kernel", "_finish_kernel"):
             allowed |= BEFORE | ({"projected"} if name == "_finish_kernel" else set())
-        attends = name == "items_kernel" and "k_cache" in argument_names(kernel)
-        if attends or name == "merge_kernel":
-            allowed |= PLAN | ({"projected"} if name == "merge_kernel" else set())
         # b and a of GatedDeltaNet: another way through the product's kernel, with a wait of its own
         ways = 2 if "plain_data" in argument_names(kernel) else 1
         assert kernel.metadata.launch_pdl and waits.num_waits == ways and waits.num_triggers == 1, name
         assert all(op == "ld" and origin and origin <= allowed for op, origin in waits.early), (name, waits.early)
-        # programs of down that have nothing to do leave at once, as attention's without an item: the first one's expert
-        # is no other's, and the first one has an item
-        assert waits.leaves_early == (down or attends), name
+        # programs of down that have nothing to do leave at once; the first one's expert is no other's
+        assert waits.leaves_early == down, name
         assert [op for op in ("STG", "ST.", "ATOM", "RED") if code.before(op, "ACQBULK")] == [], name
 
 
@@ -105,10 +99,6 @@ def test_what_is_read_early_is_complete(launched):
     rounds = [place for place, name in enumerate(names) if name == "_embed_rows_kernel"]
     assert len(rounds) == 2 and "_embed_rows_kernel" in waited_first
     assert "_steps_kernel" not in names[: rounds[0]] and "_steps_kernel" not in names[rounds[1] - 1 : rounds[1]]
-    # what attention plans and projects, for its second and third launch
-    assert "project_kernel" in waited_first
-    attends = [place for place, name in enumerate(names) if name == "merge_kernel"]
-    assert all(names[place - 2 : place] == ["project_kernel", "items_kernel"] for place in attends)
     # a layer's projection, for its second launch
     assert "_steps_kernel" in waited_first
     assert all(names[place - 1] == "_steps_kernel" for place, name in enumerate(names) if name == "_finish_kernel")

@@ -27,7 +27,7 @@ MLP = [
     "_add_norm_kernel",
     "_expand_kernel",
     "_route_kernel",
-    "_list_kernel",
+    "list_kernel",
     *["_experts_kernel"] * 2,
     "combine_kernel",
 ]

@@ -61,7 +61,7 @@ LENGTHS = (200, 600, 4080)
 PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel")
 """Compiled anew for more rows, see Found.add_rows. A row is a column of mma, its sum is over the same units in the same
 order, by instructions that are written out, and nothing is contracted: test_run_products.py has their bits."""
-LISTS = ("moe_kernels.list_kernel", "moe_kernels.items_kernel")
+LISTS = ("moe_kernels.list_kernel", "moe_kernels.groups_kernel")
 """Launched for more than 8 rows alone."""
 INTEGERS = (*LISTS, "commit._accept_commit_kernel", "lookup._look_up_kernel")
 """May be several: they compute integers alone, whose sums have one value in any order."""

@@ -65,7 +65,7 @@ def test_its_code_for_a_gpu():
     with compiling() as kernels:
         moe_prompt.experts(packed, x, torch.zeros(300, 4), ids, torch.zeros(300))
     names = [kernel.metadata.name for kernel in kernels]
-    assert names == ["_list_kernel", "_experts_kernel", "_experts_kernel", "combine_kernel"]
+    assert names == ["list_kernel", "_experts_kernel", "_experts_kernel", "combine_kernel"]
     for kernel in kernels[1:3]:
         code = Code(kernel)
         assert code.stack <= 96 and code.count("BAR") <= 24

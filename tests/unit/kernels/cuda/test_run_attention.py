@@ -4,7 +4,6 @@ reference: the kernel's sine is the library's."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -42,13 +41,3 @@ def on_the_cpu(monkeypatch):
     with running() as launched:
         yield
     assert set(launched) == {"project_kernel", "items_kernel", "merge_kernel"}
-
-
-def test_what_is_read_before_the_wait_changes_no_bit(sizes, lengths):
-    for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        layers = [attention_windows.AttentionLayer(sizes, lengths, torch.bfloat16, cache_dtype) for _ in range(2)]
-        rows = layers[0].rows(6, 1)
-        plain, dependent = (
-            layer.step(rows, [1, 2, 3], 2, pdl=pdl) for layer, pdl in zip(layers, (False, True), strict=True)
-        )
-        assert torch.equal(plain, dependent)
