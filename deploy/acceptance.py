@@ -33,7 +33,7 @@ from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser
 from pilotfish.engine.start import Engine, start_engine
 from pilotfish.engine.teacher_forcing import Agreement
-from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.text.tokenizer import Tokenizer
 
 CHARS_A_TOKEN = 8
 """No more than this many characters of a text are tokenised for each token that is wanted."""

@@ -379,7 +379,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def make_key(args: argparse.Namespace) -> int:
-    from pilotfish.server import auth
+    from pilotfish.server.http import auth
 
     key = auth.make_key()
     try:

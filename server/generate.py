@@ -14,11 +14,12 @@ from pilotfish.engine.core import EngineCore
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.messages import Ready, RequestOutput, Submit
 from pilotfish.engine.process import load_factory
-from pilotfish.server.detokenize import Detokenizer
+from pilotfish.server.chat.request import ChatRequest
+from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import ModelFiles, load_model_files
 from pilotfish.server.plan import Context, plan_chat, plan_completion
-from pilotfish.server.protocol import ChatRequest, CompletionRequest
+from pilotfish.server.text.detokenize import Detokenizer
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions

@@ -16,12 +16,12 @@ import msgspec
 from pilotfish.engine.client import EngineClient
 from pilotfish.engine.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
-from pilotfish.server.answer import MARKERS, AnswerParser, Part, Said, merge
-from pilotfish.server.detokenize import Detokenizer
+from pilotfish.server.calls.parser import MARKERS, AnswerParser, Part, Said, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.plan import Plan, StopRules
-from pilotfish.server.stops import StopMatcher
-from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.text.detokenize import Detokenizer
+from pilotfish.server.text.stops import StopMatcher
+from pilotfish.server.text.tokenizer import Tokenizer
 
 
 class ShownToken(msgspec.Struct, frozen=True):

@@ -14,21 +14,23 @@ from pilotfish.engine.client import EngineClient, EngineUnavailable
 from pilotfish.engine.messages import Ready
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import unused
-from pilotfish.server.auth import NO_KEY
-from pilotfish.server.chat_prompt import tokens_of
+from pilotfish.server.answer import Format, join
+from pilotfish.server.chat.answer import ChatFormat
+from pilotfish.server.chat.request import ChatRequest, tokens_of
+from pilotfish.server.completions.answer import CompletionFormat
+from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status, renamed
 from pilotfish.server.generation import Generation, Piece
-from pilotfish.server.limits import Limiter
-from pilotfish.server.messages_api import request as messages_request
-from pilotfish.server.messages_api.answer import MessagesFormat, TokenCount
-from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest
+from pilotfish.server.http.auth import NO_KEY
+from pilotfish.server.http.limits import Limiter
+from pilotfish.server.http.request_log import note_choices, note_error
+from pilotfish.server.messages import request as messages_request
+from pilotfish.server.messages.answer import MessagesFormat, TokenCount
+from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.plan import Context, Plan, count_prompt, plan_chat, plan_completion
-from pilotfish.server.prompts import check_ids
 from pilotfish.server.protocol import (
     AnyRequest,
-    ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
     Text,
     TokenizeRequest,
@@ -36,11 +38,10 @@ from pilotfish.server.protocol import (
     decode_request,
     encode,
 )
-from pilotfish.server.request_log import note_choices, note_error
-from pilotfish.server.responses import ChatFormat, CompletionFormat, Format, join
-from pilotfish.server.responses_api import request as responses_request
-from pilotfish.server.responses_api.answer import ResponsesFormat
-from pilotfish.server.responses_api.request import ResponsesRequest
+from pilotfish.server.responses import request as responses_request
+from pilotfish.server.responses.answer import ResponsesFormat
+from pilotfish.server.responses.request import ResponsesRequest
+from pilotfish.server.text.prompts import check_ids
 
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from pilotfish.engine.errors import PilotfishError
-from pilotfish.server.answer import END_THINK, FUNCTION
-from pilotfish.server.chat_template import ChatTemplate, load_chat_template, token_content
-from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.calls.parser import END_THINK, FUNCTION
+from pilotfish.server.text.chat_template import ChatTemplate, load_chat_template, token_content
+from pilotfish.server.text.tokenizer import Tokenizer
 
 
 class ModelFilesError(PilotfishError):

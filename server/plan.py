@@ -12,15 +12,16 @@ from typing import Any
 import msgspec
 
 from pilotfish.engine.messages import Grammar, Ready, SamplingParams
-from pilotfish.server.answer import END_THINK, AnswerRules
-from pilotfish.server.call_grammar import call_grammar
-from pilotfish.server.chat_prompt import chat_prompt
+from pilotfish.server.calls.grammar import call_grammar
+from pilotfish.server.calls.parser import END_THINK, AnswerRules
+from pilotfish.server.chat.request import ChatRequest, chat_prompt
+from pilotfish.server.completions.request import CompletionRequest, read_prompts
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.prompts import MAX_SEQUENCES, Prompt, check_id, encode, read_prompts, tokenize
-from pilotfish.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from pilotfish.server.structured import GUIDED_FIELDS, grammar_of
-from pilotfish.server.token_rules import bad_words_ids, thinking_budget
+from pilotfish.server.protocol import SamplingFields
+from pilotfish.server.text.prompts import MAX_SEQUENCES, Prompt, check_id, encode, tokenize
+from pilotfish.server.text.structured import GUIDED_FIELDS, grammar_of
+from pilotfish.server.text.token_rules import bad_words_ids, thinking_budget
 
 DEFAULT_COMPLETION_TOKENS = 16
 LOWEST_TEMPERATURE = 1e-5

@@ -153,33 +153,6 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt`: text, texts, ids, or lists of ids."""
-
-    prompt: str | list[Any] | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool | None = None
-
-
-class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. Messages are checked one by one in `messages.py`."""
-
-    messages: list[dict[str, Any]]
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    max_completion_tokens: PositiveCount | None = None
-    reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    thinking_token_budget: Count | None = None
-
-
 AnyRequest = TypeVar("AnyRequest", bound=Body)
 
 _JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
@@ -318,95 +291,7 @@ class ResponseMetrics(Struct, frozen=True):
     speculative_decoding: SpeculationMetrics
 
 
-class CompletionLogprobs(Struct, frozen=True):
-    text_offset: list[int]
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
-
-
-class TopLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Struct, frozen=True):
-    content: list[ChatLogprob]
-    refusal: None = None
-
-
-class CompletionChoice(Struct, frozen=True, kw_only=True):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class CalledFunction(Struct, frozen=True, kw_only=True):
-    """`arguments` is JSON; in a stream, a piece of it."""
-
-    name: str | msgspec.UnsetType = msgspec.UNSET
-    arguments: str
-
-
-class ToolCall(Struct, frozen=True, kw_only=True):
-    """In a stream only the first delta of an index has id, type and name."""
-
-    index: int | msgspec.UnsetType = msgspec.UNSET
-    id: str | msgspec.UnsetType = msgspec.UNSET
-    type: str | msgspec.UnsetType = msgspec.UNSET
-    function: CalledFunction
-
-
-class ChatMessage(Struct, frozen=True, kw_only=True):
-    """`reasoning` and `reasoning_content` are two names for one thing: clients read either."""
-
-    role: str = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatDelta(Struct, frozen=True, kw_only=True):
-    role: str | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatChoice(Struct, frozen=True, kw_only=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatChunkChoice(Struct, frozen=True, kw_only=True):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChoice, ChatChunkChoice)
+AnyChoice = TypeVar("AnyChoice", bound=Struct)
 
 
 class Response(Struct, Generic[AnyChoice], frozen=True, kw_only=True):

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
-from pilotfish.server.app import SUPERVISOR, ServerOptions, make_app, make_runner
-from pilotfish.server.cors import Cors
 from pilotfish.server.handlers import SERVICE
+from pilotfish.server.http.app import SUPERVISOR, ServerOptions, make_app, make_runner
+from pilotfish.server.http.cors import Cors
+from pilotfish.server.http.tls import TlsError, TlsFiles, make_context, refresh
 from pilotfish.server.model_files import load_model_files
-from pilotfish.server.tls import TlsError, TlsFiles, make_context, refresh
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from pilotfish.engine.loop import EngineLoop, make_core
 from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
-from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.text.tokenizer import Tokenizer
 
 
 @dataclass

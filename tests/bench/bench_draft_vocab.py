@@ -24,7 +24,7 @@ from pilotfish.draft_heads.training.draft_vocab import main as draft_vocab
 from pilotfish.engine.loop import make_core
 from pilotfish.engine.messages import SamplingParams
 from pilotfish.engine.options import EngineOptions
-from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.text.tokenizer import Tokenizer
 from tests.bench.bench_decode import Series, decode
 
 

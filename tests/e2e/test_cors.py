@@ -6,8 +6,8 @@ import aiohttp
 import pytest
 from serving import script, serving
 
-from pilotfish.server.app import _routes
-from pilotfish.server.cors import Cors, CorsError
+from pilotfish.server.http.app import _routes
+from pilotfish.server.http.cors import Cors, CorsError
 
 PAGE, OTHER = "https://app.example", "https://evil.example"
 KEY = {"Authorization": "Bearer sesame"}

@@ -150,7 +150,7 @@ def test_a_stream_without_news_sends_comments(folder, monkeypatch):
 
 
 def test_an_engine_that_hangs_turns_health_red(folder, monkeypatch):
-    monkeypatch.setattr("pilotfish.server.status.STALLED_SECONDS", 0.3)
+    monkeypatch.setattr("pilotfish.server.http.status.STALLED_SECONDS", 0.3)
 
     async def story():
         async with serving(folder, close_seconds=0.2) as server, aiohttp.ClientSession() as http:

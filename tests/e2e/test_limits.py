@@ -5,11 +5,11 @@ import asyncio
 import aiohttp
 from serving import script, serving
 
-from pilotfish.server.auth import key_line
+from pilotfish.server.http.auth import key_line
 
 
 def test_a_key_beyond_its_limits_is_told_to_wait_and_others_are_not(folder, monkeypatch):
-    monkeypatch.setattr("pilotfish.server.auth.LOOK_SECONDS", 0)
+    monkeypatch.setattr("pilotfish.server.http.auth.LOOK_SECONDS", 0)
     file = folder / "keys"
     file.write_text(key_line("alice", "a") + " concurrent=1\n" + key_line("bob", "b") + "\n")
 

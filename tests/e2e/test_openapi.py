@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 from serving import script, serving_in_thread
 
-from pilotfish.server.app import _routes
+from pilotfish.server.http.app import _routes
 
 TIMEOUT = 20
 CALL = "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from serving import script, serving
 
-from pilotfish.server.auth import key_line
+from pilotfish.server.http.auth import key_line
 
 CHAT = "/chat/completions"
 
@@ -76,7 +76,7 @@ def test_a_prefix_may_be_stripped_or_not_and_is_guarded_either_way(folder):
 
 
 def test_keys_change_while_the_server_runs(folder, monkeypatch):
-    monkeypatch.setattr("pilotfish.server.auth.LOOK_SECONDS", 0)
+    monkeypatch.setattr("pilotfish.server.http.auth.LOOK_SECONDS", 0)
     file = folder / "keys"
     file.write_text(key_line("alice", "a") + "\n")
 

@@ -13,7 +13,7 @@ from processes import SERVE, status, until
 from serving import ENVIRONMENT, script
 
 from pilotfish.deploy.ports import free_port
-from pilotfish.server.tls import TlsError, TlsFiles, make_context, refresh
+from pilotfish.server.http.tls import TlsError, TlsFiles, make_context, refresh
 
 PATIENCE = 20
 

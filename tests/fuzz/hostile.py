@@ -13,7 +13,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pilotfish.server import unused
-from pilotfish.server.protocol import NOT_YET, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pilotfish.server.chat.request import ChatRequest
+from pilotfish.server.completions.request import CompletionRequest
+from pilotfish.server.protocol import NOT_YET, DetokenizeRequest, TokenizeRequest
 
 
 @dataclass(frozen=True)

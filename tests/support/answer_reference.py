@@ -3,7 +3,7 @@
 import json
 import re
 
-from pilotfish.server.tool_calls import argument_json, argument_types
+from pilotfish.server.calls.tools import argument_json, argument_types
 
 NAME = r"([^\s<>\"]{1,256})>"
 HEAD = {"<tool_call>": re.compile(r"\s*<function=" + NAME), "<function=": re.compile(NAME)}

@@ -15,8 +15,8 @@ from typing import Any
 from aiohttp import web
 
 from pilotfish.engine.options import EngineOptions
-from pilotfish.server.app import ServerOptions, make_app, make_runner
 from pilotfish.server.handlers import SERVICE, Service
+from pilotfish.server.http.app import ServerOptions, make_app, make_runner
 from pilotfish.server.model_files import load_model_files
 
 SUPPORT = Path(__file__).parent

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from pilotfish.metrics.definitions import DEFINITIONS
-from pilotfish.server.app import ServerOptions
 from pilotfish.server.cli import build_parser
+from pilotfish.server.http.app import ServerOptions
 
 FOLDER = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 

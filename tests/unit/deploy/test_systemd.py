@@ -10,8 +10,8 @@ import pytest
 
 from pilotfish.deploy.release.managers import UNIT as UNIT_NAME
 from pilotfish.deploy.release.slots import Layout
-from pilotfish.server.app import ServerOptions
 from pilotfish.server.cli import build_parser
+from pilotfish.server.http.app import ServerOptions
 
 UNIT = Path(__file__).resolve().parents[3] / "deploy" / "systemd" / "pilotfish@.service"
 EXECUTABLE = "/opt/pilotfish/slots/%i/bin/pilotfish"

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from pilotfish.server import unused
-from pilotfish.server.messages_api.request import CountTokensRequest, MessagesRequest
-from pilotfish.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from pilotfish.server.responses_api.request import ResponsesRequest
+from pilotfish.server.chat.request import ChatRequest
+from pilotfish.server.completions.request import CompletionRequest
+from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
+from pilotfish.server.protocol import DetokenizeRequest, TokenizeRequest
+from pilotfish.server.responses.request import ResponsesRequest
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text()
 

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector
-from pilotfish.server.answer import AnswerRules, Said
+from pilotfish.server.calls.parser import AnswerRules, Said
 from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.generation import Choice
 from pilotfish.server.plan import StopRules
-from pilotfish.server.tokenizer import Tokenizer
+from pilotfish.server.text.tokenizer import Tokenizer
 
 # making series costs more than everything these tests do with them
 COLLECTOR = Collector(CollectorRegistry())

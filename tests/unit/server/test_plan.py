@@ -8,11 +8,13 @@ import pytest
 from byte_model import END, IM_END
 from loaded import ready
 
-from pilotfish.server.chat_template import ChatTemplate
+from pilotfish.server.chat.request import ChatRequest
+from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import SamplingDefaults
 from pilotfish.server.plan import Context, plan_chat, plan_completion
-from pilotfish.server.protocol import ChatRequest, CompletionRequest, decode_request
+from pilotfish.server.protocol import decode_request
+from pilotfish.server.text.chat_template import ChatTemplate
 
 READY = ready(max_model_len=100, max_waiting=8, kv_pages_total=10, page_size=16)
 USER = [{"role": "user", "content": "hi"}]

@@ -6,13 +6,10 @@ import msgspec
 import pytest
 
 from pilotfish.server import unused
+from pilotfish.server.chat.request import ChatRequest
+from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import ApiError, BadRequest, Overloaded, from_status
-from pilotfish.server.protocol import (
-    NOT_YET,
-    ChatRequest,
-    CompletionRequest,
-    decode_request,
-)
+from pilotfish.server.protocol import NOT_YET, decode_request
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -1,0 +1,152 @@
+"""Messages to the text that a model reads, and to the rules by which its answer is read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from pilotfish.server.calls.parser import CALL, END_THINK, FUNCTION, THINK, AnswerRules
+from pilotfish.server.calls.tools import Tools, read_tools
+from pilotfish.server.chat.history import check_messages
+from pilotfish.server.errors import BadRequest
+from pilotfish.server.model_files import ModelFiles
+from pilotfish.server.protocol import MAX_LOGPROBS, Count, PositiveCount, SamplingFields, TokenizeRequest
+from pilotfish.server.text.chat_template import ChatTemplate
+from pilotfish.server.text.prompts import encode
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. Messages are checked one by one in `history.py`."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_completion_tokens: PositiveCount | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Count | None = None
+
+
+def chat_prompt(request: ChatRequest, files: ModelFiles, *, ignore_unknown: bool) -> tuple[str, AnswerRules | None]:
+    """The text, and the rules where the answer has parts. Raises BadRequest naming the field."""
+    template = files.chat_template
+    if template is None:
+        raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
+    tools = _tools(request, files)
+    messages = _messages(request, ignore_unknown=ignore_unknown)
+    text = _render(request, template, messages, tools, _template_values(request, template))
+    begun = messages[-1]["content"] if request.continue_final_message else None
+    answer = _answer_rules(request, files, text, tools, begun)
+    if answer is not None and answer.forced:
+        text = _close_thinking(text) + answer.forced
+    return text, answer
+
+
+async def tokens_of(request: TokenizeRequest, files: ModelFiles, *, ignore_unknown: bool) -> list[int]:
+    """What /tokenize answers: the ids that the same text or messages would be as a prompt. Raises BadRequest."""
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("Want either 'prompt' or 'messages'.", param="prompt", code="missing_parameter")
+    if request.messages is None:
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(request, name) is not None:
+                raise BadRequest(f"'{name}' wants 'messages'.", param=name)
+        special = request.add_special_tokens is not False
+        return await encode(request.prompt or "", files.tokenizer, add_special_tokens=special)
+    if files.chat_template is None:
+        raise BadRequest("This model has no chat template.", param="messages")
+    messages, tools = _messages(request, ignore_unknown=ignore_unknown), read_tools(request.tools, None)
+    text = _render(request, files.chat_template, messages, tools, request.chat_template_kwargs)
+    return await encode(text, files.tokenizer, add_special_tokens=bool(request.add_special_tokens))
+
+
+def _messages(request: ChatRequest | TokenizeRequest, *, ignore_unknown: bool) -> list[dict[str, Any]]:
+    """Checked. Only text that the assistant has begun is gone on with."""
+    messages = check_messages(request.messages or [], ignore_unknown=ignore_unknown)
+    if request.continue_final_message:
+        if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
+            raise BadRequest("Want a last message of the assistant, of text.", param="continue_final_message")
+        if request.add_generation_prompt:
+            raise BadRequest("Want no new turn: add_generation_prompt is true.", param="continue_final_message")
+    return messages
+
+
+def _render(
+    request: ChatRequest | TokenizeRequest,
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: Tools | None,
+    values: dict[str, Any] | None,
+) -> str:
+    return template.render(
+        messages,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_last=bool(request.continue_final_message),
+        tools=tools.shown if tools else None,
+        values=values,
+    )
+
+
+def _template_values(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """Keyword values for the template; an effort that it does not read is refused, but none is a switch many have."""
+    values = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort == "none" and "enable_thinking" in template.variables:
+        values.setdefault("enable_thinking", False)
+    elif request.reasoning_effort is not None:
+        if "reasoning_effort" not in template.variables:
+            raise BadRequest("This model's chat template has no reasoning_effort.", param="reasoning_effort")
+        values.setdefault("reasoning_effort", request.reasoning_effort)
+    return values
+
+
+def _tools(request: ChatRequest, files: ModelFiles) -> Tools | None:
+    """What may be called. Tools that must not be are not shown to the model either."""
+    tools = read_tools(request.tools, request.tool_choice)
+    if tools is None:
+        return None
+    template = files.chat_template
+    if not files.parses_tool_calls or template is None or "tools" not in template.variables:
+        raise BadRequest("This model's chat template has no tools that are known here.", param="tools")
+    new_turn = request.add_generation_prompt is not False and not request.continue_final_message
+    if tools.choice.mode in ("required", "named") and not new_turn:
+        raise BadRequest("A call can only be demanded in a new turn.", param="add_generation_prompt")
+    return tools
+
+
+def _answer_rules(
+    request: ChatRequest, files: ModelFiles, text: str, tools: Tools | None, begun: str | None
+) -> AnswerRules | None:
+    """None where the answer has no parts to tell apart. `begun` is its beginning where that stands in the messages."""
+    if tools is None and not files.parses_reasoning:
+        return None
+    forced, named = "", tools.choice.named if tools is not None else ""
+    if tools is not None and tools.choice.mode in ("required", "named"):
+        forced = f"{CALL}\n{FUNCTION}" + (f"{named}>\n" if named else "")
+    thinking: Literal["none", "look", "open"] = "none"
+    if files.parses_reasoning and begun is not None:
+        thinking = "open" if begun.rfind(THINK) > begun.rfind(END_THINK) else "none"
+    elif files.parses_reasoning and not forced:
+        thinking = "open" if _is_thinking(text) else "look"
+    return AnswerRules(
+        thinking=thinking,
+        tools=tools.schemas if tools else None,
+        forced=forced,
+        named=named,
+        single=request.parallel_tool_calls is False,
+    )
+
+
+def _is_thinking(text: str) -> bool:
+    """The prompt ends inside an empty thinking block."""
+    return text.rstrip().endswith(THINK)
+
+
+def _close_thinking(text: str) -> str:
+    """A call that is demanded comes without thought: the block that the template opened is closed again."""
+    return text.rstrip() + f"\n\n{END_THINK}\n\n" if _is_thinking(text) else text

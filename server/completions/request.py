@@ -1,0 +1,54 @@
+"""The body of /v1/completions, and its prompts as ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from pilotfish.engine.messages import Ready
+from pilotfish.server.errors import BadRequest
+from pilotfish.server.protocol import MAX_LOGPROBS, SamplingFields
+from pilotfish.server.text.prompts import MAX_SEQUENCES, Prompt, check_id, check_length, is_id, tokenize
+from pilotfish.server.text.tokenizer import Tokenizer
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt`: text, texts, ids, or lists of ids."""
+
+    prompt: str | list[Any] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+async def read_prompts(request: CompletionRequest, tokenizer: Tokenizer, ready: Ready) -> list[Prompt]:
+    """text, [text, ...], [id, ...] or [[id, ...], ...]."""
+    given, echo = request.prompt, bool(request.echo)
+    if given is None or given == []:
+        raise BadRequest("Want a prompt.", param="prompt", code="missing_parameter")
+    entries: list[Any] = [given] if isinstance(given, str) or is_id(given[0]) else given
+    if len(entries) > MAX_SEQUENCES:
+        raise BadRequest(f"Want at most {MAX_SEQUENCES} prompts, got {len(entries)}.", param="prompt")
+    prompts = []
+    for index, entry in enumerate(entries):
+        where = "prompt" if entry is given else f"prompt[{index}]"
+        if isinstance(entry, str):
+            special = request.add_special_tokens is not False
+            ids = await tokenize(entry, tokenizer, ready, where, add_special_tokens=special)
+            prompts.append(Prompt(ids, entry if echo else ""))
+        elif isinstance(entry, list):
+            prompts.append(_id_prompt(entry, tokenizer, ready, where, echo))
+        else:
+            raise BadRequest(f"Want text or token ids, got {type(entry).__name__}.", param=where)
+    return prompts
+
+
+def _id_prompt(entry: list[Any], tokenizer: Tokenizer, ready: Ready, where: str, echo: bool) -> Prompt:
+    check_length(len(entry), ready, where)
+    for token_id in entry:
+        if not is_id(token_id):
+            raise BadRequest(f"Want token ids, got {type(token_id).__name__}.", param=where)
+        check_id(token_id, ready.vocab_size, where)
+    # a prompt is shown as it was given, special tokens included
+    return Prompt(entry, tokenizer.decode(entry, skip_special_tokens=False) if echo else "")

@@ -1,0 +1,1 @@
+"""The HTTP application around the endpoints: keys, limits, logs, status."""

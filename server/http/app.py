@@ -1,0 +1,231 @@
+"""The aiohttp application: routes, middlewares, and the life of the engine process beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import hdrs, web
+from prometheus_client import CollectorRegistry
+
+import pilotfish
+from pilotfish.engine.client import EngineClient
+from pilotfish.engine.messages import Ready, StepReport
+from pilotfish.engine.process import DEFAULT_CORE
+from pilotfish.engine.supervisor import RestartBudget, Supervisor
+from pilotfish.metrics.collectors import Collector
+from pilotfish.server import handlers
+from pilotfish.server.errors import ApiError, BadRequest, from_status
+from pilotfish.server.handlers import SERVICE, Service
+from pilotfish.server.http import openapi, status
+from pilotfish.server.http.auth import Keys
+from pilotfish.server.http.cors import Cors
+from pilotfish.server.http.limits import Limiter
+from pilotfish.server.http.request_log import REQUEST_ID, RequestLog, client_id, note_error
+from pilotfish.server.http.routing import guarded
+from pilotfish.server.http.throughput import ThroughputLog
+from pilotfish.server.messages.answer import error_body
+from pilotfish.server.model_files import ModelFiles
+from pilotfish.server.protocol import encode
+
+if TYPE_CHECKING:
+    from pilotfish.engine.options import EngineOptions
+
+logger = logging.getLogger(__name__)
+
+PUBLIC = frozenset({"/health", "/ready", "/metrics", "/version", "/ping"})
+"""Probes and scrapes come without keys; everything else wants one, whether it exists or not."""
+
+MESSAGES = "/v1/messages"
+"""Here, errors have Anthropic's shape."""
+
+SUPERVISOR: web.AppKey[Supervisor] = web.AppKey("supervisor", Supervisor)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the application itself is told. `core` names another engine core (tests do).
+
+    `root_path` is a prefix under which a relay may forward, stripped or not; "" for none.
+    `restart_engine` is how often within 10 minutes a failed engine is started again.
+    """
+
+    served_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
+    root_path: str = ""
+    ignore_unknown_fields: bool = False
+    core: str = DEFAULT_CORE
+    engine_environment: Mapping[str, str] | None = None
+    close_seconds: float = 10.0
+    restart_engine: int = 0
+    log_requests: bool = False
+    log_prompts: bool = False
+    cors: Cors = msgspec.field(default_factory=Cors)
+
+
+def make_app(
+    options: ServerOptions, engine: EngineOptions, files: ModelFiles, registry: CollectorRegistry | None = None
+) -> web.Application:
+    """Starting the application starts the engine process; it answers from then on, /ready once it has loaded.
+
+    Raises KeyFileError.
+    """
+    metrics = Collector(registry or CollectorRegistry(), pilotfish.__version__)
+    throughput = ThroughputLog()
+
+    def on_report(report: StepReport) -> None:
+        metrics.on_report(report)
+        throughput.on_report(report)
+
+    client = EngineClient(engine, core=options.core, on_report=on_report, environment=options.engine_environment)
+    keys = Keys(options.api_keys, options.api_key_file)
+    middlewares = [_errors(metrics, options.root_path), _auth(keys, options.root_path)]
+    if options.log_requests:
+        log = RequestLog(handlers.KEY.get, files.tokenizer, prompts=options.log_prompts)
+        middlewares.insert(0, log.middleware(options.root_path))
+    # outside of keys and log: a preflight has no key, and is no request for text
+    middlewares.insert(0, options.cors.middleware())
+    app = web.Application(
+        middlewares=middlewares,
+        client_max_size=handlers.MAX_BODY_BYTES,
+    )
+    app[SERVICE] = Service(
+        client=client,
+        files=files,
+        metrics=metrics,
+        served_names=options.served_names,
+        started=int(time.time()),
+        ignore_unknown_fields=options.ignore_unknown_fields,
+        limiter=Limiter(keys.limits),
+    )
+    app[openapi.DOCUMENT] = encode(openapi.openapi_document(options.root_path))
+    budget = RestartBudget(options.restart_engine)
+    app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
+    app.cleanup_ctx.append(_engine(options.close_seconds))
+    app.on_response_prepare.extend([_add_request_id, options.cors.add_headers])
+    app.add_routes(guarded([*_routes(""), *(_routes(options.root_path) if options.root_path else ())]))
+    return app
+
+
+async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """The client's own id comes back, errors included; else the answer's, else a new one."""
+    given = client_id(request)
+    if given is not None:
+        response.headers[REQUEST_ID] = given
+    else:
+        response.headers.setdefault(REQUEST_ID, secrets.token_hex(12))
+
+
+def _routes(root: str) -> Sequence[web.RouteDef]:
+    return [
+        web.post(root + "/v1/completions", handlers.completions),
+        web.post(root + "/v1/chat/completions", handlers.chat_completions),
+        web.post(root + "/v1/responses", handlers.responses),
+        web.post(root + MESSAGES, handlers.messages),
+        web.post(root + MESSAGES + "/count_tokens", handlers.count_tokens),
+        web.post(root + "/tokenize", handlers.tokenize),
+        web.post(root + "/detokenize", handlers.detokenize),
+        web.get(root + "/v1/models", status.models),
+        web.get(root + "/v1/models/{name:.+}", status.model),
+        web.get(root + "/v1/capacity", status.capacity),
+        web.get(root + "/health", status.health),
+        web.get(root + "/ready", status.ready),
+        web.get(root + "/metrics", status.metrics),
+        web.get(root + "/version", status.version),
+        web.get(root + "/ping", status.ping),
+        web.get(root + "/openapi.json", openapi.openapi),
+    ]
+
+
+def make_runner(app: web.Application, *, shutdown_seconds: float) -> web.AppRunner:
+    """A runner that cancels a handler when its client goes: aiohttp's default lets it run on."""
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_seconds, access_log=None)
+
+
+def _engine(close_seconds: float) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        service = app[SERVICE]
+        await service.client.start()
+        watching = asyncio.create_task(app[SUPERVISOR].run())
+        try:
+            yield
+        finally:
+            # first, or it would start what is being closed
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            await service.client.close(close_seconds)
+
+    return context
+
+
+def _on_ready(metrics: Collector) -> Callable[[Ready], None]:
+    def on_ready(ready: Ready) -> None:
+        metrics.on_ready(ready)
+        logger.info(
+            "ready: %s on %s, up to %d sequences (%s), %d tokens each",
+            *(ready.model_type, ready.device, ready.max_num_seqs, ready.binding_limit, ready.max_model_len),
+        )
+        if ready.speculation_disabled_reason is not None:
+            logger.warning("serving WITHOUT speculation: %s", ready.speculation_disabled_reason)
+        else:
+            logger.info("speculation: %d drafted tokens a round", ready.num_speculative_tokens)
+
+    return on_ready
+
+
+def _errors(metrics: Collector, root_path: str) -> Callable:
+    """Every error leaves in the shape of the API that was asked; only our own faults are 500, and those are logged."""
+
+    def refuse(request: web.Request, error: ApiError) -> web.Response:
+        metrics.on_rejection(error.reason)
+        note_error(error.code or error.reason)
+        anthropic = request.path.removeprefix(root_path).startswith(MESSAGES)
+        body = error_body(error) if anthropic else error.body()
+        return web.Response(body=body, status=error.status, content_type=handlers.JSON, headers=error.headers)
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return refuse(request, error)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            shown = f"{error.reason}: {request.method} {request.path[:200]}"
+            if error.status == 404:
+                shown += f" ({root_path}/openapi.json lists what there is)"
+            refusal = from_status(error.status, shown)
+            if hdrs.ALLOW in error.headers:
+                refusal.headers = {hdrs.ALLOW: error.headers[hdrs.ALLOW]}
+            return refuse(request, refusal)
+        except RecursionError:
+            return refuse(request, BadRequest("The body is nested too deeply.", code="invalid_json"))
+        except ConnectionError:
+            raise
+        except Exception:
+            given = client_id(request) or "none"
+            logger.exception("%s %s failed (request id: %s)", request.method, request.path, given)
+            return refuse(request, ApiError("Internal error."))
+
+    return middleware
+
+
+def _auth(keys: Keys, root_path: str) -> Callable:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.removeprefix(root_path) not in PUBLIC:
+            handlers.KEY.set(keys.check(request.headers.get("Authorization"), request.headers.get("x-api-key")))
+        return await handler(request)
+
+    return middleware

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, templates, prompts, stops, and what constrains an answer."""

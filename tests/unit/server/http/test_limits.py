@@ -1,0 +1,101 @@
+import pytest
+
+from pilotfish.server.errors import BadRequest, TooManyRequests
+from pilotfish.server.http.auth import KeyFileError, Keys, key_line
+from pilotfish.server.http.limits import Limiter, Limits
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+def limiter(clock=None, **limits):
+    return Limiter(lambda label: Limits(**limits) if label == "alice" else Limits(), clock or Clock())
+
+
+def ask(limiter, label="alice", num_sequences=1):
+    with limiter.admit(label, num_sequences):
+        pass
+
+
+def test_sequences_at_a_time():
+    limits = limiter(concurrent=3)
+    with limits.admit("alice", 2):
+        ask(limits)
+        with pytest.raises(TooManyRequests) as caught:
+            ask(limits, num_sequences=2)
+        assert caught.value.status == 429 and int(caught.value.headers["Retry-After"]) >= 1
+        ask(limits, "bob", 99)
+    ask(limits, num_sequences=3)
+
+
+def test_more_at_once_than_ever_allowed_is_no_reason_to_wait():
+    with pytest.raises(BadRequest, match="3 sequences at a time, got 4"):
+        ask(limiter(concurrent=3), num_sequences=4)
+
+
+def test_what_fails_is_given_back():
+    limits = limiter(concurrent=1)
+    with pytest.raises(ZeroDivisionError), limits.admit("alice", 1):
+        raise ZeroDivisionError
+    ask(limits)
+
+
+def test_requests_a_minute():
+    clock = Clock()
+    limits = limiter(clock, per_minute=6)
+    for _ in range(6):
+        ask(limits)
+    for _ in range(2):
+        # a refusal costs nothing
+        with pytest.raises(TooManyRequests) as caught:
+            ask(limits)
+        assert caught.value.headers["Retry-After"] == "10"
+    ask(limits, "bob")
+    clock.now += 10
+    ask(limits)
+    with pytest.raises(TooManyRequests):
+        ask(limits)
+    clock.now += 3600
+    for _ in range(6):
+        ask(limits)
+    with pytest.raises(TooManyRequests):
+        ask(limits)
+
+
+def test_a_request_beyond_the_cap_takes_nothing_from_the_rate():
+    limits = limiter(concurrent=1, per_minute=2)
+    with limits.admit("alice", 1):
+        for _ in range(3):
+            with pytest.raises(TooManyRequests, match="at a time"):
+                ask(limits)
+    ask(limits)
+
+
+def test_limits_stand_in_the_key_file(tmp_path):
+    file = tmp_path / "keys"
+    lines = [key_line("alice", "a") + " concurrent=2  per-minute=60", key_line("bob", "b"), key_line("eve", "e")]
+    file.write_text("\n".join([*lines[:2], lines[2] + " per-minute=1", key_line("eve", "f") + " per-minute=1"]))
+    keys = Keys(["given"], file)
+    assert keys.check("Bearer a") == "alice"
+    assert keys.limits("alice") == Limits(2, 60)
+    assert keys.limits("bob") == keys.limits("1") == Limits()
+    assert keys.limits("eve") == Limits(None, 1)
+
+
+@pytest.mark.parametrize(
+    "end", ["concurrent=0", "speed=3", "concurrent=1 concurrent=1", "concurrent", "concurrent=-1", "concurrent=x"]
+)
+def test_limits_that_are_none_are_named(tmp_path, end):
+    (tmp_path / "keys").write_text(key_line("alice", "a") + " " + end)
+    with pytest.raises(KeyFileError, match="line 1: want"):
+        Keys(file=tmp_path / "keys")
+
+
+def test_two_keys_of_a_label_have_the_same_limits(tmp_path):
+    (tmp_path / "keys").write_text(key_line("alice", "a") + "\n" + key_line("alice", "b") + " concurrent=1")
+    with pytest.raises(KeyFileError, match="line 2: want the same limits"):
+        Keys(file=tmp_path / "keys")
