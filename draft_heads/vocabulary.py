@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pilotfish.engine.checkpoint.write import write_text
+from pilotfish.engine.convert.write import write_text
 from pilotfish.engine.errors import OptionError
 from pilotfish.kernels.linear import AnyLinear
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from pilotfish.engine import parcel
-from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.rules import BadSequences, ThinkingBudgets, bad_sequences, bad_singles
 from pilotfish.kernels.cuda import slots as kernel_slots
 from pilotfish.spec.accept import Verdict

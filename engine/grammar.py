@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer, gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.messages import JSON_OPTIONS, Grammar
+from pilotfish.engine.link.messages import JSON_OPTIONS, Grammar
 
 MIN_FORCED = 2
 """Fewer forced tokens than this are left to the head: it often knows one, and then more after it."""

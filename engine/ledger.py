@@ -19,7 +19,7 @@ import torch
 
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
-from pilotfish.engine.messages import Ready
+from pilotfish.engine.link.messages import Ready
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round import Rounds
 

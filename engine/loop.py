@@ -11,11 +11,13 @@ from time import perf_counter
 import msgspec
 import torch
 
-from pilotfish.engine import ledger, probe
+from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
+from pilotfish.engine.check import probe
+from pilotfish.engine.check.self_audit import SelfAudit
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar import Constraint, GrammarLibrary
-from pilotfish.engine.messages import (
+from pilotfish.engine.link.messages import (
     ErrorCode,
     FinishReason,
     Ready,
@@ -30,7 +32,6 @@ from pilotfish.engine.round import Round, Rounds
 from pilotfish.engine.rules import allowed_ids, check_rules
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
-from pilotfish.engine.self_audit import SelfAudit
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.start import Engine, start_engine
 from pilotfish.kernels.attention import PAGE
@@ -75,7 +76,7 @@ def make_core(options: EngineOptions) -> EngineLoop:
 
 def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
     """Timed on the loaded model; {} where nothing is drafted."""
-    from pilotfish.engine import cost_table  # it runs loops of its own
+    from pilotfish.engine.check import cost_table  # it runs loops of its own
 
     if engine.plan is None or engine.plan.depth == 0:
         return {}

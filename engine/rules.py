@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.messages import SamplingParams, ThinkingBudget
+from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
 from pilotfish.engine.parcel import columns
 
 MAX_BAD_SEQUENCES = 256

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.batch_state import BatchState, Features
 from pilotfish.engine.grammar import Constraint
-from pilotfish.engine.messages import SamplingParams, TokenLogprob
+from pilotfish.engine.link.messages import SamplingParams, TokenLogprob
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.window import Span, Window
 from pilotfish.kernels.linear import padded_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pilotfish.engine.grammar import Constraint
-from pilotfish.engine.messages import Submit
+from pilotfish.engine.link.messages import Submit
 
 
 @dataclass(eq=False)

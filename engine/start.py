@@ -17,6 +17,7 @@ from pilotfish.draft_heads.vocabulary import read_draft_vocab
 from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
+from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.kv_scales import KvScales, load_kv_scales
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
@@ -25,8 +26,7 @@ from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import CheckpointError, OptionError
 from pilotfish.engine.grammar import GrammarLibrary
-from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
-from pilotfish.engine.messages import Execution, HeadCheck, Ready
+from pilotfish.engine.link.messages import Execution, HeadCheck, Ready
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.options import KV_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.round import EagerRounds, Rounds

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pilotfish.metrics.definitions import FINISH_REASONS, PHASES, REJECTION_REASONS, ROUND_PATHS, build
 
 if TYPE_CHECKING:
-    from pilotfish.engine.messages import Ready, RequestOutput, StepReport
+    from pilotfish.engine.link.messages import Ready, RequestOutput, StepReport
 
 
 class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from pilotfish.engine.messages import TokenLogprob
+from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.server.calls.parser import merge
 from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece

@@ -16,23 +16,23 @@ from typing import Any, TypeVar
 
 import pilotfish
 from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.link.process import DEFAULT_CORE
 from pilotfish.engine.options import KV_CACHE_DTYPES
 from pilotfish.engine.parser import Parser
-from pilotfish.engine.process import DEFAULT_CORE
 from pilotfish.engine.speculation import speculative_config
 
 Value = TypeVar("Value")
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 OWN_PARSERS = {
-    "audit": ("pilotfish.engine.audit", "prove that speculation changes no token"),
+    "audit": ("pilotfish.engine.check.audit", "prove that speculation changes no token"),
     "bench": ("pilotfish.engine.bench.command", "speed of rounds by k, batch and context"),
     "sweep": ("pilotfish.deploy.sweep.command", "measure which k and how many sequences to serve"),
     "gate": ("pilotfish.deploy.gate.command", "look at what a server really does before it gets traffic"),
     "release": ("pilotfish.deploy.release.command", "replace the running version, and go back if a gate fails"),
     "eval": ("pilotfish.deploy.evaluate.command", "score a served model on questions, by lm-eval"),
     "acceptance": ("pilotfish.deploy.acceptance", "how often a head is right on a text, and what it must be"),
-    "quantize": ("pilotfish.engine.checkpoint.quantize", "make an NVFP4 checkpoint from a BF16 or FP8 one"),
+    "quantize": ("pilotfish.engine.convert.quantize", "make an NVFP4 checkpoint from a BF16 or FP8 one"),
     "train-head": ("pilotfish.draft_heads.training.command", "fit an MTP head to a checkpoint's trunk"),
     "draft-vocab": (
         "pilotfish.draft_heads.training.draft_vocab",

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pilotfish.engine.core import EngineCore
 from pilotfish.engine.errors import OptionError
-from pilotfish.engine.messages import Ready, RequestOutput, Submit
-from pilotfish.engine.process import load_factory
+from pilotfish.engine.link.core import EngineCore
+from pilotfish.engine.link.messages import Ready, RequestOutput, Submit
+from pilotfish.engine.link.process import load_factory
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import BadRequest

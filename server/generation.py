@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from pilotfish.engine.client import EngineClient
-from pilotfish.engine.messages import RequestOutput, Submit, TokenLogprob
+from pilotfish.engine.link.client import EngineClient
+from pilotfish.engine.link.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.server.calls.parser import MARKERS, AnswerParser, Part, Said, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable

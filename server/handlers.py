@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 import pilotfish
-from pilotfish.engine.client import EngineClient, EngineUnavailable
-from pilotfish.engine.messages import Ready
+from pilotfish.engine.link.client import EngineClient, EngineUnavailable
+from pilotfish.engine.link.messages import Ready
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import unused
 from pilotfish.server.answer import Format, join

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pilotfish.engine.messages import Grammar, Ready, SamplingParams
+from pilotfish.engine.link.messages import Grammar, Ready, SamplingParams
 from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parser import END_THINK, AnswerRules
 from pilotfish.server.chat.request import ChatRequest, chat_prompt

@@ -25,14 +25,14 @@ from pilotfish.draft_heads.training.fit import Figures, Fit, FitOptions
 from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates
 from pilotfish.draft_heads.training.module import TrainableHead
 from pilotfish.draft_heads.training.texts import Render, Rows, cut_rows, make_rows, read_documents, stream_of
-from pilotfish.engine.acceptance import PROMPT_TOKENS, Acceptance, cut_prompts, measure_acceptance
+from pilotfish.engine.check.acceptance import PROMPT_TOKENS, Acceptance, cut_prompts, measure_acceptance
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.layouts import Module
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
-from pilotfish.engine.checkpoint.write import write_tensors, write_text
+from pilotfish.engine.convert.write import write_tensors, write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import Model, build_model, with_head
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions

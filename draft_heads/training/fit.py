@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from pilotfish.draft_heads.training.hidden import HiddenStates
 from pilotfish.draft_heads.training.loss import DraftLoss
 from pilotfish.draft_heads.training.module import TrainableHead
-from pilotfish.engine.checkpoint.write import write_tensors, write_text
+from pilotfish.engine.convert.write import write_tensors, write_text
 from pilotfish.engine.errors import OptionError
 
 WARMUP_SHARE, DECAY_SHARE = 0.05, 0.6

@@ -16,8 +16,8 @@ import torch
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.bench.oracle import Oracle
 from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
 
 STREAMS = 4
 SETTLE = 16

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from pilotfish.engine import ledger, probe
+from pilotfish.engine import ledger
 from pilotfish.engine.bench.admission import STREAMS, measure_admission, stream_tokens
 from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.experts import count_experts
@@ -39,6 +39,7 @@ from pilotfish.engine.bench.profile import profile
 from pilotfish.engine.bench.roof import Frame, distinct_experts, memory_rate, round_bytes
 from pilotfish.engine.bench.show import ADMISSION, ROUND, show
 from pilotfish.engine.bench.sizes import SIZES, released_config
+from pilotfish.engine.check import probe
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp

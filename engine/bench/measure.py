@@ -10,8 +10,8 @@ from time import perf_counter
 
 import torch
 
+from pilotfish.engine.link.messages import RequestOutput, SamplingParams, StepReport, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import RequestOutput, SamplingParams, StepReport, Submit
 
 WARM_UP_ROUNDS = 4
 SETTLE = 4

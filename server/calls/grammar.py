@@ -14,7 +14,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from pilotfish.engine.messages import JSON_OPTIONS, Grammar
+from pilotfish.engine.link.messages import JSON_OPTIONS, Grammar
 from pilotfish.server.calls.parser import CALL, END_CALL, END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from pilotfish.server.calls.tools import Schema, argument_types, resolve
 from pilotfish.server.text.tokenizer import Tokenizer

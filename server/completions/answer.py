@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, Struct
 
-from pilotfish.engine.messages import TokenLogprob
+from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.server.answer import LOWEST_LOGPROB, OpenAiFormat, usage_of
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.protocol import Response

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from pilotfish.engine.messages import Ready
+from pilotfish.engine.link.messages import Ready
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.protocol import MAX_LOGPROBS, SamplingFields
 from pilotfish.server.text.prompts import MAX_SEQUENCES, Prompt, check_id, check_length, is_id, tokenize

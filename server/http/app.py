@@ -16,10 +16,10 @@ from aiohttp import hdrs, web
 from prometheus_client import CollectorRegistry
 
 import pilotfish
-from pilotfish.engine.client import EngineClient
-from pilotfish.engine.messages import Ready, StepReport
-from pilotfish.engine.process import DEFAULT_CORE
-from pilotfish.engine.supervisor import RestartBudget, Supervisor
+from pilotfish.engine.link.client import EngineClient
+from pilotfish.engine.link.messages import Ready, StepReport
+from pilotfish.engine.link.process import DEFAULT_CORE
+from pilotfish.engine.link.supervisor import RestartBudget, Supervisor
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers
 from pilotfish.server.errors import ApiError, BadRequest, from_status

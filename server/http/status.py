@@ -8,8 +8,8 @@ from aiohttp import web
 from msgspec import Struct
 
 import pilotfish
-from pilotfish.engine.client import EngineClient
-from pilotfish.engine.messages import Execution, HeadCheck, Ready
+from pilotfish.engine.link.client import EngineClient
+from pilotfish.engine.link.messages import Execution, HeadCheck, Ready
 from pilotfish.server.handlers import SERVICE, Service, json_answer
 from pilotfish.server.protocol import Model, ModelList
 

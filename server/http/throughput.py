@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from pilotfish.engine.messages import StepReport, StepStats
+from pilotfish.engine.link.messages import StepReport, StepStats
 
 logger = logging.getLogger(__name__)
 

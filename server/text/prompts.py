@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pilotfish.engine.messages import Ready
+from pilotfish.engine.link.messages import Ready
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.text.tokenizer import Tokenizer
 

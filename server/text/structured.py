@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pilotfish.engine.messages import Grammar
+from pilotfish.engine.link.messages import Grammar
 from pilotfish.server.errors import BadRequest
 
 MAX_SOURCE_BYTES = 256 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pilotfish.engine.messages import ThinkingBudget
+from pilotfish.engine.link.messages import ThinkingBudget
 from pilotfish.server.calls.parser import END_THINK, THINK
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import ModelFiles

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop, make_core
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 from pilotfish.server.text.tokenizer import Tokenizer
 

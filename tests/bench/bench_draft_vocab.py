@@ -21,8 +21,8 @@ import torch
 from tqdm import tqdm
 
 from pilotfish.draft_heads.training.draft_vocab import main as draft_vocab
+from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.loop import make_core
-from pilotfish.engine.messages import SamplingParams
 from pilotfish.engine.options import EngineOptions
 from pilotfish.server.text.tokenizer import Tokenizer
 from tests.bench.bench_decode import Series, decode

@@ -182,7 +182,7 @@ def test_a_checkpoint_without_a_head_is_served_and_says_so(tmp_path):
 def test_a_checkpoint_that_cannot_be_loaded_says_why(model, tmp_path):
     write_model(tmp_path)
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    from pilotfish.engine.client import EngineUnavailable
+    from pilotfish.engine.link.client import EngineUnavailable
 
     with pytest.raises(EngineUnavailable, match="safetensors"), start(tmp_path, 3):
         pass

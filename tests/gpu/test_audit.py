@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pilotfish.engine.audit import _parse, audit, make_auditor
+from pilotfish.engine.check.audit import _parse, audit, make_auditor
 from pilotfish.engine.model.trunk import Trunk
 from pilotfish.kernels.linear import QuantizedLinear
 from tests.support.findings import assert_nothing_found

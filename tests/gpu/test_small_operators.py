@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pilotfish.engine.batch_state import BatchState
-from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.kernels.cuda import norm, router, sample
 from pilotfish.kernels.cuda.packing import PackedRows, pack
 from pilotfish.kernels.cuda.warm import compile_all

@@ -42,9 +42,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT / "typings"), str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
 
 from pilotfish.engine.checkpoint.load import load_weights  # noqa: E402
-from pilotfish.engine.checkpoint.quantize import quantize_folder  # noqa: E402
-from pilotfish.engine.checkpoint.recipe import Recipe  # noqa: E402
 from pilotfish.engine.checkpoint.recognise import open_checkpoint  # noqa: E402
+from pilotfish.engine.convert.quantize import quantize_folder  # noqa: E402
+from pilotfish.engine.convert.recipe import Recipe  # noqa: E402
 from tests.support.tiny_models import build_tiny, write_tokenizer  # noqa: E402
 
 DEMO = ROOT / "demo" / "model"

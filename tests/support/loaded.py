@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pilotfish.engine.messages import Ready
+from pilotfish.engine.link.messages import Ready
 
 
 def ready(**fields: Any) -> Ready:

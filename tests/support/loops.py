@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from pilotfish.engine.link.messages import RequestOutput, SamplingParams, StepReport, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import RequestOutput, SamplingParams, StepReport, Submit
 from pilotfish.engine.round import EagerRounds
 from tests.support.rounds import MODES, Transcript, make_engine, transcript
 

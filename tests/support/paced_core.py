@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loaded import ready
 
-from pilotfish.engine.messages import RequestOutput, StepReport, StepStats, Submit
+from pilotfish.engine.link.messages import RequestOutput, StepReport, StepStats, Submit
 
 PERIOD = 1e-3
 RUN = 3

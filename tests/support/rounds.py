@@ -16,7 +16,7 @@ import torch
 
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
-from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.model.build import build_model
 from pilotfish.engine.round import run_round
 from pilotfish.engine.runner import Batch, Runner, SequenceReport

@@ -23,7 +23,7 @@ import msgspec
 from loaded import ready
 
 from pilotfish.engine.errors import OptionError
-from pilotfish.engine.messages import RequestOutput, StepReport, StepStats, Submit, TokenLogprob
+from pilotfish.engine.link.messages import RequestOutput, StepReport, StepStats, Submit, TokenLogprob
 
 DEFAULT_REPLY = "Hello, world!"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pilotfish.engine.batch_state import BatchState
-from pilotfish.engine.messages import SamplingParams, ThinkingBudget
+from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
 from pilotfish.kernels import moe
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample, slots
 from tests.support.device_reference import Reference

@@ -6,8 +6,8 @@ import pytest
 
 from pilotfish.deploy import acceptance
 from pilotfish.deploy.acceptance import Text, cost_lines, text_row, text_table
-from pilotfish.engine.cost_table import Cost
-from pilotfish.engine.teacher_forcing import Agreement
+from pilotfish.engine.check.cost_table import Cost
+from pilotfish.engine.check.teacher_forcing import Agreement
 
 T, F = True, False
 

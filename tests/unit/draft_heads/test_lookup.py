@@ -11,8 +11,8 @@ import torch
 from pilotfish.draft_heads.lookup.head import LookupHead, look_up
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import Plan, assemble, make_plan, start_engine
 from pilotfish.server.cli import build_parser, engine_options

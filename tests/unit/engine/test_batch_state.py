@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pilotfish.engine.batch_state import MAX_STOP_IDS, BatchState, Features, flags_of, stop_ids_of
-from pilotfish.engine.messages import Grammar, SamplingParams, ThinkingBudget
+from pilotfish.engine.link.messages import Grammar, SamplingParams, ThinkingBudget
 from pilotfish.engine.rules import ANY, NEVER, NO_TOKEN, bad_sequences, bad_singles
 from pilotfish.spec import sampling
 from pilotfish.spec.accept import Verdict

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar import GrammarLibrary
+from pilotfish.engine.link.messages import Grammar, SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop, make_core
-from pilotfish.engine.messages import Grammar, SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 
 MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"

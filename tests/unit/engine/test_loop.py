@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pilotfish.engine.batch_state import MAX_STOP_IDS
-from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.link.messages import SamplingParams
 from tests.support.loops import LoopDriver, assert_alone
 from tests.support.rounds import MODELS, random_prompt, transcript
 from tests.support.tiny_models import VOCAB_SIZE

@@ -11,7 +11,7 @@ import torch
 
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.messages import SamplingParams, ThinkingBudget
+from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
 from pilotfish.engine.rules import MAX_BAD_LENGTH, MAX_BAD_SEQUENCES, check_rules
 from pilotfish.spec.accept import Verdict
 from tests.support.loops import LoopDriver, assert_alone

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from pilotfish.engine.messages import SamplingParams
+from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.runner import Runner
 from pilotfish.spec.sampling import SamplingRows, choose
 from tests.support.rounds import GREEDY, MODELS, MODES, Driver, make_engine, random_prompt, transcript

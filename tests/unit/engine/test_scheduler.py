@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pilotfish.engine.cache.pool import Pool
-from pilotfish.engine.messages import SamplingParams, Submit
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.sequence import Sequence
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pilotfish.engine.messages import Execution, RequestOutput, StepReport, StepStats
+from pilotfish.engine.link.messages import Execution, RequestOutput, StepReport, StepStats
 from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.metrics.definitions import DEFINITIONS, SPEC
 from tests.support.loaded import ready

@@ -8,7 +8,7 @@ import pytest
 from byte_model import IM_END
 from prometheus_client import CollectorRegistry
 
-from pilotfish.engine.messages import RequestOutput, SamplingParams, Submit, TokenLogprob
+from pilotfish.engine.link.messages import RequestOutput, SamplingParams, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server.calls.parser import AnswerRules, Said
 from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavailable

@@ -2,7 +2,7 @@
 
 import logging
 
-from pilotfish.engine.messages import RequestOutput, StepReport, StepStats
+from pilotfish.engine.link.messages import RequestOutput, StepReport, StepStats
 from pilotfish.server.http.throughput import ThroughputLog
 
 ENDED = StepReport(outputs=[], stats=StepStats())

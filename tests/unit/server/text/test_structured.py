@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pilotfish.engine.messages import Grammar
+from pilotfish.engine.link.messages import Grammar
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.text.structured import MAX_SOURCE_BYTES, grammar_of
 

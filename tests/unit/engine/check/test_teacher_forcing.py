@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from pilotfish.engine.check.teacher_forcing import Agreement, agreement
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import start_engine
-from pilotfish.engine.teacher_forcing import Agreement, agreement
 
-DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
+DEMO = Path(__file__).resolve().parents[4] / "demo" / "model"
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 T, F = True, False
 

@@ -17,10 +17,10 @@ import torch
 from tokenizers import Tokenizer
 
 from pilotfish.draft_heads.mtp.head import MtpHead
-from pilotfish.engine.messages import HeadCheck
+from pilotfish.engine.check.teacher_forcing import head_rows, later_rows, logits, trunk_rows
+from pilotfish.engine.link.messages import HeadCheck
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.trunk import Norm
-from pilotfish.engine.teacher_forcing import head_rows, later_rows, logits, trunk_rows
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import TILE_ROWS
 

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import CheckpointError
-from pilotfish.engine.head_check import check_head, describe, longest_text, text_of
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import start_engine
@@ -195,7 +195,7 @@ def test_a_sidecar_is_tested_and_named(tmp_path, sound, monkeypatch):
 
 # The demo model: a small real one.
 
-DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
+DEMO = Path(__file__).resolve().parents[4] / "demo" / "model"
 with_demo = pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo model's weights are not here")
 
 

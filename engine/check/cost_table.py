@@ -15,9 +15,9 @@ from time import perf_counter
 
 import torch
 
-from pilotfish.engine.head_check import text_of
+from pilotfish.engine.check.head_check import text_of
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.start import Plan, assemble
 from pilotfish.kernels.attention import PAGE

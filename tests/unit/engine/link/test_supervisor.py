@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pilotfish.engine.client import EngineUnavailable
-from pilotfish.engine.supervisor import RestartBudget, Supervisor
+from pilotfish.engine.link.client import EngineUnavailable
+from pilotfish.engine.link.supervisor import RestartBudget, Supervisor
 
 
 class Clock:

@@ -10,15 +10,15 @@ import torch
 import pilotfish.engine.cache.tensors as cache_tensors
 import pilotfish.engine.model.window as window_module
 import pilotfish.spec.sampling as sampling
-from pilotfish.engine import audit as audit_module
-from pilotfish.engine.audit import _parse, audit, main, make_auditor
 from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.check import audit as audit_module
+from pilotfish.engine.check.audit import _parse, audit, main, make_auditor
 from pilotfish.engine.model import attention as attention_module
 from pilotfish.engine.runner import Runner
 from pilotfish.kernels.linear import TILE_ROWS, Linear
 from tests.support.tiny_models import build_tiny
 
-DEMO = Path(__file__).parents[3] / "demo" / "model"
+DEMO = Path(__file__).parents[4] / "demo" / "model"
 
 
 @pytest.fixture(scope="module")

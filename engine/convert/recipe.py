@@ -19,7 +19,7 @@ from pilotfish.engine.checkpoint.layouts import FP8, GROUP, PACKED, Layout, Modu
 from pilotfish.engine.checkpoint.load import EXPERT_PARTS
 from pilotfish.engine.checkpoint.names import is_mtp, normalise, split
 from pilotfish.engine.checkpoint.recognise import MTP_FOLDER, Checkpoint
-from pilotfish.engine.checkpoint.write import Entry
+from pilotfish.engine.convert.write import Entry
 from pilotfish.engine.errors import CheckpointError, LayoutError
 
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})

@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from pilotfish.engine.client import EngineClient, EngineUnavailable
-from pilotfish.engine.messages import Ready
+from pilotfish.engine.link.client import EngineClient, EngineUnavailable
+from pilotfish.engine.link.messages import Ready
 
 logger = logging.getLogger(__name__)
 

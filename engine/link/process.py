@@ -4,7 +4,7 @@ Its life is tied to the HTTP process: when the socket closes, whatever the reaso
 loads or computes. SIGINT and SIGTERM are ignored: a terminal's Ctrl-C and a service manager's stop reach both
 processes, and the HTTP process decides when requests have drained and sends `Shutdown`.
 
-Started as `python -m pilotfish.engine.process --socket PATH --core MODULE:FACTORY --options JSON`, where FACTORY
+Started as `python -m pilotfish.engine.link.process --socket PATH --core MODULE:FACTORY --options JSON`, where FACTORY
 takes `EngineOptions` and returns an `EngineCore`.
 """
 
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from pilotfish.engine.errors import PilotfishError
-from pilotfish.engine.messages import (
+from pilotfish.engine.link.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
     Fatal,
@@ -42,7 +42,7 @@ from pilotfish.engine.messages import (
 )
 
 if TYPE_CHECKING:
-    from pilotfish.engine.core import EngineCore
+    from pilotfish.engine.link.core import EngineCore
 
 DEFAULT_CORE = "pilotfish.engine.loop:make_core"
 SEND_BUFFER_BYTES = 4 << 20
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _tie_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    parser = argparse.ArgumentParser(prog="pilotfish.engine.process")
+    parser = argparse.ArgumentParser(prog="pilotfish.engine.link.process")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--core", default=DEFAULT_CORE)
     parser.add_argument("--options", required=True, help="EngineOptions as JSON")

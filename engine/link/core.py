@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pilotfish.engine.messages import Ready, StepReport, Submit
+from pilotfish.engine.link.messages import Ready, StepReport, Submit
 
 
 class EngineCore(Protocol):

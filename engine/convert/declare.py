@@ -7,8 +7,8 @@ from typing import Any
 
 from pilotfish.engine.checkpoint.layouts import GROUP
 from pilotfish.engine.checkpoint.quantization import NVFP4_FORMAT
-from pilotfish.engine.checkpoint.recipe import Action, Form, Job, Plan, Recipe
 from pilotfish.engine.checkpoint.recognise import Checkpoint
+from pilotfish.engine.convert.recipe import Action, Form, Job, Plan, Recipe
 
 MIXED_FORMAT, FP8_FORMAT = "mixed-precision", "float-quantized"
 TRUNK, HEAD, LM_HEAD = r"re:(?!mtp\.).*", r"re:mtp\..*", "re:.*lm_head$"

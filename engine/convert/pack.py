@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 
 from pilotfish.engine.checkpoint import fp8
-from pilotfish.engine.checkpoint.calibrate import Moments
 from pilotfish.engine.checkpoint.headers import TensorInfo
 from pilotfish.engine.checkpoint.load import ModuleReader, Weight
-from pilotfish.engine.checkpoint.lora import Adapter, Pair
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
-from pilotfish.engine.checkpoint.recipe import TOGETHER, Form, Matrix, Plan, Recipe
+from pilotfish.engine.convert.calibrate import Moments
+from pilotfish.engine.convert.lora import Adapter, Pair
+from pilotfish.engine.convert.recipe import TOGETHER, Form, Matrix, Plan, Recipe
 from pilotfish.engine.errors import CheckpointError
 
 BLOCK = 1 << 22

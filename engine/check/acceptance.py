@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.start import Plan, assemble
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
+SUPPORT = Path(__file__).resolve().parents[3] / "support"
 if str(SUPPORT) not in sys.path:
     sys.path.append(str(SUPPORT))
 
 from byte_model import IM_END, write_model  # noqa: E402  (the path above makes it importable)
 from serving import ENVIRONMENT, script  # noqa: E402
 
-from pilotfish.engine.client import EngineClient, EngineUnavailable  # noqa: E402
-from pilotfish.engine.messages import (  # noqa: E402
+from pilotfish.engine.link.client import EngineClient, EngineUnavailable  # noqa: E402
+from pilotfish.engine.link.messages import (  # noqa: E402
     Fatal,
     RequestOutput,
     SamplingParams,
@@ -301,7 +301,7 @@ def bare_engine(folder, core="scripted_core:make_core"):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        command = [sys.executable, "-m", "pilotfish.engine.process", "--socket", path, "--core", core]
+        command = [sys.executable, "-m", "pilotfish.engine.link.process", "--socket", path, "--core", core]
         options = json.dumps({"model": str(folder)})
         with subprocess.Popen([*command, "--options", options], env=ENVIRONMENT, stderr=subprocess.PIPE) as process:
             try:
@@ -350,7 +350,7 @@ def test_no_orphan_when_the_parent_is_killed(folder):
     """The parent gets no chance to close anything."""
     code = (
         "import asyncio, sys\n"
-        "from pilotfish.engine.client import EngineClient\n"
+        "from pilotfish.engine.link.client import EngineClient\n"
         "from pilotfish.engine.options import EngineOptions\n"
         "async def main():\n"
         f"    client = EngineClient(EngineOptions(model={str(folder)!r}), core='scripted_core:make_core')\n"
@@ -372,7 +372,7 @@ def test_no_orphan_when_the_parent_is_killed(folder):
 
 def test_neither_side_imports_torch():
     code = (
-        "import sys, pilotfish.engine.client, pilotfish.engine.process\n"
+        "import sys, pilotfish.engine.link.client, pilotfish.engine.link.process\n"
         "import pilotfish.server.http.app, pilotfish.server.cli\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy imports'"
     )

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import make_core
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 from tests.support.tiny_models import build_tiny
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, quantize
-from pilotfish.engine.checkpoint.quantize import quantize_folder
-from pilotfish.engine.checkpoint.recipe import Recipe
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.convert.quantize import quantize_folder
+from pilotfish.engine.convert.recipe import Recipe
 from pilotfish.engine.errors import CheckpointError, ConfigError, LayoutError
 from tests.support.tiny_models import build_tiny
 

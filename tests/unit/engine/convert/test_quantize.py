@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pilotfish.engine.checkpoint import pack as packing
-from pilotfish.engine.checkpoint import quantize as command
-from pilotfish.engine.checkpoint.calibrate import collect
-from pilotfish.engine.checkpoint.fidelity import compare, read_tokens
 from pilotfish.engine.checkpoint.headers import read_header
 from pilotfish.engine.checkpoint.layouts import Layout
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
-from pilotfish.engine.checkpoint.pack import together
-from pilotfish.engine.checkpoint.quantize import quantize_folder
-from pilotfish.engine.checkpoint.recipe import Recipe
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
+from pilotfish.engine.convert import pack as packing
+from pilotfish.engine.convert import quantize as command
+from pilotfish.engine.convert.calibrate import collect
+from pilotfish.engine.convert.fidelity import compare, read_tokens
+from pilotfish.engine.convert.pack import together
+from pilotfish.engine.convert.quantize import quantize_folder
+from pilotfish.engine.convert.recipe import Recipe
 from pilotfish.engine.errors import CheckpointError, LayoutError, OptionError
 from pilotfish.server import cli
 from tests.support.packing import RECIPES, pack_checkpoint

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pilotfish.engine.messages import SamplingParams, Submit
+from pilotfish.engine.link.messages import SamplingParams, Submit
 
 if TYPE_CHECKING:
     from pilotfish.engine.loop import EngineLoop

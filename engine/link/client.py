@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from pilotfish.engine.messages import (
+from pilotfish.engine.link.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
     Fatal,
@@ -36,7 +36,7 @@ from pilotfish.engine.messages import (
     decode_from_engine,
     frame,
 )
-from pilotfish.engine.process import DEFAULT_CORE
+from pilotfish.engine.link.process import DEFAULT_CORE
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions
@@ -136,7 +136,7 @@ class EngineClient:
         path = str(Path(self._folder, "engine.sock"))
         self._listener = await loop.create_unix_server(lambda: _Connection(self), path)
         # -P: the working folder stays off the module path, or its folders could shadow installed packages
-        command = ["-P", "-m", "pilotfish.engine.process", "--socket", path, "--core", self._core]
+        command = ["-P", "-m", "pilotfish.engine.link.process", "--socket", path, "--core", self._core]
         command += ["--options", msgspec.json.encode(self._options).decode()]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, env=self._environment

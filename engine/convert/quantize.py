@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from pilotfish.engine.checkpoint.calibrate import collect
-from pilotfish.engine.checkpoint.declare import modelopt_file, quantised_config
 from pilotfish.engine.checkpoint.hub import resolve_model
-from pilotfish.engine.checkpoint.lora import Adapter, read_adapter
-from pilotfish.engine.checkpoint.pack import SourceWeights, pack
 from pilotfish.engine.checkpoint.quantization import MODELOPT_FILE
-from pilotfish.engine.checkpoint.recipe import Action, Job, Plan, Recipe, changeable, make_plan
 from pilotfish.engine.checkpoint.recognise import INDEX_FILE, Checkpoint, census, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
-from pilotfish.engine.checkpoint.write import TensorFile, tensor_file, write_text
 from pilotfish.engine.config import read_json_object
+from pilotfish.engine.convert.calibrate import collect
+from pilotfish.engine.convert.declare import modelopt_file, quantised_config
+from pilotfish.engine.convert.lora import Adapter, read_adapter
+from pilotfish.engine.convert.pack import SourceWeights, pack
+from pilotfish.engine.convert.recipe import Action, Job, Plan, Recipe, changeable, make_plan
+from pilotfish.engine.convert.write import TensorFile, tensor_file, write_text
 from pilotfish.engine.errors import CheckpointError, OptionError, PilotfishError
 from pilotfish.engine.parser import Parser, whole_number
 
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_fidelity(source: Path, out: Path, ids: list[int]) -> None:
-    from pilotfish.engine.checkpoint.fidelity import compare
+    from pilotfish.engine.convert.fidelity import compare
 
     print("\n".join(compare(source, out, ids).lines()))
 
@@ -278,7 +278,7 @@ def _read_tokens(source: Path, text: Path | None, num_tokens: int) -> list[int]:
     """Before hours of work, so that a text that is not there is told at once; [] without one."""
     if text is None:
         return []
-    from pilotfish.engine.checkpoint.fidelity import read_tokens
+    from pilotfish.engine.convert.fidelity import read_tokens
 
     return read_tokens(source, text, num_tokens)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pilotfish.engine.messages import Submit
+from pilotfish.engine.link.messages import Submit
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from pilotfish.engine import probe
+from pilotfish.engine.check import probe
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop, make_core
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round import EagerRounds
 from pilotfish.engine.start import start_engine

@@ -181,9 +181,9 @@ class HeadCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is loaded and what was seen to run, none of it read from options.
 
-    `routes`: kernel and dtype -> the layers that took it in the requests of engine/probe.py. `head_weights`: the draft
-    head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds and parts of rounds,
-    which hold `graph_bytes` of device memory beside the buffers that all of them share.
+    `routes`: kernel and dtype -> the layers that took it in the requests of engine/check/probe.py. `head_weights`: the
+    draft head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds and parts of
+    rounds, which hold `graph_bytes` of device memory beside the buffers that all of them share.
     `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0, timed at the start.
     `start_seconds`: what the engine did until it was ready: "weights" (opened, read, packed, the head tested),
     "kernels" compiled, "graphs" captured, "rest" (caches, buffers, requests of our own, timed rounds).

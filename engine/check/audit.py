@@ -29,8 +29,8 @@ from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import OptionError, PilotfishError
+from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from pilotfish.draft_heads.mtp.head import MtpHead
-from pilotfish.engine.checkpoint.fidelity import load_model
 from pilotfish.engine.checkpoint.recognise import Checkpoint
+from pilotfish.engine.convert.fidelity import load_model
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import CacheSizes, Model
 from pilotfish.engine.model.mlp import DenseMlp, MoeMlp

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pilotfish.engine import cost_table
-from pilotfish.engine.cost_table import BLOCKS, ROUNDS, Cost
+from pilotfish.engine.check import cost_table
+from pilotfish.engine.check.cost_table import BLOCKS, ROUNDS, Cost
+from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop, make_core
-from pilotfish.engine.messages import SamplingParams, Submit
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round import EagerRounds
 from pilotfish.engine.start import start_engine

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from pilotfish.engine.acceptance import Acceptance, cut_prompts, measure_acceptance
+from pilotfish.engine.check.acceptance import Acceptance, cut_prompts, measure_acceptance
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.errors import OptionError

@@ -1,0 +1,1 @@
+"""Checkpoints made from others: quantised, calibrated, with adapters merged and heads grafted."""
