@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from pilotfish.deploy.arguments import aligned, numbers
 from pilotfish.deploy.prompts import domains, long_text
+from pilotfish.engine.assemble import Engine
 from pilotfish.engine.check import cost_table, teacher_forcing
 from pilotfish.engine.check.cost_table import Cost
 from pilotfish.engine.check.teacher_forcing import Agreement
@@ -32,7 +33,7 @@ from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser
-from pilotfish.engine.start import Engine, start_engine
+from pilotfish.engine.start import start_engine
 from pilotfish.server.text.tokenizer import Tokenizer
 
 CHARS_A_TOKEN = 8

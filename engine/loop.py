@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 
-import msgspec
 import torch
 
 from pilotfish.engine import ledger
+from pilotfish.engine.assemble import Engine
 from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
-from pilotfish.engine.check import probe
 from pilotfish.engine.check.self_audit import SelfAudit
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar import Constraint, GrammarLibrary
@@ -27,13 +24,11 @@ from pilotfish.engine.link.messages import (
     StepStats,
     Submit,
 )
-from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round import Round, Rounds
 from pilotfish.engine.rules import allowed_ids, check_rules
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.sequence import Sequence
-from pilotfish.engine.start import Engine, start_engine
 from pilotfish.kernels.attention import PAGE
 
 logger = logging.getLogger(__name__)
@@ -47,46 +42,6 @@ class InFlight:
 
     sequences: list[Sequence]
     round: Round
-
-
-def make_core(options: EngineOptions) -> EngineLoop:
-    """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
-    began = perf_counter()
-    engine = start_engine(options)
-    if not engine.rounds.num_graphs:
-        engine.rounds.compile()
-    # a rate of 0: requests of our own are not audited
-    unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
-    routes = probe.routes(unaudited)
-    if engine.runner.model.device.type == "cuda":
-        probe.warm_up(unaudited)
-    assert engine.ready.execution is not None
-    break_even = _break_even(engine, options) if options.cost_table else {}
-    # what was compiled up to here kept no request waiting
-    engine.rounds.take_compiled()
-    seconds = {"weights": engine.ready.load_seconds} | engine.rounds.start_seconds
-    whole = perf_counter() - began
-    seconds["rest"] = whole - sum(seconds.values())
-    logger.info("ready after %.1f s: %s", whole, ", ".join(f"{part} {took:.1f}" for part, took in seconds.items()))
-    execution = msgspec.structs.replace(
-        engine.ready.execution, routes=routes, break_even=break_even, start_seconds=seconds
-    )
-    return EngineLoop(dataclasses.replace(engine, ready=msgspec.structs.replace(engine.ready, execution=execution)))
-
-
-def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
-    """Timed on the loaded model; {} where nothing is drafted."""
-    from pilotfish.engine.check import cost_table  # it runs loops of its own
-
-    if engine.plan is None or engine.plan.depth == 0:
-        return {}
-    costs = cost_table.at_boot(engine.runner.model, engine.plan, Path(options.model))
-    for cost in costs:
-        logger.info(
-            "%d at once: a round takes %.2f ms at k = %d, %.2f ms at k = 0: it must commit %.2f tokens to gain",
-            *(cost.batch, 1e3 * cost.seconds, cost.k, 1e3 * cost.plain_seconds, cost.break_even),
-        )
-    return {cost.batch: cost.break_even for cost in costs}
 
 
 class EngineLoop:

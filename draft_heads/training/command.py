@@ -37,7 +37,7 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import Model, build_model, with_head
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser, whole_number
-from pilotfish.engine.start import Plan, make_plan
+from pilotfish.engine.plan import Plan, make_plan
 from pilotfish.kernels.attention import PAGE
 
 HEAD_FILE, REPORT_FILE, STATE = "mtp.safetensors", "training.json", ".train-head"

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from pilotfish.engine import ledger
+from pilotfish.engine.assemble import assemble
 from pilotfish.engine.bench.admission import STREAMS, measure_admission, stream_tokens
 from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.experts import count_experts
@@ -51,7 +52,7 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
 from pilotfish.engine.parser import Parser, whole_number
-from pilotfish.engine.start import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, assemble, choose_fused, choose_kv_dtype
+from pilotfish.engine.plan import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, choose_fused, choose_kv_dtype
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 

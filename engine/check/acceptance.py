@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pilotfish.engine.assemble import assemble
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.start import Plan, assemble
+from pilotfish.engine.plan import Plan
 
 PROMPT_TOKENS = 128
 

@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from pilotfish.engine.assemble import assemble
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
@@ -34,9 +35,9 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser
+from pilotfish.engine.plan import Plan, make_plan
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.speculation import speculative_config
-from pilotfish.engine.start import Plan, assemble, make_plan
 
 TEXTS = (
     'def fibonacci(n: int) -> int:\n    """The n-th Fibonacci number."""\n    ',

@@ -15,11 +15,12 @@ from time import perf_counter
 
 import torch
 
+from pilotfish.engine.assemble import assemble
 from pilotfish.engine.check.head_check import text_of
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.start import Plan, assemble
+from pilotfish.engine.plan import Plan
 from pilotfish.kernels.attention import PAGE
 
 ROUNDS, BLOCKS = 8, 3

@@ -44,7 +44,7 @@ from pilotfish.engine.link.messages import (
 if TYPE_CHECKING:
     from pilotfish.engine.link.core import EngineCore
 
-DEFAULT_CORE = "pilotfish.engine.loop:make_core"
+DEFAULT_CORE = "pilotfish.engine.start:make_core"
 SEND_BUFFER_BYTES = 4 << 20
 PR_SET_PDEATHSIG = 1
 

@@ -28,8 +28,9 @@ import torch
 from tqdm import tqdm
 
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.loop import EngineLoop, make_core
+from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.start import make_core
 from pilotfish.server.text.tokenizer import Tokenizer
 
 

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from pilotfish.draft_heads.training.draft_vocab import main as draft_vocab
 from pilotfish.engine.link.messages import SamplingParams
-from pilotfish.engine.loop import make_core
 from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.start import make_core
 from pilotfish.server.text.tokenizer import Tokenizer
 from tests.bench.bench_decode import Series, decode
 

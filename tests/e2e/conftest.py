@@ -14,7 +14,7 @@ from byte_model import write_model  # noqa: E402  (the path above makes it impor
 from serving import serving_in_thread  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
-CORE = "pilotfish.engine.loop:make_core"
+CORE = "pilotfish.engine.start:make_core"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 from serving import serving_in_thread
 
-CORE = "pilotfish.engine.loop:make_core"
+CORE = "pilotfish.engine.start:make_core"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from pilotfish.deploy.grafana.generate import DEPLOY
 from pilotfish.deploy.grafana.panels import ROWS
 from pilotfish.deploy.prometheus import api, rules
 
-CORE = "pilotfish.engine.loop:make_core"
+CORE = "pilotfish.engine.start:make_core"
 pytestmark = pytest.mark.skipif(api.missing() is not None, reason=str(api.missing()))
 
 EMPTY_WHEN_HEALTHY = {"PilotfishSpeculationOff", "PilotfishExactnessUnchecked"}

@@ -23,7 +23,7 @@ def client_of(server):
 @pytest.fixture(scope="module")
 def speculated():
     engine = {"num_speculative_tokens": 3, "max_model_len": 2048, "max_num_seqs": 4, "num_threads": 1}
-    with serving_in_thread(MODEL, core="pilotfish.engine.loop:make_core", engine=engine) as server:
+    with serving_in_thread(MODEL, core="pilotfish.engine.start:make_core", engine=engine) as server:
         yield server
 
 
@@ -31,7 +31,7 @@ def speculated():
 def answers(speculated):
     """The same requests to a plain server and to the speculating one, side by side in its batch."""
     engine = {"num_speculative_tokens": 0, "max_model_len": 2048, "max_num_seqs": 1, "num_threads": 1}
-    with serving_in_thread(MODEL, core="pilotfish.engine.loop:make_core", engine=engine) as plain:
+    with serving_in_thread(MODEL, core="pilotfish.engine.start:make_core", engine=engine) as plain:
         return [complete(plain), complete(speculated)]
 
 

@@ -17,7 +17,7 @@ from pilotfish.deploy.evaluate.command import main as evaluate
 from pilotfish.deploy.gate import requests
 from pilotfish.deploy.gate.command import main
 
-CORE = "pilotfish.engine.loop:make_core"
+CORE = "pilotfish.engine.start:make_core"
 ENGINE = {"num_speculative_tokens": 3, "max_model_len": 2048, "num_threads": 1, "head_check": "warn"}
 
 

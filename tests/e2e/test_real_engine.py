@@ -15,7 +15,7 @@ from serving import serving_in_thread
 
 TIMEOUT = 60
 PROMPTS = ["The quick brown fox", "def f(x):\n    return ", "é€😀 " * 9, "a" * 70]
-CORE = "pilotfish.engine.loop:make_core"
+CORE = "pilotfish.engine.start:make_core"
 
 
 @pytest.fixture(scope="module")

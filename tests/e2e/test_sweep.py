@@ -21,7 +21,7 @@ SMALL = ["--domains", "code", "--paths", "completions", "--single-tokens", "6", 
 SMALL += ["--concurrent-tokens", "6", "--contexts", "150", "--long-tokens", "4", "--quiet"]
 FLAGS = ["--", "--max-model-len", "1024", "--dtype", "float32", "--num-threads", "1"]
 ROOMY = ["--", "--max-model-len", "2048", *FLAGS[3:]]
-CORE = "pilotfish.engine.loop:make_core"
+CORE = "pilotfish.engine.start:make_core"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 def clients():
     engine = {"num_speculative_tokens": 3, "max_model_len": 1024, "num_threads": 1}
     with (
-        serving_in_thread(MODEL, core="pilotfish.engine.loop:make_core", engine=engine) as server,
+        serving_in_thread(MODEL, core="pilotfish.engine.start:make_core", engine=engine) as server,
         openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120) as ours,
         anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as theirs,
     ):

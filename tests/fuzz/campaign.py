@@ -188,7 +188,7 @@ def campaign(model: Path | None = None) -> Iterator[Campaign]:
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"engine": {"max_num_seqs": 4, "max_waiting": 32}}
         if model is not None:
-            options = {"core": "pilotfish.engine.loop:make_core", "engine": {"max_model_len": 512, "max_num_seqs": 4}}
+            options = {"core": "pilotfish.engine.start:make_core", "engine": {"max_model_len": 512, "max_num_seqs": 4}}
         with serving_in_thread(model or write_model(Path(folder)), **options) as server:
             running = Campaign(server)
             try:

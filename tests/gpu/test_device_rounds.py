@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
+from pilotfish.engine.assemble import assemble
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.check.audit import Auditor, _parse, audit, make_auditor
 from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.start import assemble
 from pilotfish.kernels.cuda.linear import PackedLinear
 from tests.support.findings import assert_nothing_found
 

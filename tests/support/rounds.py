@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from pilotfish.engine.assemble import Engine, assemble
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.model.build import build_model
+from pilotfish.engine.plan import Plan
 from pilotfish.engine.round import run_round
 from pilotfish.engine.runner import Batch, Runner, SequenceReport
-from pilotfish.engine.start import Engine, Plan, assemble
 from pilotfish.kernels.attention import PAGE
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny
 

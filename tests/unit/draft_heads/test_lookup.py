@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from pilotfish.draft_heads.lookup.head import LookupHead, look_up
+from pilotfish.engine.assemble import assemble
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.start import Plan, assemble, make_plan, start_engine
+from pilotfish.engine.plan import Plan, make_plan
+from pilotfish.engine.start import start_engine
 from pilotfish.server.cli import build_parser, engine_options
 from tests.support.rounds import MODES, make_engine, random_prompt
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar import GrammarLibrary
 from pilotfish.engine.link.messages import Grammar, SamplingParams, Submit
-from pilotfish.engine.loop import EngineLoop, make_core
+from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.start import make_core
 
 MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
 EOS = (8179,)

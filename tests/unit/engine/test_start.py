@@ -6,13 +6,14 @@ import re
 import pytest
 import torch
 
+from pilotfish.engine import plan as planning
 from pilotfish.engine import start
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.start import make_plan
+from pilotfish.engine.plan import make_plan
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda import warm
 from pilotfish.kernels.cuda.delta_net import pending_width
@@ -66,19 +67,18 @@ def test_room_is_left_for_every_slot(vocab):
     rows = 16 * vocab * (4 + 8 + 4)  # logits, candidates, drafts' logits
     experts = 2 * 3 * (config.num_experts + 1) * config.moe_intermediate_size * config.hidden_size
     allocated = state.s.nbytes + state.conv.nbytes + 2 * held + tensor_bytes(tables) + rows
-    reserved = start.buffer_bytes(dataclasses.replace(config, vocab_size=vocab), depth, slots - 1)
-    assert allocated <= reserved <= 1.2 * allocated + experts + slots * start.SLOT_TABLE_BYTES
+    reserved = planning.buffer_bytes(dataclasses.replace(config, vocab_size=vocab), depth, slots - 1)
+    assert allocated <= reserved <= 1.2 * allocated + experts + slots * planning.SLOT_TABLE_BYTES
 
 
 def test_the_same_memory_holds_twice_the_tokens_in_fp8(tmp_path, monkeypatch):
     folder = build_tiny(tmp_path / "bf16", "dense", dtype="bfloat16")
-    monkeypatch.setattr(start, "cpu_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(planning, "cpu_multiplies_bf16", lambda: True)
     # two full layers' keys and values of a page, the head's too, ten times
     config = open_checkpoint(folder).config
     layers = len(config.full_layers) + 1
-    monkeypatch.setattr(
-        start, "CPU_KV_BYTES", 10 * 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * 2
-    )
+    page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * 2
+    monkeypatch.setattr(planning, "CPU_KV_BYTES", 10 * page_bytes)
     pages = [plan(folder, kv_cache_dtype=name).num_pages for name in ("auto", "bfloat16", "fp8")]
     assert pages == [10, 10, 20]
 
@@ -89,12 +89,12 @@ def test_fused_kernels_read_fp8_where_the_device_does(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if refused:
             with pytest.raises(OptionError, match=r"kv_cache_dtype: .* read fp8 from compute capability 8\.9"):
-                start.choose_kv_dtype("fp8", torch.bfloat16, cuda, True)
+                planning.choose_kv_dtype("fp8", torch.bfloat16, cuda, True)
         else:
-            assert start.choose_kv_dtype("fp8", torch.bfloat16, cuda, True) == torch.float8_e4m3fn
+            assert planning.choose_kv_dtype("fp8", torch.bfloat16, cuda, True) == torch.float8_e4m3fn
         # torch's operators convert by themselves
-        assert start.choose_kv_dtype("fp8", torch.bfloat16, cuda, False) == torch.float8_e4m3fn
-        assert start.choose_kv_dtype("auto", torch.bfloat16, cuda, True) == torch.bfloat16
+        assert planning.choose_kv_dtype("fp8", torch.bfloat16, cuda, False) == torch.float8_e4m3fn
+        assert planning.choose_kv_dtype("auto", torch.bfloat16, cuda, True) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_fused_kernels_run_wherever_they_can(device, dtype, capability, wanted, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(warm, "prepare", lambda: None)
     place = torch.device(device)
-    assert start.choose_fused("auto", place, dtype) == (wanted is None)
+    assert planning.choose_fused("auto", place, dtype) == (wanted is None)
     # on a CPU torch's operators are what there is
     assert [wanted in message for message in caplog.messages] == [True] * (device == "cuda" and wanted is not None)
-    assert start.choose_fused("torch", place, dtype) is False
+    assert planning.choose_fused("torch", place, dtype) is False
     if wanted is None:
-        assert start.choose_fused("fused", place, dtype) is True
+        assert planning.choose_fused("fused", place, dtype) is True
     else:
         with pytest.raises(OptionError, match=f"kernels: fused ones want {re.escape(wanted)}"):
-            start.choose_fused("fused", place, dtype)
+            planning.choose_fused("fused", place, dtype)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "fused"])
@@ -131,8 +131,8 @@ def test_a_gpu_without_what_triton_needs_is_no_reason_to_be_slow(wanted, monkeyp
     monkeypatch.setattr(warm, "prepare", prepare)
     place = torch.device("cuda")
     with pytest.raises(OptionError, match=r"kernels: .* find C compiler; it wants .*, or --kernels torch"):
-        start.choose_fused(wanted, place, torch.bfloat16)
-    assert start.choose_fused("torch", place, torch.bfloat16) is False
+        planning.choose_fused(wanted, place, torch.bfloat16)
+    assert planning.choose_fused("torch", place, torch.bfloat16) is False
 
 
 def test_a_checkpoint_without_head_is_served_without_speculation_and_says_so(tmp_path, caplog):
@@ -145,10 +145,10 @@ def test_a_checkpoint_without_head_is_served_without_speculation_and_says_so(tmp
 
 def test_bf16_checkpoints_run_in_fp32_where_the_cpu_has_no_bf16_products(folder, monkeypatch, caplog, tmp_path):
     bf16 = build_tiny(tmp_path / "bf16", "dense", dtype="bfloat16")
-    monkeypatch.setattr(start, "cpu_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(planning, "cpu_multiplies_bf16", lambda: False)
     assert plan(bf16).dtype == torch.float32
     assert "float32" in caplog.text
-    monkeypatch.setattr(start, "cpu_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(planning, "cpu_multiplies_bf16", lambda: True)
     assert plan(bf16).dtype == torch.bfloat16
     assert plan(folder).dtype == torch.float32
 

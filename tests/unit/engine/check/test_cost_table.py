@@ -6,10 +6,10 @@ import torch
 from pilotfish.engine.check import cost_table
 from pilotfish.engine.check.cost_table import BLOCKS, ROUNDS, Cost
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.loop import EngineLoop, make_core
+from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round import EagerRounds
-from pilotfish.engine.start import start_engine
+from pilotfish.engine.start import make_core, start_engine
 from tests.support.tiny_models import build_tiny
 
 

@@ -7,10 +7,10 @@ import torch
 
 from pilotfish.engine.check import probe
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.loop import EngineLoop, make_core
+from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round import EagerRounds
-from pilotfish.engine.start import start_engine
+from pilotfish.engine.start import make_core, start_engine
 from pilotfish.kernels import linear
 from tests.support.rounds import make_engine
 from tests.support.tiny_models import build_tiny

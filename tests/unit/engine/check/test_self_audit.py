@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.loop import make_core
 from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.start import make_core
 from tests.support.tiny_models import build_tiny
 
 

@@ -10,7 +10,8 @@ from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import CheckpointError, LayoutError
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.start import make_plan, start_engine
+from pilotfish.engine.plan import make_plan
+from pilotfish.engine.start import start_engine
 
 TRUNK, HEAD = "model.layers.3.self_attn", "mtp.layers.0.self_attn"
 CT = {f"{TRUNK}.k_scale": torch.tensor([0.25]), f"{TRUNK}.v_scale": torch.tensor([3.0])}

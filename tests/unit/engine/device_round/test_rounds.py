@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from pilotfish.draft_heads.lookup.head import LookupHead
+from pilotfish.engine.assemble import assemble
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.link.messages import Grammar, SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.start import FAST_ROWS, Plan, assemble
+from pilotfish.engine.plan import FAST_ROWS, Plan
 from pilotfish.kernels.cuda.slots import FILTERED
 from tests.support.device_operators import ReferenceOperators
 from tests.support.loops import LoopDriver

@@ -1,0 +1,262 @@
+"""What to serve, decided once: every choice that options leave open, from the checkpoint and the device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from pilotfish.draft_heads.lookup.head import LookupHead
+from pilotfish.engine.checkpoint.kv_scales import KvScales, load_kv_scales
+from pilotfish.engine.checkpoint.recognise import Checkpoint
+from pilotfish.engine.config import ModelConfig
+from pilotfish.engine.errors import OptionError
+from pilotfish.engine.model.build import CacheSizes
+from pilotfish.engine.options import KV_DTYPES, MAX_DEPTH, EngineOptions
+from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.linear import cpu_multiplies_bf16
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DEPTH = 3
+DEFAULT_NGRAM = 5
+DEFAULT_CHUNK = 256
+FUSED_CHUNK = 2048
+"""Prompt tokens of a chunk on a GPU, where expanding a layer's weights costs the same for few tokens as for many."""
+GPU_RESERVE_BYTES = 2 << 30
+"""Of GPU memory, beside weights, KV cache and `buffer_bytes`: graphs, libraries, prompts."""
+SLOT_TABLE_BYTES = 128 << 10
+"""Of a slot, beside what has the vocabulary's width: word bans, mostly."""
+MAX_NGRAM = 64
+CPU_KV_BYTES = 2 << 30
+FAST_ROWS = 16
+MAX_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
+    with in place of the checkpoint's. `fused`: the kernels of kernels.cuda, `captured` in graphs. `kv_dtype`: of keys
+    and values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones."""
+
+    device: torch.device
+    dtype: torch.dtype
+    depth: int
+    disabled_reason: str | None
+    max_model_len: int
+    max_num_seqs: int
+    binding_limit: str
+    num_pages: int
+    prefill_chunk: int
+    lookup: LookupHead | None = None
+    fused: bool = False
+    captured: bool = False
+    kv_dtype: torch.dtype | None = None
+    kv_scales: KvScales = field(default_factory=dict)
+
+    @property
+    def cache_sizes(self) -> CacheSizes:
+        # rounds of fused kernels keep pending rows of their own
+        window = 0 if self.fused else self.depth + 1
+        kv = self.kv_dtype or self.dtype
+        return CacheSizes(self.num_pages + 1, self.max_num_seqs + 1, window, kv, self.kv_scales)
+
+
+def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
+    """Every choice that options leave open. Raises OptionError naming the flag."""
+    config = checkpoint.config
+    device = _device(options)
+    dtype = _dtype(options, config, device)
+    lookup = _lookup(options)
+    depth, reason = _depth(options, checkpoint)
+    max_model_len = _max_model_len(options, config)
+    max_num_seqs, binding = _max_num_seqs(options, depth)
+    fused = choose_fused(options.kernels, device, dtype)
+    kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
+    kv_scales = _kv_scales(checkpoint, kv_dtype)
+    chunk = options.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
+    if options.prefill_chunk is not None and not 1 <= options.prefill_chunk <= 8192:
+        raise OptionError(f"prefill_chunk: want 1..8192, got {options.prefill_chunk}")
+    num_pages = _num_pages(options, checkpoint, depth, kv_dtype, max_model_len, max_num_seqs, device)
+    return Plan(
+        device,
+        dtype,
+        depth,
+        reason,
+        max_model_len,
+        max_num_seqs,
+        binding,
+        num_pages,
+        chunk,
+        lookup,
+        fused,
+        fused and not options.enforce_eager,
+        kv_dtype,
+        kv_scales,
+    )
+
+
+def choose_fused(wanted: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether rounds run on the kernels of kernels.cuda: wherever they can, unless "torch" is wanted. Raises
+    OptionError where they are wanted and cannot, and where the device could and Triton cannot."""
+    problem = _no_fused_kernels(device, dtype)
+    if wanted == "fused" and problem:
+        raise OptionError(f"kernels: fused ones want {problem}")
+    if wanted == "auto" and problem and device.type == "cuda":
+        logger.warning("kernels: torch's operators, slower by far than fused ones, which want %s", problem)
+    if wanted == "torch" or problem:
+        return False
+    from pilotfish.kernels.cuda.warm import prepare  # imports Triton
+
+    try:
+        prepare()
+    except RuntimeError as error:
+        raise OptionError(f"kernels: {error}; it wants a C compiler and Python.h, or --kernels torch") from error
+    return True
+
+
+def _no_fused_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"a CUDA device, got {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability 8.0 (bf16 products), got {capability[0]}.{capability[1]}"
+    if dtype != torch.bfloat16:
+        return f"bfloat16, got {dtype}"
+    return None
+
+
+def _device(options: EngineOptions) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device: want a CUDA device, torch finds none")
+    use_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if use_cuda else "cpu")
+
+
+def _dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if options.dtype != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    if config.dtype == "float32":
+        return torch.float32
+    if device.type == "cpu" and not cpu_multiplies_bf16():
+        logger.warning("dtype: this CPU has no bf16 products; the %s checkpoint runs in float32", config.dtype)
+        return torch.float32
+    # float16 checkpoints too: real activations pass 65 504
+    return torch.bfloat16
+
+
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, device: torch.device, fused: bool) -> torch.dtype:
+    """Of keys and values, for one of KV_CACHE_DTYPES. Raises OptionError for what the kernels cannot read."""
+    kv_dtype: torch.dtype = getattr(torch, KV_DTYPES[wanted]) if wanted in KV_DTYPES else dtype
+    if fused and kv_dtype == torch.float8_e4m3fn:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise OptionError(
+                f"kv_cache_dtype: fused kernels read {wanted} from compute capability 8.9 on, got {capability}"
+            )
+    return kv_dtype
+
+
+def _kv_scales(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> KvScales:
+    """The checkpoint's, where the cache is divided by scales at all."""
+    if kv_dtype != torch.float8_e4m3fn:
+        return {}
+    scales = load_kv_scales(checkpoint)
+    of = f"the checkpoint's scales for {len(scales)} layers" if scales else "no scales: beyond 448 it saturates"
+    logger.info("KV cache in float8_e4m3fn, %s", of)
+    return scales
+
+
+def _depth(options: EngineOptions, checkpoint: Checkpoint) -> tuple[int, str | None]:
+    wanted = options.num_speculative_tokens
+    if wanted is not None and not 0 <= wanted <= MAX_DEPTH:
+        raise OptionError(f"num_speculative_tokens: want 0..{MAX_DEPTH}, got {wanted}")
+    if wanted == 0:
+        return 0, "num_speculative_tokens is 0"
+    if checkpoint.has_mtp or options.speculative_method == "ngram":
+        return DEFAULT_DEPTH if wanted is None else wanted, None
+    reason = checkpoint.mtp_problem or "the checkpoint has no MTP head"
+    logger.warning("SPECULATION IS OFF: %s. Serving plain decoding.", reason)
+    return 0, reason
+
+
+def _lookup(options: EngineOptions) -> LookupHead | None:
+    """vLLM's rule: of the two bounds the one that is missing is the other's, or 5 where both are."""
+    longest, shortest = options.prompt_lookup_max, options.prompt_lookup_min
+    if options.speculative_method != "ngram":
+        if longest is not None or shortest is not None:
+            raise OptionError("prompt_lookup_max, prompt_lookup_min: want them with the method 'ngram' alone")
+        return None
+    if options.draft_head is not None:
+        raise OptionError("draft_head: want it with the method 'mtp' alone")
+    longest, shortest = longest or shortest or DEFAULT_NGRAM, shortest or longest or DEFAULT_NGRAM
+    if not 1 <= shortest <= longest <= MAX_NGRAM:
+        raise OptionError(
+            f"prompt_lookup_min, prompt_lookup_max: want 1 <= min <= max <= {MAX_NGRAM}, got {shortest}, {longest}"
+        )
+    return LookupHead(longest, shortest)
+
+
+def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
+    limit = config.max_position_embeddings
+    wanted = options.max_model_len
+    if wanted is not None and not 2 <= wanted <= limit:
+        raise OptionError(f"max_model_len: want 2..{limit} (max_position_embeddings), got {wanted}")
+    return wanted or limit
+
+
+def _max_num_seqs(options: EngineOptions, depth: int) -> tuple[int, str]:
+    """The default keeps a round's rows within one tile, where its cost is nearly flat."""
+    fast, most = FAST_ROWS // (depth + 1), MAX_ROWS // (depth + 1)
+    wanted = options.max_num_seqs
+    if wanted is None:
+        return fast, "fast-path rows"
+    if not 1 <= wanted <= most:
+        raise OptionError(f"max_num_seqs: want 1..{most} ({MAX_ROWS} rows at k = {depth}), got {wanted}")
+    if wanted > fast:
+        logger.warning("max_num_seqs %d is beyond the fast path (%d at k = %d)", wanted, fast, depth)
+    return wanted, "configured"
+
+
+def _num_pages(
+    options: EngineOptions,
+    checkpoint: Checkpoint,
+    depth: int,
+    kv_dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    device: torch.device,
+) -> int:
+    """Pages that sequences can own. At least one sequence of max_model_len must fit."""
+    config = checkpoint.config
+    longest = -(-(max_model_len + depth + 1) // PAGE)
+    layers = len(config.full_layers) + (depth > 0 and options.speculative_method == "mtp")
+    page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
+    if options.kv_cache_tokens is not None:
+        pages = options.kv_cache_tokens // PAGE
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = free - int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes
+        room -= GPU_RESERVE_BYTES + buffer_bytes(config, depth, max_num_seqs)
+        pages = min(longest * max_num_seqs, max(0, room) // page_bytes)
+    else:
+        pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page_bytes))
+    if pages < longest:
+        raise OptionError(
+            f"kv cache: {pages} pages of {PAGE} tokens, want at least {longest} for one sequence of {max_model_len} "
+            "tokens; lower max_model_len or give it more memory"
+        )
+    return pages
+
+
+def buffer_bytes(config: ModelConfig, depth: int, max_num_seqs: int) -> int:
+    """About what fused rounds and prompts hold beside weights and keys and values: of each slot its state, pending rows
+    and sampling tables; of each row its logits; of experts those of one layer, expanded."""
+    vocab, layers = config.vocab_size, len(config.linear_layers)
+    state = 4 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    held = config.conv_dim + 2 * config.linear_num_value_heads
+    slot = layers * (state + 2 * held * (config.linear_conv_kernel_dim + depth)) + 9 * vocab + SLOT_TABLE_BYTES
+    rows = max(FAST_ROWS, max_num_seqs * (depth + 1))
+    experts = 4 * (config.num_experts + 1) * config.moe_intermediate_size * config.hidden_size if config.is_moe else 0
+    return (max_num_seqs + 1) * slot + 16 * rows * vocab + experts
