@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from pilotfish.deploy.arguments import aligned, numbers
@@ -29,12 +30,12 @@ from pilotfish.engine.check import cost_table, teacher_forcing
 from pilotfish.engine.check.cost_table import Cost
 from pilotfish.engine.check.teacher_forcing import Agreement
 from pilotfish.engine.checkpoint.hub import resolve_model
+from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser
 from pilotfish.engine.start import start_engine
-from pilotfish.server.text.tokenizer import Tokenizer
 
 CHARS_A_TOKEN = 8
 """No more than this many characters of a text are tokenised for each token that is wanted."""
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.ERROR)
     try:
         args.model = str(resolve_model(args.model, args.revision))
-        tokenizer = Tokenizer.from_folder(Path(args.model))
+        tokenizer = read_tokenizer(Path(args.model))
         texts = {name: tokens_of(name, tokenizer, args.max_tokens, max(args.k)) for name in args.text}
         engine = load(args, max(map(len, texts.values())))
         found = read_texts(engine, texts, args)
@@ -80,7 +81,7 @@ def tokens_of(name: str, tokenizer: Tokenizer, most: int, depth: int) -> list[in
         text = known[name].completion if name in known else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise OptionError(f"--text {name}: want a file, or one of {', '.join(known)}: {error}") from error
-    ids = tokenizer.encode(text[: most * CHARS_A_TOKEN], add_special_tokens=False)[:most]
+    ids: list[int] = tokenizer.encode(text[: most * CHARS_A_TOKEN], add_special_tokens=False).ids[:most]
     if len(ids) < depth + 2:
         raise OptionError(f"--text {name}: want at least {depth + 2} tokens, got {len(ids)}")
     return ids
@@ -152,7 +153,7 @@ def time_rounds(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) 
     for batch, context in places:
         if (batch, context) not in timed:
             print(f"not timed: {batch} at once of {context} tokens do not fit", file=sys.stderr)
-    ids = tokenizer.encode(long_text(4096 * CHARS_A_TOKEN), add_special_tokens=False)[:4096]
+    ids = tokenizer.encode(long_text(4096 * CHARS_A_TOKEN), add_special_tokens=False).ids[:4096]
     with bar(len(timed) * cost_table.BLOCKS * (len(args.k) + 1), "block", args) as progress:
 
         def tell(what: str) -> None:

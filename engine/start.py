@@ -12,11 +12,11 @@ from time import perf_counter
 import msgspec
 import torch
 
-from pilotfish.draft_heads.vocabulary import read_draft_vocab
 from pilotfish.engine import ledger
 from pilotfish.engine.assemble import Engine, HeadReport, assemble
 from pilotfish.engine.check import cost_table, probe
 from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
+from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from pilotfish.draft_heads.training.fit import Figures, Fit, FitOptions
@@ -32,6 +31,7 @@ from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
+from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.convert.write import write_tensors, write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import Model, build_model, with_head
@@ -173,19 +173,16 @@ def _read_rows(source: Path, args: argparse.Namespace) -> Rows:
 
 
 def document_ids(source: Path, paths: list[Path]) -> list[list[int]]:
-    """Token ids of each text. Raises OptionError naming the file."""
-    file = source / "tokenizer.json"
-    if not file.is_file():
-        raise OptionError(f"{source}: has no tokenizer.json, so a text cannot be read")
+    """Token ids of each text. Raises PilotfishError naming the file."""
+    tokenizer, ids = read_tokenizer(source), []
     documents = read_documents(paths, _renderer(source))
-    tokenizer, ids = Tokenizer.from_file(str(file)), []
     # some at a time: what the library gives takes far more room than the ids
     for begin in range(0, len(documents), ENCODED_AT_ONCE):
         part = tokenizer.encode_batch(documents[begin : begin + ENCODED_AT_ONCE], add_special_tokens=False)
         ids += [encoding.ids for encoding in part]
     largest, vocab_size = max(map(max, filter(None, ids)), default=0), open_checkpoint(source).config.vocab_size
     if largest >= vocab_size:
-        raise OptionError(f"{file}: gives token {largest}, the model has {vocab_size}")
+        raise OptionError(f"{source}: tokenizer.json gives token {largest}, the model has {vocab_size}")
     return ids
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pilotfish.draft_heads.training.command import document_ids
-from pilotfish.draft_heads.vocabulary import build_draft_vocab, write_draft_vocab
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.convert.write import write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.parser import Parser
 
@@ -51,6 +51,20 @@ def make_draft_vocab(args: argparse.Namespace) -> None:
     print(f"{total} tokens counted, {np.count_nonzero(counts)} of {len(counts)} ids among them")
     print(f"{len(ids)} ids kept: {counts[ids].sum() / total:.2%} of the tokens")
     print(f"served by: pilotfish serve {args.model} --draft-vocab {args.out}")
+
+
+def build_draft_vocab(counts_V: np.ndarray, size: int, always: Iterable[int] = ()) -> list[int]:
+    """The `always` ids and then the most frequent, `size` in all (ties to the lower id), in rising order."""
+    kept = sorted(set(always))
+    if not len(kept) <= size <= len(counts_V):
+        raise OptionError(f"draft vocabulary: want {max(1, len(kept))}..{len(counts_V)} ids, got {size}")
+    ranked = np.argsort(-counts_V, kind="stable")
+    chosen = ranked[~np.isin(ranked, kept)][: size - len(kept)]
+    return sorted([*kept, *chosen.tolist()])
+
+
+def write_draft_vocab(path: Path, ids: list[int], vocab_size: int) -> None:
+    write_text(path, json.dumps({"vocab_size": vocab_size, "ids": ids}) + "\n")
 
 
 def _parser() -> Parser:

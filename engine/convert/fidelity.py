@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
 from pilotfish.engine.check.acceptance import Acceptance, cut_prompts, measure_acceptance
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
+from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
 from pilotfish.engine.model.prefill import pages_for, read_text
@@ -76,15 +76,14 @@ def compare(source: Path, output: Path, ids: list[int]) -> Fidelity:
 
 
 def read_tokens(folder: Path, text_file: Path, max_tokens: int) -> list[int]:
-    """The text's first tokens in the checkpoint's own tokenizer. Raises OptionError if it or the text is not there."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise OptionError(f"{folder}: has no tokenizer.json, so a text cannot be read")
+    """The text's first tokens in the checkpoint's own tokenizer. Raises PilotfishError if it or the text cannot be
+    read."""
+    tokenizer = read_tokenizer(folder)
     try:
         text = text_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{text_file}: cannot be read as text: {error}") from error
-    ids: list[int] = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids[:max_tokens]
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]
     if len(ids) < 2:
         raise OptionError(f"{text_file}: want at least 2 tokens of it, got {len(ids)}")
     return ids

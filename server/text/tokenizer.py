@@ -11,12 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.checkpoint.tokenizer import TokenizerError, read_tokenizer
 from pilotfish.server.text.detokenize import decode
-
-
-class TokenizerError(PilotfishError):
-    """The folder has no tokenizer that can be served; the message names the file."""
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -40,19 +36,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        path = folder / "tokenizer.json"
-        try:
-            text = path.read_text(encoding="utf-8")
-            description = json.loads(text)
-            raw = RawTokenizer.from_str(text)
-        except FileNotFoundError:
-            raise TokenizerError(f"{path} does not exist: want a tokenizer.json beside the weights") from None
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"{path} cannot be read: {error}") from error
+        raw, path = read_tokenizer(folder), folder / "tokenizer.json"
+        description = json.loads(path.read_text(encoding="utf-8"))
         if not _is_byte_level(description.get("decoder")):
             raise TokenizerError(f"{path}: want a ByteLevel decoder, got {_decoder_name(description.get('decoder'))}")
-        raw.no_padding()
-        raw.no_truncation()
         special = {entry["id"] for entry in description.get("added_tokens", ()) if entry.get("special")}
         return cls(raw, frozenset(special))
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pilotfish.draft_heads.vocabulary import build_draft_vocab, read_draft_vocab, write_draft_vocab
+from pilotfish.draft_heads.training.draft_vocab import build_draft_vocab, write_draft_vocab
+from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.model.build import Builder, CacheSizes

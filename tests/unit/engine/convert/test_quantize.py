@@ -622,7 +622,11 @@ def test_a_text_that_cannot_be_read_is_told_before_the_work(built, draft, tmp_pa
     (tmp_path / "text").write_text("a")
     source = draft("dense").write()
     run = ["quantize", str(source), str(tmp_path / "out"), "--text"]
-    for file, message in (("text", "has no tokenizer.json"), ("none", "cannot be read"), ("text", "2 tokens of it")):
+    for file, message in (
+        ("text", "tokenizer.json does not exist"),
+        ("none", "cannot be read"),
+        ("text", "2 tokens of it"),
+    ):
         assert cli.main([*run, str(tmp_path / file)]) == 2
         assert message in capsys.readouterr().err
         write_tokenizer(source)
