@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 OWN_PARSERS = {
-    "audit": ("pilotfish.engine.check.audit", "prove that speculation changes no token"),
+    "audit": ("pilotfish.engine.check.audit.command", "prove that speculation changes no token"),
     "bench": ("pilotfish.engine.bench.command", "speed of rounds by k, batch and context"),
     "sweep": ("pilotfish.deploy.sweep.command", "measure which k and how many sequences to serve"),
     "gate": ("pilotfish.deploy.gate.command", "look at what a server really does before it gets traffic"),

@@ -25,10 +25,13 @@ def full(model: str, server_flags: Sequence[str], k: int, max_num_seqs: int) -> 
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode not in (0, 1):
         raise CannotRun(f"pilotfish audit ended with status {done.returncode}; its own words stand above")
-    runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    runs = [line for line in lines if "findings" in line]
+    digest = next((line["digest"] for line in lines if "digest" in line), "none")
     findings = [f for run in runs for f in run["findings"]]
     wanted = f"k = 1 .. {depth}, 1 .. {batch} at once: the tokens and bits of k = 0"
-    came = f"{len(runs)} runs, {sum(run['num_rows'] for run in runs)} rows compared, {len(findings)} differ"
+    num_rows = sum(run["num_rows"] for run in runs)
+    came = f"{len(runs)} runs, {num_rows} rows compared, {len(findings)} differ, digest {digest}"
     if findings:
         first = findings[0]
         came += f"; first {first['run']}: request {first['request']}, position {first['position']}, {first['tensor']}"

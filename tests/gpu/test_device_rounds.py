@@ -15,7 +15,8 @@ import torch
 from pilotfish.engine.assemble import assemble
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.bench.measure import random_prompts
-from pilotfish.engine.check.audit import Auditor, _parse, audit, make_auditor
+from pilotfish.engine.check.audit.command import make_auditor, parse
+from pilotfish.engine.check.audit.run import Auditor, audit
 from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.kernels.cuda.linear import PackedLinear
@@ -48,7 +49,7 @@ GREEDY = [request for request in REQUESTS if request.sampling.temperature == 0]
 def auditor_of(*more: str) -> Auditor:
     """Of a few requests in different modes. Caches hold the largest batch of REQUESTS at the largest k."""
     args = ["--device", "cuda", "--kernels", "fused", "--num-prompts", "3", "--max-tokens", "600"]
-    whole = make_auditor(_parse([DEMO, *args, "--max-batch", str(MOST), *more]))
+    whole = make_auditor(parse([DEMO, *args, "--max-batch", str(MOST), *more]))
     chosen = [
         msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=32))
         for request in whole.requests[2::2][:3]
@@ -186,7 +187,7 @@ def test_bits_do_not_depend_on_k_or_batch(kv_dtype):
     """Rows of a few runs; tokens of all k and batches are compared below, the rows of all by the leg audit-demo."""
     results = list(audit(over(kv_dtype), [3, 8], [2]))
     assert_nothing_found(results)
-    assert all(result.num_rows > 1000 for result in results)
+    assert all(result.num_rows > 1000 for result in results if "captured" not in result.name)
 
 
 @torch.inference_mode()

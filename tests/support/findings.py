@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pilotfish.engine.check.audit import RunResult
+from pilotfish.engine.check.audit.run import RunResult
 
 
 def assert_nothing_found(results: Iterable[RunResult]) -> None:

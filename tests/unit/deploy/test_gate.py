@@ -453,7 +453,7 @@ def test_stays_up(scrape, ready, passed):
 @pytest.mark.parametrize(
     ("lines", "status", "passed"),
     [
-        ([{"findings": [], "num_rows": 7}], 0, True),
+        ([{"findings": [], "num_rows": 7}, {"verdict": "pass", "digest": "a1b2"}], 0, True),
         (
             [{"findings": [{"run": "k = 1", "request": "0-greedy", "position": 9, "tensor": "logits"}], "num_rows": 7}],
             1,

@@ -11,8 +11,10 @@ import pilotfish.engine.cache.tensors as cache_tensors
 import pilotfish.engine.model.window as window_module
 import pilotfish.spec.sampling as sampling
 from pilotfish.engine.batch_state import BatchState
-from pilotfish.engine.check import audit as audit_module
-from pilotfish.engine.check.audit import _parse, audit, main, make_auditor
+from pilotfish.engine.check.audit import run as audit_module
+from pilotfish.engine.check.audit.command import main, make_auditor, parse
+from pilotfish.engine.check.audit.run import audit
+from pilotfish.engine.check.audit.transcript import Finding
 from pilotfish.engine.model import attention as attention_module
 from pilotfish.engine.runner import Runner
 from pilotfish.kernels.linear import TILE_ROWS, Linear
@@ -29,7 +31,7 @@ def folder(tmp_path_factory):
 @torch.inference_mode()
 def run_audit(folder, depths=(3,), batches=(2,), more=()):
     args = [str(folder), "--max-depth", "4", "--num-prompts", "4", "--max-tokens", "16", *more]
-    auditor = make_auditor(_parse(args))
+    auditor = make_auditor(parse(args))
     return list(audit(auditor, list(depths), list(batches)))
 
 
@@ -52,11 +54,41 @@ def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
     by_look_up = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
     for flags in (["--draft-head", str(folder)], ["--speculative-config", by_look_up]):
         assert main([str(bare), *flags, *small]) == 0
-        runs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        *runs, summary = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert summary["verdict"] == "pass" and summary["runs"] == len(runs), summary
         own = [run for run in runs if "own drafts" in run["name"]]
         assert len(own) == 4 and sum(run["num_drafted"] for run in own) > 100, flags
     assert main([str(bare), *small]) == 0
-    assert "no head to audit" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "no head to audit" in err and json.loads(out.splitlines()[-1])["drafts"] == ["forced drafts"]
+
+
+def test_the_verdict_says_what_was_compared_and_its_digest(folder, capsys):
+    small = ("--max-depth", "2", "--max-batch", "2", "--num-prompts", "2", "--max-tokens", "8")
+    assert main([str(folder), *small]) == 0
+    out = capsys.readouterr().out
+    assert "8 runs over k = 1 .. 2 and 1 .. 2 at once" in out and "6 requests: greedy, sampled, penalised" in out
+    assert f"{8 * 6 * 8} tokens" in out
+    assert main([str(folder), *small, "--json"]) == 0
+    *runs, summary = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert f"digest: {summary['digest']}\n" in out and len(summary["digest"]) == 32
+    assert summary["rows"] == sum(run["num_rows"] for run in runs)
+    assert {"text", "logits", "head", "draft", "layers.mlp", "history"} <= summary["digests"].keys()
+
+
+def test_the_digest_knows_neither_the_order_of_runs_nor_how_often_a_row_was_met(folder, monkeypatch):
+    def digest(depths, batches):
+        auditor = make_auditor(parse([str(folder), "--max-depth", "3", "--num-prompts", "2", "--max-tokens", "8"]))
+        assert findings(audit(auditor, depths, batches)) == []
+        return auditor.compared.digest()
+
+    with torch.inference_mode():
+        whole = digest([1, 3], [1, 3])
+        assert digest([3, 1, 3], [3, 1]) == whole
+        real = Linear.rows
+        monkeypatch.setattr(Linear, "rows", lambda self, x: real(self, x) * (1 + 2.0**-20))
+        # wrong everywhere alike: nothing differs from k = 0, and the digest is another
+        assert digest([1, 3], [1, 3]) != whole
 
 
 def test_the_demo_model_passes_with_keys_and_values_in_fp8(capsys):
@@ -177,7 +209,7 @@ def test_exit_status_says_pass_fail_and_cannot_run(folder, monkeypatch, capsys, 
     assert "PASS" in capsys.readouterr().out
     assert main([str(tmp_path), *small]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-    broken = audit_module.Finding("k = 1", "0-greedy", 7, "logits")
+    broken = Finding("k = 1", "0-greedy", 7, "logits")
     monkeypatch.setattr(audit_module, "compare", lambda run, *_: [broken] if run.startswith("k = 1") else [])
     assert main([str(folder), *small]) == 1
     out = capsys.readouterr().out

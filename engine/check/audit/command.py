@@ -1,0 +1,120 @@
+"""`pilotfish audit MODEL`: proof, on this checkpoint and machine, that speculation changes no token and no bit.
+
+Every request is first decoded alone, one row at a time (k = 0). Then all of them again for each k, in batches of each
+size, once with the head's own drafts and once with forced drafts that agree for 0, 1, .. k tokens in turn. Compared for
+every committed row: the output of each layer half, the logits, the penalties' history, the chosen token, the head's
+hidden state and its next draft, all bit for bit. The first difference is named by request, position and tensor. A
+faulty head changes speed and never text, so its acceptance is shown beside what a sound one reaches teacher-forced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from pilotfish.engine.check.audit.report import Report
+from pilotfish.engine.check.audit.requests import load_prompts, make_requests
+from pilotfish.engine.check.audit.run import Auditor, audit
+from pilotfish.engine.checkpoint.hub import resolve_model
+from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.names import is_mtp
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.checkpoint.sidecar import attach_head
+from pilotfish.engine.errors import OptionError, PilotfishError
+from pilotfish.engine.model.build import build_model
+from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
+from pilotfish.engine.parser import Parser
+from pilotfish.engine.plan import make_plan
+from pilotfish.engine.speculation import speculative_config
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="pilotfish audit", description=__doc__.split("\n\n")[0], formatter_class=argparse.HelpFormatter
+    )
+    parser.add_argument("model", help="checkpoint folder or hub id")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--draft-head", metavar="PATH", help="a folder or file with an MTP head, as for serve")
+    parser.add_argument(
+        "--speculative-config", type=speculative_config, metavar="JSON", help="as for serve; its k is the --max-depth"
+    )
+    parser.add_argument("--max-depth", type=int, default=MAX_DEPTH, help="largest k to check (default: %(default)s)")
+    parser.add_argument("--max-batch", type=int, default=4, help="largest batch (default: %(default)s)")
+    parser.add_argument("--num-prompts", type=int, default=3, help="prompts, each in every mode (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=24, help="tokens a request (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve")
+    parser.add_argument("--json", action="store_true", help="one JSON object a run, and a last one for all")
+    args = parser.parse_args(argv)
+    args.speculation = {"draft_head": args.draft_head} | (args.speculative_config or {})
+    args.max_depth = args.speculation.pop("num_speculative_tokens", args.max_depth)
+    for name, most in (("max_depth", MAX_DEPTH), ("max_batch", 64), ("num_prompts", 64), ("max_tokens", 4096)):
+        value = getattr(args, name)
+        if not 1 <= value <= most:
+            parser.error(f"--{name.replace('_', '-')}: want 1..{most}, got {value}")
+    return args
+
+
+def make_auditor(args: argparse.Namespace) -> Auditor:
+    """Loads the checkpoint with caches for the largest depth and batch."""
+    checkpoint = open_checkpoint(args.model)
+    if args.speculation["draft_head"] is not None:
+        checkpoint = attach_head(checkpoint, args.speculation["draft_head"])
+    config = checkpoint.config
+    has_head = checkpoint.has_mtp or args.speculation.get("speculative_method") == "ngram"
+    if not has_head:
+        reason = checkpoint.mtp_problem or "none in the checkpoint"
+        print(f"no head to audit ({reason}): forced drafts only", file=sys.stderr if args.json else sys.stdout)
+    prompts = load_prompts(Path(args.model), args.num_prompts, config.vocab_size)
+    longest = max(map(len, prompts)) + args.max_tokens
+    if longest > config.max_position_embeddings:
+        raise OptionError(f"--max-tokens: {longest} tokens in all, the model takes {config.max_position_embeddings}")
+    options = EngineOptions(
+        model=args.model,
+        num_speculative_tokens=args.max_depth if has_head else 0,
+        **args.speculation,
+        max_num_seqs=args.max_batch,
+        max_model_len=longest,
+        dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
+        device=args.device,
+        kernels=args.kernels,
+    )
+    plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.max_depth)
+    weights = load_weights(checkpoint, plan.device)
+    if plan.lookup is not None:
+        weights = {name: weight for name, weight in weights.items() if not is_mtp(name)}
+    model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused)
+    if plan.lookup is not None:
+        model = dataclasses.replace(model, head=plan.lookup)
+    return Auditor(model, plan, make_requests(prompts, args.max_tokens, config.eos_token_ids, config.vocab_size))
+
+
+@torch.inference_mode()
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0 if every run agrees, 1 if one does not, 2 if the audit could not run."""
+    args = parse(argv)
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.ERROR)
+    try:
+        args.model = str(resolve_model(args.model, args.revision))
+        auditor = make_auditor(args)
+    except PilotfishError as error:
+        print(f"pilotfish audit: {error}", file=sys.stderr)
+        return 2
+    plan = auditor.plan
+    if not args.json:
+        dtypes = f"{str(plan.dtype)[6:]}, KV cache {str(plan.cache_sizes.kv_dtype)[6:]}"
+        print(f"{args.model} on {plan.device}, {dtypes}; {len(auditor.requests)} requests")
+    depths, batches = list(range(1, args.max_depth + 1)), list(range(1, args.max_batch + 1))
+    report = Report(auditor, depths, batches, args.json)
+    for result in audit(auditor, depths, batches):
+        report.add(result)
+    return report.end()

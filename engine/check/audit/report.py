@@ -1,0 +1,86 @@
+"""What an audit says: a line a run, then what was compared, the digest of it, and a verdict that claims no more."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+from pilotfish.engine.check.audit.run import Auditor, RunResult
+
+
+@dataclass
+class Report:
+    """Prints runs as they come, and sums them up. `as_json`: one object a run, the last one for all."""
+
+    auditor: Auditor
+    depths: list[int]
+    batches: list[int]
+    as_json: bool
+    num_runs: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_findings: int = 0
+    kinds: set[str] = field(default_factory=set)
+
+    def add(self, result: RunResult) -> None:
+        """Counts and prints a run."""
+        self.num_runs += 1
+        self.num_tokens += result.num_tokens
+        self.num_rows += result.num_rows
+        self.num_findings += len(result.findings)
+        self.kinds.add(result.name.split(", ", 2)[2])
+        if self.as_json:
+            row = dataclasses.asdict(result) | {"acceptance_length": result.acceptance_length}
+            row |= {"first_draft_acceptance": result.first_draft_acceptance}
+            print(json.dumps(row), flush=True)
+            return
+        verdict = "FAIL" if result.findings else "ok"
+        line = f"{result.name:<34} {verdict:<4} {result.num_tokens:>5} tokens {result.num_rows:>7} rows"
+        first = f"first draft {result.first_draft_acceptance:.3f}"
+        tqdm.write(f"{line}  acceptance length {result.acceptance_length:.2f}, {first}", file=sys.stdout)
+        for finding in result.findings:
+            tqdm.write(f"    {finding}", file=sys.stdout)
+
+    @property
+    def modes(self) -> list[str]:
+        """What requests are called by, the prompt's number left out."""
+        return list(dict.fromkeys(request.request_id.split("-", 1)[1] for request in self.auditor.requests))
+
+    def end(self) -> int:
+        """Prints the summary; the exit status."""
+        passed = self.num_findings == 0
+        compared = self.auditor.compared
+        if self.as_json:
+            summary = {
+                "verdict": "pass" if passed else "fail",
+                "k": self.depths,
+                "batches": self.batches,
+                "drafts": sorted(self.kinds),
+                "requests": len(self.auditor.requests),
+                "modes": self.modes,
+                "runs": self.num_runs,
+                "tokens": self.num_tokens,
+                "rows": self.num_rows,
+                "digest": compared.digest(),
+                "digests": compared.digests(),
+            }
+            print(json.dumps(summary), flush=True)
+            return 0 if passed else 1
+        print(f"head, first draft: {self.auditor.first_draft_acceptance():.3f} of positions, teacher-forced")
+        print(f"compared: {self.num_runs} runs over k = {_span(self.depths)} and {_span(self.batches)} at once,")
+        print(f"    {'; '.join(sorted(self.kinds))};")
+        print(f"    {len(self.auditor.requests)} requests: {', '.join(self.modes)};")
+        print(f"    {self.num_tokens} tokens, {self.num_rows} rows of tensors")
+        print(f"digest: {compared.digest()}")
+        same = "the tokens and bits of k = 0 in all that was compared"
+        print(f"PASS: {same}" if passed else f"FAIL: {self.num_findings} findings: output depends on speculation")
+        return 0 if passed else 1
+
+
+def _span(numbers: list[int]) -> str:
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1
+    return f"{numbers[0]} .. {numbers[-1]}" if whole else ", ".join(map(str, numbers))
