@@ -13,7 +13,8 @@ from pilotfish.engine.assemble import Engine
 from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
 from pilotfish.engine.check.self_audit import SelfAudit
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.grammar import Constraint, GrammarLibrary
+from pilotfish.engine.grammar import GrammarLibrary
+from pilotfish.engine.guard import Guarded, TokenRule, tell
 from pilotfish.engine.link.messages import (
     ErrorCode,
     FinishReason,
@@ -76,6 +77,10 @@ class EngineLoop:
             self._refuse(request.request_id, str(error), "invalid")
         except QueueFull as error:
             self._refuse(request.request_id, str(error), "queue_full")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._refuse(request.request_id, tell(error, request.request_id), None)
         else:
             self._interrupt_self_audit()
             self._sequences[request.request_id] = sequence
@@ -96,7 +101,7 @@ class EngineLoop:
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence, self._in_flight is not None and sequence in self._in_flight.sequences)
 
-    def _refuse(self, request_id: str, error: str, code: ErrorCode) -> None:
+    def _refuse(self, request_id: str, error: str, code: ErrorCode | None) -> None:
         self._ended.append(
             RequestOutput(request_id=request_id, finish_reason="error", error=error, error_code=code, round=False)
         )
@@ -139,9 +144,11 @@ class EngineLoop:
             raise RequestError(
                 f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"
             )
-        return Sequence(request, limit, own_k, num_pages, self._constraint(params), allowed_ids(params))
+        rule, allowed = self._constraint(params), allowed_ids(params)
+        guarded = Guarded(rule, request.request_id) if rule is not None else None
+        return Sequence(request, limit, own_k, num_pages, guarded, allowed)
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
+    def _constraint(self, params: SamplingParams) -> TokenRule | None:
         if params.grammar is None:
             return None
         if params.min_tokens:
@@ -161,10 +168,7 @@ class EngineLoop:
         if not self._sequences:
             self._start_self_audit()
         for sequence in self.scheduler.admit():
-            params = sequence.request.sampling
-            self.runner.admit(
-                sequence.slot, sequence.prompt, params, sequence.limit, sequence.own_k, sequence.constraint
-            )
+            outputs += self._admit(sequence)
         step = self.scheduler.next_step()
         phases: dict[str, float] = {}
         num_prefilled = 0
@@ -182,6 +186,19 @@ class EngineLoop:
         if not self._sequences:
             self.scheduler.check()
         return StepReport(outputs=outputs, stats=self._stats(phases, perf_counter() - started, num_prefilled))
+
+    def _admit(self, sequence: Sequence) -> list[RequestOutput]:
+        params = sequence.request.sampling
+        try:
+            self.runner.admit(
+                sequence.slot, sequence.prompt, params, sequence.limit, sequence.own_k, sequence.constraint
+            )
+        except (KeyboardInterrupt, torch.AcceleratorError):
+            # after an error of its own the device does nothing more
+            raise
+        except BaseException as error:
+            return self._fail(sequence, tell(error, sequence.request_id))
+        return []
 
     def _prefill(self, step: PrefillStep) -> list[RequestOutput]:
         sequence = step.sequence
@@ -239,7 +256,9 @@ class EngineLoop:
         return outputs
 
     def _outputs(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> list[RequestOutput]:
-        """What a client is told of a sequence's tokens: nothing, if they are a check's."""
+        """What a client is told of a sequence's tokens: nothing, if they are a check's, or chosen past a fault."""
+        if sequence.constraint is not None and sequence.constraint.fault is not None:
+            return self._fail(sequence, sequence.constraint.fault)
         if sequence.request_id not in self._sequences:
             if self.self_audit.on_check_tokens(report.token_ids, report.done):
                 self._finish(sequence)
@@ -268,10 +287,26 @@ class EngineLoop:
             round=after_round,
         )
 
+    def _fail(self, sequence: Sequence, error: str) -> list[RequestOutput]:
+        """Ends a request by a fault of ours. A check that meets one is given up: it has shown nothing."""
+        self._finish(sequence)
+        if sequence.request_id not in self._sequences:
+            self.self_audit.give_up()
+            return []
+        del self._sequences[sequence.request_id]
+        self.self_audit.on_end(sequence.request, failed=True)
+        return [RequestOutput(request_id=sequence.request_id, finish_reason="error", error=error, round=False)]
+
     def _start_self_audit(self) -> None:
         """The engine is idle: one finished request is decoded again."""
         if self.self_audit.running is None and (request := self.self_audit.start()) is not None:
-            self.scheduler.add(self._check(request))
+            try:
+                self.scheduler.add(self._check(request))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                tell(error, request.request_id)
+                self.self_audit.give_up()
 
     def _interrupt_self_audit(self) -> None:
         if self.self_audit.running is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.batch_state import BatchState, Features
-from pilotfish.engine.grammar import Constraint
+from pilotfish.engine.guard import TokenRule
 from pilotfish.engine.link.messages import SamplingParams, TokenLogprob
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.window import Span, Window
@@ -77,7 +77,7 @@ class Runner:
         assert not head_on or model.head is not None
         self.model, self.state, self.head_on = model, state, head_on
         self.observers: list[Observer] = []
-        self.constraints: dict[int, Constraint] = {}
+        self.constraints: dict[int, TokenRule] = {}
         self._mask_thread = ThreadPoolExecutor(1, "grammar")
 
     # -- prefill ----------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Runner:
         params: SamplingParams,
         limit: int,
         own_k: int,
-        constraint: Constraint | None = None,
+        constraint: TokenRule | None = None,
     ) -> None:
         """Takes a free slot for a request; its caches start empty."""
         self.constraints.pop(slot, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pilotfish.engine.grammar import Constraint
+from pilotfish.engine.guard import Guarded
 from pilotfish.engine.link.messages import Submit
 
 
@@ -17,7 +17,7 @@ class Sequence:
     limit: int
     own_k: int
     num_pages: int
-    constraint: Constraint | None = None
+    constraint: Guarded | None = None
     allowed: frozenset[int] | None = None
     slot: int = 0
     pages: list[int] = field(default_factory=list)

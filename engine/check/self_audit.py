@@ -79,6 +79,10 @@ class SelfAudit:
             self._pending.appendleft(self.running)
             self.running = None
 
+    def give_up(self) -> None:
+        """The running check cannot be made: a library failed in it."""
+        self.running = None
+
     def on_check_tokens(self, tokens: list[int], ended: bool) -> bool:
         """Compares what the running check gave; True if it is over."""
         check = self.running

@@ -105,7 +105,7 @@ def run_engine(socket_path: str, make_core: Callable[[], EngineCore]) -> int:
     threading.Thread(target=channel.read_into, args=(inbox,), name="socket-reader", daemon=True).start()
     try:
         core = make_core()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         return _report_fatal(channel, "load", error)
     # what loading made lives as long as the process: a collection that walks it would stall rounds
     gc.collect()
@@ -113,7 +113,7 @@ def run_engine(socket_path: str, make_core: Callable[[], EngineCore]) -> int:
     channel.send(core.ready)
     try:
         return _serve(core, inbox, channel)
-    except Exception as error:
+    except BaseException as error:
         return _report_fatal(channel, getattr(error, "part", "round"), error)
 
 
