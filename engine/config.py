@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pilotfish.engine.checkpoint.foreign import look_at, what_folder
 from pilotfish.engine.errors import ConfigError
 
 LINEAR = "linear_attention"
@@ -155,13 +156,14 @@ class ModelConfig:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold one object; at most MAX_CONFIG_BYTES. Raises ConfigError naming the file."""
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
+        what = what_folder(path.parent)
+        raise ConfigError(f"{path}: no such file" + (f": {path.parent} is {what}" if what else ""))
     if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path}: {size} bytes, want at most {MAX_CONFIG_BYTES}")
     try:
         raw = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+        raise ConfigError(f"{path}: {look_at(path) or f'not readable as JSON: {error}'}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: want a JSON object, got {type(raw).__name__}")
     return raw

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pilotfish.engine.checkpoint.foreign import look_at
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.calls.parser import END_THINK, FUNCTION
 from pilotfish.server.text.chat_template import ChatTemplate, load_chat_template, token_content
@@ -97,7 +98,7 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
             raise ModelFilesError(f"{path} does not exist") from None
         return {}
     except (OSError, ValueError) as error:
-        raise ModelFilesError(f"{path} cannot be read: {error}") from error
+        raise ModelFilesError(f"{path} cannot be read: {look_at(path) or error}") from error
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path}: want a JSON object, got {type(content).__name__}")
     return content

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
 
 from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.check.teacher_forcing import head_rows, later_rows, logits, trunk_rows
+from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.link.messages import HeadCheck
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.trunk import Norm
@@ -62,10 +62,9 @@ DEFAULTS = {
 
 def text_of(folder: Path, vocab_size: int, num_tokens: int) -> list[int]:
     """Ids of the text in the checkpoint's tokenizer, [] without one or with ids that the model lacks."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not (folder / "tokenizer.json").is_file():
         return []
-    ids: list[int] = Tokenizer.from_file(str(file)).encode(TEXT, add_special_tokens=False).ids[:num_tokens]
+    ids: list[int] = read_tokenizer(folder).encode(TEXT, add_special_tokens=False).ids[:num_tokens]
     return ids if all(i < vocab_size for i in ids) else []
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from pilotfish.engine.checkpoint.foreign import look_at
 from pilotfish.engine.checkpoint.headers import MAX_DIMS, MAX_NAME_LENGTH, TensorInfo
 from pilotfish.engine.errors import HeaderError, LayoutError
 
@@ -83,7 +84,8 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         if self.take(4) != b"GGUF":
-            raise self.fault("want it to begin with 'GGUF'")
+            what = look_at(self.path)
+            raise self.fault("want it to begin with 'GGUF'" + (f", got {what}" if what else ""))
         if (version := self.number("I")) not in VERSIONS:
             raise self.fault(f"want version {' or '.join(map(str, VERSIONS))}, little-endian, got {version}")
         num_tensors, num_values = self.number("Q"), self.number("Q")

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pilotfish.engine.checkpoint.foreign import SNIFFED_BYTES, what_file
 from pilotfish.engine.errors import HeaderError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
@@ -111,13 +112,17 @@ def _read_raw(path: Path) -> tuple[bytes, int]:
 
 
 def _read_body(path: Path, file: BinaryIO, file_size: int) -> bytes:
-    prefix = file.read(8)
-    if len(prefix) < 8:
-        raise HeaderError(f"{path}: want at least 8 bytes, got {len(prefix)}")
-    length = int.from_bytes(prefix, "little")
-    if not 2 <= length <= min(MAX_HEADER_BYTES, file_size - 8):
+    start = file.read(SNIFFED_BYTES)
+    length = int.from_bytes(start[:8], "little")
+    fits = len(start) >= 8 and 2 <= length <= min(MAX_HEADER_BYTES, file_size - 8)
+    if not (fits and start[8:9] == b"{") and (what := what_file(start)):
+        raise HeaderError(f"{path}: {what}")
+    if len(start) < 8:
+        raise HeaderError(f"{path}: want at least 8 bytes, got {len(start)}")
+    if not fits:
         room = f"in [2, {MAX_HEADER_BYTES}] and inside the file of {file_size} bytes"
         raise HeaderError(f"{path}: want a header length {room}, got {length}")
+    file.seek(8)
     body = file.read(length)
     if len(body) != length or body[:1] != b"{":
         raise HeaderError(f"{path}: want a header of {length} bytes that begins with '{{', got {body[:16]!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pilotfish.engine.checkpoint.foreign import look_at
 from pilotfish.engine.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
@@ -23,6 +24,9 @@ def resolve_model(name: str, revision: str | None = None, cache_dir: str | Path 
         if revision is not None:
             raise CheckpointError(f"revision: want it with a hub id alone, {name} is a folder")
         return folder
+    if folder.is_file():
+        what = look_at(folder) or f"a file; want its folder, {folder.parent}"
+        raise CheckpointError(f"{name}: {what}")
     if folder.exists() or not HUB_ID.match(name):
         raise CheckpointError(f"{name}: want a checkpoint folder, or a hub id such as Qwen/Qwen3.6-27B")
     from huggingface_hub import snapshot_download

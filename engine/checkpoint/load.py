@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from pilotfish.engine.checkpoint import fp8, gguf_file
+from pilotfish.engine.checkpoint.copies import check_copies
 from pilotfish.engine.checkpoint.fp8 import Fp8Weight
 from pilotfish.engine.checkpoint.headers import TensorInfo
 from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, Layout, Module, lynn_prefix
@@ -54,11 +55,13 @@ def load_weights(
 
     `model.layers.0.mlp.down_proj.weight` is a tensor, or a PackedWeight if stored packed; `lm_head.weight` is
     absent when tied. Nothing is shared with the files. `progress` draws a bar over bytes on a terminal.
-    Raises CheckpointError if a file changed since it was opened, or a scale is not a finite number above 0;
+    Raises CheckpointError if a file changed since it was opened, a copy of a shared matrix differs, or a scale is not a
+    finite number above 0;
     LayoutError for a layout that the device has no arithmetic for.
     """
     device = torch.device(device)
     _refuse_for_device(checkpoint, device)
+    check_copies(checkpoint.copies)
     weights: dict[str, Weight] = {}
     found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     wanted = {name: len(loaded_parts(module)) for name, module in checkpoint.modules.items()}

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pilotfish.engine.checkpoint import inventory, names, quantization, rules
+from pilotfish.engine.checkpoint import foreign, inventory, names, quantization, rules
+from pilotfish.engine.checkpoint.copies import Copy, take_copies
 from pilotfish.engine.checkpoint.headers import Header, TensorInfo, read_header
 from pilotfish.engine.checkpoint.inventory import (
     PACKABLE_KINDS,
@@ -32,6 +33,7 @@ from pilotfish.engine.errors import CheckpointError, ConfigError, LayoutError
 
 INDEX_FILE = "model.safetensors.index.json"
 MTP_FOLDER = "mtp"
+LAYERS = "model.layers."
 VARIABLE_FILE = "lynn_engine_variable_expert_spec.json"
 
 
@@ -51,9 +53,11 @@ class Checkpoint:
     `modules` maps normalised names to what load_weights will read, trunk first, then the head. `has_mtp` says
     that the whole head is there, `declares_mtp` that the config wants one; `mtp_problem` is one sentence on a
     head that is declared and absent, or incomplete, and None otherwise. `dropped` counts what is in the files
-    and not loaded: "vision", "incomplete head", "kv scales and rope caches", "activation scales" to
+    and not loaded: "vision", "incomplete head", "kv scales and rope caches", "activation scales", "copied" to
     (tensors, bytes). `num_head_weights` is what a whole head has. `head` is set where the head was attached from
     elsewhere (sidecar.py). `kv_scales` are the numbers that came for a quantised KV cache: kv_scales.py reads them.
+    `copies` are matrices that were stored again though the config has them shared: copies.py compares their values.
+    `left_aside` are files of another set of the same layers, which the index does not list.
     """
 
     path: Path
@@ -67,6 +71,8 @@ class Checkpoint:
     num_head_weights: int
     kv_scales: tuple[TensorInfo, ...] = ()
     head: HeadSource | None = None
+    copies: tuple[Copy, ...] = ()
+    left_aside: tuple[Path, ...] = ()
 
     @property
     def quantized(self) -> bool:
@@ -91,6 +97,9 @@ class Checkpoint:
         ]
         for what, (count, size) in self.dropped.items():
             parts.append(f"not loaded as weights: {count} {what} tensors, {size / 1e6:.1f} MB")
+        if self.left_aside:
+            others = ", ".join(file.name for file in self.left_aside)
+            parts.append(f"read: the files of {INDEX_FILE}; not read: {others}, another set of the same layers")
         return "; ".join(parts)
 
 
@@ -124,9 +133,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     config = ModelConfig.load(folder)
     headers = _read_headers(folder)
+    index = _read_index(folder, headers)
+    headers, left_aside = _leave_aside(headers, index, folder)
     _refuse_foreign_metadata(headers)
-    found = _Found.collect(_choose_copies(headers, _read_index(folder, headers), folder))
+    found = _Found.collect(_choose_copies(headers, index, folder))
     modules = describe_all(found.tensors)
+    copied = take_copies(modules, config)
     experts_of = experts_by_layer(modules, config, _drops_experts(folder, modules))
     trunk, head = inventory.trunk(config, experts_of), inventory.mtp(config, experts_of)
     check_modules(modules, trunk | head)
@@ -144,23 +156,53 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         has_mtp=has_mtp,
         declares_mtp=config.num_mtp_layers > 0,
         mtp_problem=problem,
-        dropped=_dropped(found, modules, loaded),
+        dropped=_dropped(found, modules, loaded, copied),
         num_files=len(headers),
         num_head_weights=len(head),
         kv_scales=tuple(info for info in found.tolerated if names.kv_scale(names.normalise(info.name) or "")),
+        copies=copied,
+        left_aside=left_aside,
     )
 
 
 def _read_headers(folder: Path) -> list[Header]:
     files = sorted(folder.glob("*.safetensors")) + sorted((folder / MTP_FOLDER).glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: want at least one *.safetensors file, got none")
+        what = foreign.what_folder(folder)
+        raise CheckpointError(
+            f"{folder}: want at least one *.safetensors file, got none" + (f": {what}" if what else "")
+        )
     return [read_header(file) for file in files]
 
 
+def _leave_aside(
+    headers: list[Header], index: Mapping[str, str], folder: Path
+) -> tuple[list[Header], tuple[Path, ...]]:
+    """The files to read, and those of another set of weights: not in the index, with layers that the index has too.
+
+    A side file with a head, and be it with copies of the embedding, is none.
+    """
+    listed = set(index.values())
+    layers = {module for module in map(_module_of, index) if module.startswith(LAYERS)}
+
+    def is_another_set(header: Header) -> bool:
+        unlisted = header.file.relative_to(folder).as_posix() not in listed
+        return unlisted and any(_module_of(name) in layers for name in header.tensors)
+
+    others = tuple(header.file for header in headers if is_another_set(header))
+    return [header for header in headers if header.file not in others], others
+
+
+def _module_of(name: str) -> str:
+    """The normalised module of a tensor, "" in the vision tower."""
+    return names.split(names.normalise(name) or "")[0]
+
+
 def _refuse_foreign_metadata(headers: list[Header]) -> None:
-    """Raises LayoutError for a file whose writer says that its values follow other conventions."""
+    """Raises LayoutError for an adapter, and for a file whose writer says that its values follow other conventions."""
     for header in headers:
+        if any(name.startswith(foreign.ADAPTER_PREFIX) for name in header.tensors):
+            raise LayoutError(f"{header.file}: a PEFT adapter; {foreign.MERGE}, or move it out of the folder")
         mlx = header.metadata.get("format") == "mlx"
         name = next((name for name in header.tensors if mlx or names.is_mlx(name)), None)
         if name is not None:
@@ -297,6 +339,8 @@ def _may_be_packed(layout: Layout, kind: Kind) -> bool:
 
 def _require_all(wanted: Inventory, modules: Mapping[str, Module], folder: Path) -> None:
     missing = [name for name in wanted if name not in modules]
+    if missing == ["lm_head"]:
+        raise CheckpointError(f"{folder}: lm_head is missing; want it, or tie_word_embeddings true in config.json")
     if missing:
         raise CheckpointError(f"{folder}: {len(missing)} weight(s) of the trunk are missing, the first is {missing[0]}")
 
@@ -321,7 +365,9 @@ def _read_rules(folder: Path) -> rules.Rules | None:
         raise type(error)(f"{path}: {error}") from None
 
 
-def _dropped(found: _Found, modules: Mapping[str, Module], loaded: Mapping[str, Module]) -> dict[str, tuple[int, int]]:
+def _dropped(
+    found: _Found, modules: Mapping[str, Module], loaded: Mapping[str, Module], copied: tuple[Copy, ...]
+) -> dict[str, tuple[int, int]]:
     head = [part for name, module in modules.items() if name not in loaded for part in module.parts.values()]
     scales = [part for module in loaded.values() for name, part in module.parts.items() if name in ACTIVATION_SCALES]
     rows: dict[str, list[Any]] = {
@@ -329,5 +375,6 @@ def _dropped(found: _Found, modules: Mapping[str, Module], loaded: Mapping[str, 
         "incomplete head": head,
         "kv scales and rope caches": found.tolerated,
         "activation scales": scales,
+        "copied": [part for copy in copied for part in copy.module.parts.values()],
     }
     return {what: (len(infos), sum(info.num_bytes for info in infos)) for what, infos in rows.items() if infos}

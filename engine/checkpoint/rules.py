@@ -2,7 +2,8 @@
 
 The headers decide how a module is read; the config must agree about the trunk, or the checkpoint is refused: one of
 the two is wrong, and a guess would serve garbage. The head goes by its headers alone: writers' configs cover the
-classes they loaded, which have no head, and heads are added to other people's packs.
+classes they loaded, which have no head, and heads are added to other people's packs. So does the question whether
+lm_head is packed.
 """
 
 from __future__ import annotations
@@ -126,12 +127,18 @@ def _expressions(pattern: str, style: Style) -> list[str]:
 
 
 def check_agreement(rules: Rules | None, modules: Mapping[str, Module], inventory: Inventory) -> None:
-    """Raises LayoutError naming the first module of which headers and config say different things."""
+    """Raises LayoutError naming the first module of which headers and config say different things.
+
+    Not of lm_head where the config has it otherwise, packed or plain: writers list it by habit (official ModelOpt packs
+    exclude `lm_head*` and store it packed), and its tensors leave no doubt. How it is packed must be what is declared.
+    """
     for name, module in modules.items():
         if is_mtp(name):
             continue
         kind = inventory[name].kind
         declared = rules.layouts(_spellings(module), kind) if rules is not None else None
+        if name == "lm_head" and rules is not None and (declared is None) is (module.layout in PACKED):
+            continue
         if module.layout in PACKED:
             _check_packed(module, declared, has_rules=rules is not None)
         elif declared and rules is not None and not rules.may_be_plain(name, kind):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from pilotfish.engine.checkpoint.foreign import look_at
 from pilotfish.engine.errors import CheckpointError
 
 
@@ -21,7 +22,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     except FileNotFoundError:
         raise TokenizerError(f"{path} does not exist: want a tokenizer.json beside the weights") from None
     except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
+        raise TokenizerError(f"{path} cannot be read: {look_at(path) or error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

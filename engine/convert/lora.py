@@ -47,6 +47,11 @@ class Pair:
     a: torch.Tensor
     b: torch.Tensor
 
+    @property
+    def changes(self) -> bool:
+        """Whether it is more than zeros."""
+        return bool(self.a.any()) and bool(self.b.any())
+
     def rows(self, part: slice) -> torch.Tensor:
         return self.b[part] @ self.a
 
@@ -71,7 +76,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
     """`shapes`: of the matrices that may be changed, by normalised name.
 
     Raises ConfigError (an adapter that is more than a sum), LayoutError (tensors that are no LoRA pair, or of another
-    weight) or CheckpointError (missing or wrong files, shapes, values).
+    weight) or CheckpointError (missing or wrong files, shapes, values; an adapter that changes nothing).
     """
     config = read_json_object(folder / CONFIG_FILE)
     _check_config(folder / CONFIG_FILE, config)
@@ -89,6 +94,9 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
             pairs[name] = Pair(factors[0], factors[1] * _scaling(config, spelled, a.shape[0]))
     if not pairs:
         raise CheckpointError(f"{file}: holds no LoRA pair")
+    if not any(pair.changes for pair in pairs.values()):
+        why = "lora_alpha is 0" if not config["lora_alpha"] else "each lora_A or lora_B is 0, as before any training"
+        raise CheckpointError(f"{folder}: the adapter changes nothing: {why}")
     return Adapter(folder, pairs, {normalise(name) or name: info for name, info in bases.items()})
 
 

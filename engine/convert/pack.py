@@ -124,6 +124,10 @@ def _blocks(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
             yield part, weight.take_rows(torch.arange(part.start, part.stop)).dequantize()
 
 
+def _differs(one: tuple[slice, torch.Tensor], other: tuple[slice, torch.Tensor]) -> bool:
+    return not torch.equal(one[1].bfloat16(), other[1].bfloat16())
+
+
 class SourceWeights:
     """Weights of the source by normalised name, experts one by one, and the global scales they get."""
 
@@ -149,6 +153,17 @@ class SourceWeights:
         pair = self._pairs.get(name)
         for part, values in _blocks(self._read(name)):
             yield part, values if pair is None else values + pair.rows(part)
+
+    def changed(self) -> int:
+        """How many of the matrices that the adapter names it changes, rounded to 16 bits as files hold them.
+
+        Raises CheckpointError if it is none.
+        """
+        count = sum(any(map(_differs, _blocks(self._read(name)), self.blocks(name))) for name in self._pairs)
+        if self._pairs and not count:
+            names = f"{len(self._pairs)} matrices"
+            raise CheckpointError(f"the adapter changes nothing: lost in the rounding of {names} to 16 bits")
+        return count
 
     def _check_base(self, name: str, info: TensorInfo) -> None:
         """Raises CheckpointError unless the adapter was made for this matrix."""

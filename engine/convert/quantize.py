@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from pilotfish.engine.checkpoint.copies import check_copies
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.quantization import MODELOPT_FILE
 from pilotfish.engine.checkpoint.recognise import INDEX_FILE, Checkpoint, census, open_checkpoint
@@ -55,13 +56,15 @@ Errors = dict[str, dict[str, float]]
 class Result:
     """What a run made: the censuses before and after, and the error of each packed matrix.
 
-    `merged` counts the matrices that an adapter changed; errors are against what they were changed to.
+    `merged` counts the matrices that an adapter changed, of the `adapted` ones that it names; errors are against what
+    they were changed to.
     """
 
     source: Checkpoint
     output: Checkpoint
     errors: Errors
     merged: int = 0
+    adapted: int = 0
 
 
 def quantize_folder(
@@ -86,6 +89,7 @@ def quantize_folder(
     if recipe.needs_inputs and not calibration:
         raise OptionError("--calibrate: want a text: ModelOpt's FP8 has a scale of the inputs")
     opened = open_checkpoint(source)
+    check_copies(opened.copies)
     checkpoint = opened if graft_head is None else attach_head(opened, graft_head)
     adapter = None if merge_lora is None else read_adapter(merge_lora, changeable(opened))
     plan = make_plan(checkpoint, recipe, adapter.pairs if adapter else ())
@@ -93,6 +97,7 @@ def quantize_folder(
     with _hold(partial, _stamp(checkpoint, plan, recipe, adapter, calibration)):
         moments = collect(checkpoint, list(calibration)) if calibration else {}
         weights = SourceWeights(plan, recipe, adapter, moments)
+        merged = weights.changed()
         try:
             _require_space(partial, plan)
             errors = _write_all(partial, plan, weights, progress)
@@ -104,7 +109,8 @@ def quantize_folder(
         partial.rename(out)
         _sync_folder(out.parent)
     shutil.rmtree(out / STATE)
-    return Result(opened, dataclasses.replace(output, path=out), errors, len(adapter.pairs) if adapter else 0)
+    adapted = len(adapter.pairs) if adapter else 0
+    return Result(opened, dataclasses.replace(output, path=out), errors, merged, adapted)
 
 
 # The partial folder
@@ -333,7 +339,9 @@ def report_lines(result: Result) -> Iterator[str]:
         for layout, row in census(checkpoint).items():
             yield f"  {row['modules']:6} modules {row['bytes'] / 1e6:12.1f} MB  {layout}"
     if result.merged:
-        yield f"the adapter changed {result.merged} matrices"
+        unchanged = result.adapted - result.merged
+        left = f"; {unchanged} of those it names stay as they were" if unchanged else ""
+        yield f"the adapter changed {result.merged} matrices{left}"
     yield f"relative error |W - Q| / |W| of {len(result.errors)} matrices (each in {REPORT_FILE}):"
     kinds: dict[str, list[float]] = defaultdict(list)
     for name, error in result.errors.items():

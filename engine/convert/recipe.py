@@ -200,12 +200,15 @@ def _matrices(module: Module, stem: str) -> Iterator[Matrix]:
 def _others(checkpoint: Checkpoint) -> Iterator[TensorInfo]:
     """Tensors of the folder that are no part of what is loaded, and stay: vision, scales of a KV cache."""
     folder, seen = checkpoint.path, set()
+    copies = {copy.module.name for copy in checkpoint.copies}
     for file in sorted(folder.glob("*.safetensors")) + sorted((folder / MTP_FOLDER).glob("*.safetensors")):
+        if file in checkpoint.left_aside:
+            continue
         for info in read_header(file).tensors.values():
             name = normalise(info.name)
             module = split(name)[0] if name else info.name
             replaced = checkpoint.head is not None and is_mtp(module)
-            if module not in checkpoint.modules and not replaced and info.name not in seen:
+            if module not in checkpoint.modules and module not in copies and not replaced and info.name not in seen:
                 seen.add(info.name)
                 yield info
 

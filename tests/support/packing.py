@@ -233,6 +233,13 @@ def modelopt_mixed(names: list[list[str]], kept: list[str]) -> tuple[dict[str, A
     return inner, {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": quantization}}
 
 
+def modelopt_excluding_lm_head(names: list[list[str]], kept: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As NVIDIA's 35B pack is reported to be: lm_head is stored packed, and excluded in both homes."""
+    inner, files = modelopt_mixed([[n for n in part if n != "lm_head"] for part in names], kept)
+    quantization = files["hf_quant_config.json"]["quantization"] | {"exclude_modules": ["lm_head*", "model.visual*"]}
+    return inner | {"ignore": ["lm_head*", "model.visual*"]}, {"hf_quant_config.json": {"quantization": quantization}}
+
+
 def lynn_config(names: list[list[str]], kept: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     quantized = {
         name if "experts.gate_up" in name or "experts.down" in name else f"{name}.weight": {} for name in names[0]
@@ -277,6 +284,11 @@ RECIPES = (
         modelopt_config("FP8_PER_CHANNEL_PER_TOKEN"),
     ),
     Recipe("ModelOpt MIXED_PRECISION", ((ATTENTION, fp8_tensor(static=True)), (MLP, modelopt_nvfp4())), modelopt_mixed),
+    Recipe(
+        "ModelOpt MIXED_PRECISION, lm_head packed and excluded",
+        ((ATTENTION, fp8_tensor(static=True)), (MLP, modelopt_nvfp4(True))),
+        modelopt_excluding_lm_head,
+    ),
     Recipe(
         "lynn-engine native",
         ((r"^(?!.*(embed_tokens|lm_head|norm|mlp\.gate$)).*", lynn),),

@@ -132,7 +132,7 @@ def test_refuses_truncated_data(path):
 @pytest.mark.parametrize("content", [b"", b"\0" * 7], ids=["empty", "short"])
 def test_refuses_files_without_a_length(path, content):
     path.write_bytes(content)
-    with pytest.raises(HeaderError, match="want at least 8 bytes"):
+    with pytest.raises(HeaderError, match="want at least 8 bytes" if content else "empty"):
         read_header(path)
 
 

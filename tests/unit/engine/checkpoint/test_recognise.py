@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from pilotfish.engine.checkpoint.layouts import Layout
+from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
 from pilotfish.engine.errors import CheckpointError, ConfigError, HeaderError, LayoutError
@@ -184,7 +185,7 @@ def test_incomplete_head_is_left_out_whole(draft, kind, lost, num_missing):
     assert checkpoint.dropped["incomplete head"][0] == num_left
 
 
-@pytest.mark.parametrize("extra", ["mtp.embed_tokens.weight", "mtp.layers.1.input_layernorm.weight", "mtp.fc.bias"])
+@pytest.mark.parametrize("extra", ["mtp.layers.1.input_layernorm.weight", "mtp.fc.bias"])
 def test_unknown_tensors_of_the_head_are_refused(draft, extra):
     more = draft("dense")
     more.tensors[extra] = torch.zeros(64)
@@ -212,11 +213,66 @@ def test_unexpected_tensor_is_named(draft, extra):
         open_checkpoint(more.write())
 
 
-def test_output_head_of_a_tied_model_is_refused(draft):
-    tied = draft("tied")
-    tied.tensors["lm_head.weight"] = tied.tensors["model.embed_tokens.weight"].clone()
-    with pytest.raises(CheckpointError, match=r"lm_head.weight"):
-        open_checkpoint(tied.write())
+def test_a_missing_output_head_names_the_flag(draft):
+    lost = draft("dense")
+    lost.take("lm_head")
+    with pytest.raises(CheckpointError, match=r"lm_head is missing; want it, or tie_word_embeddings true"):
+        open_checkpoint(lost.write())
+
+
+# Matrices that are stored twice.
+
+
+@pytest.mark.parametrize(
+    ("kind", "copy", "meant"),
+    [
+        ("tied", "lm_head.weight", "model.embed_tokens.weight"),
+        ("dense", "mtp.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("dense", "mtp.lm_head.weight", "lm_head.weight"),
+        ("tied", "mtp.lm_head.weight", "model.embed_tokens.weight"),
+        ("vl", "mtp.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_of_a_shared_matrix_is_left(draft, kind, copy, meant, dtype):
+    twice = draft(kind)
+    wanted = load_weights(open_checkpoint(twice.write()), progress=False)
+    twice.tensors[copy] = twice.tensors[meant].to(dtype, copy=True)
+    checkpoint = open_checkpoint(twice.write())
+    assert checkpoint.dropped["copied"] == (1, twice.tensors[copy].nbytes)
+    loaded = load_weights(checkpoint, progress=False)
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_that_differs_is_refused_and_the_flag_named(draft, dtype):
+    twice = draft("tied")
+    other = twice.tensors["model.embed_tokens.weight"].to(dtype, copy=True)
+    other[-1, -1] += 1
+    twice.tensors["lm_head.weight"] = other
+    checkpoint = open_checkpoint(twice.write())
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: other values than .*tie_word_embeddings true.*; false"):
+        load_weights(checkpoint, progress=False)
+
+
+def test_a_copy_of_another_form_is_refused_by_its_header(draft):
+    twice = draft("tied")
+    twice.tensors["lm_head.weight"] = torch.zeros(8, 64, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: BF16 \[8, 64\], but .*tie_word_embeddings true"):
+        open_checkpoint(twice.write())
+    packed = draft("tied", True)
+    packed.tensors |= ct_parts("lm_head", quantize(packed.tensors["model.embed_tokens.weight"]))
+    with pytest.raises(LayoutError, match=r"lm_head: stored as .*NVFP4.*, but .*tie_word_embeddings true"):
+        open_checkpoint(packed.write())
+
+
+def test_embeddings_of_a_heads_own_are_refused(draft):
+    own = draft("dense")
+    own.tensors["mtp.embed_tokens.weight"] = torch.zeros_like(own.tensors["model.embed_tokens.weight"])
+    checkpoint = open_checkpoint(own.write())
+    with pytest.raises(CheckpointError, match=r"mtp.embed_tokens.weight: other values .*mtp_use_dedicated_embeddings"):
+        load_weights(checkpoint, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +364,44 @@ def test_of_equal_copies_the_index_chooses(draft, listed):
     assert open_checkpoint(folder).modules["model.norm"].files == (folder / listed,)
 
 
+def shards(tensors):
+    names = sorted(tensors)
+    half = len(names) // 2
+    parts = (names[:half], names[half:])
+    return {f"model-0000{i}-of-00002": {name: tensors[name] for name in part} for i, part in enumerate(parts, 1)}
+
+
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_of_two_sets_the_indexed_one_is_read_and_said(draft, nvfp4):
+    """Of the same names, or a plain set beside a packed one."""
+    meant, other = draft("dense", nvfp4), draft("dense")
+    parts = shards(meant.tensors)
+    meant.tensors = {name: tensor + 1 for name, tensor in other.tensors.items()}
+    folder = meant.write(**parts)
+    write_index(folder, {name: f"{file}.safetensors" for file, part in parts.items() for name in part})
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.left_aside == (folder / "model.safetensors",) and checkpoint.num_files == 2
+    read = {file.name for module in checkpoint.modules.values() for file in module.files}
+    assert read == {f"{part}.safetensors" for part in parts}
+    assert "read: the files of model.safetensors.index.json; not read: model.safetensors" in checkpoint.summary()
+
+
+def test_a_head_s_file_with_copies_of_the_embedding_is_no_other_set(draft):
+    split = draft("dense")
+    head = split.take("mtp.")
+    copies = {name: split.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    folder = split.write(mtp=head | copies)
+    write_index(folder, dict.fromkeys(split.tensors, "model.safetensors"))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.has_mtp and checkpoint.left_aside == ()
+
+
+def test_an_adapter_beside_the_model_is_refused(draft):
+    folder = draft("dense").write(adapter_model={"base_model.model.lm_head.lora_A.weight": torch.zeros(2, 64)})
+    with pytest.raises(LayoutError, match=r"adapter_model.safetensors: a PEFT adapter; merge it first"):
+        open_checkpoint(folder)
+
+
 def test_folder_without_weights_is_refused(draft, tmp_path):
     empty = draft("dense")
     folder = empty.write()
@@ -376,9 +470,21 @@ def test_containers_in_the_ignore_list_cover_nothing(draft):
 
 def test_plain_but_declared_is_refused(draft):
     wrong = draft("dense", True)
-    wrong.config["quantization_config"]["ignore"].remove("lm_head")
-    with pytest.raises(LayoutError, match=r"lm_head: stored plain \(BF16\), but config.json has it quantised"):
+    wrong.config["quantization_config"]["ignore"].remove("re:.*in_proj_[ab]$")
+    with pytest.raises(LayoutError, match=r"in_proj_\w: stored plain \(BF16\), but config.json has it quantised"):
         open_checkpoint(wrong.write())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_whether_the_output_head_is_packed_its_tensors_say(draft, packed, ignored):
+    either = draft("dense", True)
+    if not ignored:
+        either.config["quantization_config"]["ignore"].remove("lm_head")
+    if packed:
+        either.tensors |= ct_parts("lm_head", quantize(either.tensors.pop("lm_head.weight")))
+    wanted = Layout.CT_NVFP4 if packed else Layout.PLAIN
+    assert open_checkpoint(either.write()).modules["lm_head"].layout is wanted
 
 
 def test_plain_head_needs_no_entry_in_the_ignore_list(draft):

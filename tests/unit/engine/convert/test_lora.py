@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, quantize
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
-from pilotfish.engine.convert.quantize import quantize_folder
+from pilotfish.engine.convert.quantize import quantize_folder, report_lines
 from pilotfish.engine.convert.recipe import Recipe
 from pilotfish.engine.errors import CheckpointError, ConfigError, LayoutError
 from tests.support.tiny_models import build_tiny
@@ -162,3 +162,33 @@ def test_a_copy_of_the_base_must_be_the_source_s(built, tmp_path):
     )
     with pytest.raises(CheckpointError, match="want the adapter's own base model"):
         quantize_folder(built("dense"), tmp_path / "b", OWN, merge_lora=tmp_path / "other", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("factor", "config", "why"),
+    [
+        (0.0, {}, "each lora_A or lora_B is 0, as before any training"),
+        (1.0, {"lora_alpha": 0}, "lora_alpha is 0"),
+        (1e-12, {}, "lost in the rounding of 1 matrices to 16 bits"),
+    ],
+)
+def test_an_adapter_that_changes_nothing_is_refused(built, tmp_path, factor, config, why):
+    source = built("dense")
+    factors = write_adapter(tmp_path / "adapter", shapes_of(source, "layers.3.mlp.down_proj"), **config)
+    scaled = {name: tensor * (factor if "lora_B" in name else 1.0) for name, tensor in factors.items()}
+    save_file(scaled, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=f"changes nothing: {why}"):
+        quantize_folder(source, tmp_path / "out", OWN, merge_lora=tmp_path / "adapter", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_pairs_that_change_nothing_are_counted(built, tmp_path):
+    source = built("dense")
+    shapes = shapes_of(source, "mlp.down_proj")
+    factors = write_adapter(tmp_path / "adapter", shapes)
+    first = next(iter(shapes))
+    factors[f"base_model.model.{first}.lora_B.weight"].zero_()
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    result = quantize_folder(source, tmp_path / "out", OWN, merge_lora=tmp_path / "adapter", progress=False)
+    assert (result.merged, result.adapted) == (3, 4)
+    assert "the adapter changed 3 matrices; 1 of those it names stay as they were" in list(report_lines(result))
