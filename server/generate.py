@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import time
 from collections.abc import Iterator
@@ -60,9 +59,9 @@ def _request(args: argparse.Namespace, files: ModelFiles, ready: Ready) -> Submi
     try:
         if args.chat:
             messages = [{"role": "user", "content": args.prompt}]
-            plan = asyncio.run(plan_chat(ChatRequest(messages=messages, **asked), context))
+            plan = plan_chat(ChatRequest(messages=messages, **asked), context)
         else:
-            plan = asyncio.run(plan_completion(CompletionRequest(prompt=args.prompt, **asked), context))
+            plan = plan_completion(CompletionRequest(prompt=args.prompt, **asked), context)
     except BadRequest as error:
         raise OptionError(error.message) from None
     return Submit(request_id="generate", prompt_token_ids=plan.prompts[0].token_ids, sampling=plan.sampling[0])

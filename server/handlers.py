@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -19,11 +21,13 @@ from pilotfish.server.chat.answer import ChatFormat
 from pilotfish.server.chat.request import ChatRequest, tokens_of
 from pilotfish.server.completions.answer import CompletionFormat
 from pilotfish.server.completions.request import CompletionRequest
-from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, from_status, renamed
+from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, renamed
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.http.auth import NO_KEY
+from pilotfish.server.http.bodies import JSON, Bodies, read_body
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.request_log import note_choices, note_error
+from pilotfish.server.lane import SMALL_BODY, Lane
 from pilotfish.server.messages import request as messages_request
 from pilotfish.server.messages.answer import MessagesFormat, TokenCount
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
@@ -43,14 +47,14 @@ from pilotfish.server.responses.answer import ResponsesFormat
 from pilotfish.server.responses.request import ResponsesRequest
 from pilotfish.server.text.prompts import check_ids
 
-JSON = "application/json"
-MAX_BODY_BYTES = 32 << 20
 KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
 """The label of the request's API key, left here by the authentication."""
 HEARTBEAT_SECONDS = 15.0
 """Relays cut connections that are silent for long, and a queue or a prompt may take long."""
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
+
+Prepared = TypeVar("Prepared")
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +67,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     ignore_unknown_fields: bool = False
     limiter: Limiter = msgspec.field(default_factory=Limiter)
+    bodies: Bodies = msgspec.field(default_factory=lambda: Bodies(shared=False))
+    lane: Lane = msgspec.field(default_factory=Lane)
 
     def engine(self) -> Ready:
         """Raises Unavailable unless the engine can take requests."""
@@ -76,6 +82,23 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         if ready is None:
             raise Unavailable("The model is loading.", code="loading", retry_after=5)
         return ready
+
+    def context(self, arrived: float, label: str) -> Context:
+        """What a request of this key is planned against. Raises Unavailable."""
+        ready = self.engine()
+
+        def check_room(num_new: int) -> None:
+            self.check_room(ready, num_new)
+            self.limiter.check(label, num_new)
+
+        return Context(
+            model=self.served_names[0],
+            files=self.files,
+            ready=ready,
+            arrived=arrived,
+            ignore_unknown=self.ignore_unknown_fields,
+            check_room=check_room,
+        )
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises NotFound."""
@@ -101,37 +124,51 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    wanted, context = await _asked(request, CompletionRequest)
-    plan = await plan_completion(wanted, context)
-    return await _answer(request, plan, CompletionFormat(plan, context.files.tokenizer, _fingerprint(context.ready)))
+    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+        wanted, context = _decode(request, body, CompletionRequest, context)
+        plan = plan_completion(wanted, context)
+        return plan, CompletionFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
+
+    return await _answer(request, *await _prepared(request, prepare))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    wanted, context = await _asked(request, ChatRequest)
-    plan = await plan_chat(wanted, context)
-    return await _answer(request, plan, ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready)))
+    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+        wanted, context = _decode(request, body, ChatRequest, context)
+        plan = plan_chat(wanted, context)
+        return plan, ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
+
+    return await _answer(request, *await _prepared(request, prepare))
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
-    wanted, context = await _asked(request, ResponsesRequest)
-    with renamed(responses_request.RENAMED):
-        chat = responses_request.chat_request(wanted, context, request.app[SERVICE].metrics.on_unused_field)
-        plan = await plan_chat(chat, context, "resp_")
-    return await _answer(request, plan, ResponsesFormat(wanted, plan))
+    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+        wanted, context = _decode(request, body, ResponsesRequest, context)
+        with renamed(responses_request.RENAMED):
+            chat = responses_request.chat_request(wanted, context, request.app[SERVICE].metrics.on_unused_field)
+            plan = plan_chat(chat, context, "resp_")
+        return plan, ResponsesFormat(wanted, plan)
+
+    return await _answer(request, *await _prepared(request, prepare))
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    wanted, context = await _asked(request, MessagesRequest)
-    with renamed(messages_request.RENAMED):
-        plan = await plan_chat(_chat_of(request, wanted, context), context, "msg_")
-    return await _answer(request, plan, MessagesFormat(plan))
+    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+        wanted, context = _decode(request, body, MessagesRequest, context)
+        with renamed(messages_request.RENAMED):
+            plan = plan_chat(_chat_of(request, wanted, context), context, "msg_")
+        return plan, MessagesFormat(plan)
+
+    return await _answer(request, *await _prepared(request, prepare))
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    wanted, context = await _asked(request, CountTokensRequest)
-    with renamed(messages_request.RENAMED):
-        count = await count_prompt(_chat_of(request, wanted, context), context)
-    return json_answer(TokenCount(count))
+    def prepare(body: bytearray, context: Context) -> TokenCount:
+        wanted, context = _decode(request, body, CountTokensRequest, context)
+        with renamed(messages_request.RENAMED):
+            return TokenCount(count_prompt(_chat_of(request, wanted, context), context))
+
+    return json_answer(await _prepared(request, prepare))
 
 
 def _chat_of(request: web.Request, wanted: CountTokensRequest, context: Context) -> ChatRequest:
@@ -142,45 +179,52 @@ def _chat_of(request: web.Request, wanted: CountTokensRequest, context: Context)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    wanted, context = await _asked(request, TokenizeRequest)
-    ids = await tokens_of(wanted, context.files, ignore_unknown=context.ignore_unknown)
-    texts = [context.files.tokenizer.token_text(token_id) for token_id in ids] if wanted.return_token_strs else None
-    return json_answer(Tokens(len(ids), context.ready.max_model_len, ids, texts))
+    def prepare(body: bytearray, context: Context) -> Tokens:
+        wanted, context = _decode(request, body, TokenizeRequest, context)
+        ids = tokens_of(wanted, context.files, context.ready, ignore_unknown=context.ignore_unknown)
+        text_of = context.files.tokenizer.token_text
+        texts = [text_of(token_id) for token_id in ids] if wanted.return_token_strs else None
+        return Tokens(len(ids), context.ready.max_model_len, ids, texts)
+
+    return json_answer(await _prepared(request, prepare))
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    wanted, context = await _asked(request, DetokenizeRequest)
-    check_ids(wanted.tokens, context.ready.vocab_size)
-    return json_answer(Text(context.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
+    def prepare(body: bytearray, context: Context) -> Text:
+        wanted, context = _decode(request, body, DetokenizeRequest, context)
+        check_ids(wanted.tokens, context.ready)
+        return Text(context.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False))
+
+    return json_answer(await _prepared(request, prepare))
 
 
-async def _asked(request: web.Request, kind: type[AnyRequest]) -> tuple[AnyRequest, Context]:
-    """The body, and what it is planned against. Raises ApiError."""
-    arrived, service = time.monotonic(), request.app[SERVICE]
-    body = await read_body(request)
-    ready = service.engine()
-    lenient = service.ignore_unknown_fields
+async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Prepared]) -> Prepared:
+    """What `prepare` makes of the body: a large one off the event loop, where keys take turns. Raises ApiError.
+
+    The request is counted before anything of it is read, so that one that is refused counts too.
+    """
+    arrived, service, label = time.monotonic(), request.app[SERVICE], KEY.get()
+    service.limiter.count(label)
+    with service.bodies.hold(label) as held:
+        body = await read_body(request, held)
+        context = service.context(arrived, label)
+        if len(body) <= SMALL_BODY:
+            return prepare(body, context)
+        return await service.lane.run(label, prepare, body, context)
+
+
+def _decode(
+    request: web.Request, body: bytearray, kind: type[AnyRequest], context: Context
+) -> tuple[AnyRequest, Context]:
+    """The body, and what it is planned against: the model that it names. Raises ApiError."""
+    service, lenient = request.app[SERVICE], context.ignore_unknown
     wanted = decode_request(body, kind, ignore_unknown=lenient, on_unused=service.metrics.on_unused_field)
-    model = service.check_model(wanted.model)
-    return wanted, Context(model=model, files=service.files, ready=ready, arrived=arrived, ignore_unknown=lenient)
+    return wanted, msgspec.structs.replace(context, model=service.check_model(wanted.model))
 
 
 def _fingerprint(ready: Ready) -> str:
     """What the text of a seed depends on besides the model."""
     return f"pilotfish-{pilotfish.__version__}-{ready.device}-{ready.dtype}"
-
-
-async def read_body(request: web.Request) -> bytes:
-    """The body of a JSON request. Raises BadRequest for another content type, and 413 before a byte is read."""
-    kind = request.content_type
-    if (request.content_length or 0) > MAX_BODY_BYTES:
-        raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes, got {request.content_length}.")
-    if "Content-Type" in request.headers and not (kind == JSON or kind.endswith("+json")):
-        raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}.", code="unsupported_content_type")
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:
-        raise BadRequest(f"The body cannot be read: {error}", code="invalid_body") from error
 
 
 async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.StreamResponse:

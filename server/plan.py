@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,11 +16,19 @@ from pilotfish.engine.link.messages import Grammar, Ready, SamplingParams
 from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parser import END_THINK, AnswerRules
 from pilotfish.server.chat.request import ChatRequest, chat_prompt
-from pilotfish.server.completions.request import CompletionRequest, read_prompts
+from pilotfish.server.completions.request import CompletionRequest, prompt_entries, read_prompts
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import SamplingFields
-from pilotfish.server.text.prompts import MAX_SEQUENCES, Prompt, check_id, encode, tokenize
+from pilotfish.server.text.prompts import (
+    MAX_SEQUENCES,
+    Prompt,
+    check_id,
+    check_num_messages,
+    count_tokens,
+    most_counted,
+    tokenize,
+)
 from pilotfish.server.text.structured import GUIDED_FIELDS, grammar_of
 from pilotfish.server.text.token_rules import bad_words_ids, thinking_budget
 
@@ -64,33 +73,41 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request is planned against. `model` is the name it asked for, `arrived` the clock when it came."""
+    """What a request is planned against. `model` is the name it asked for, `arrived` the clock when it came.
+
+    `check_room` is asked before anything is tokenised: it raises ApiError where so many sequences cannot be taken.
+    """
 
     model: str
     files: ModelFiles
     ready: Ready
     arrived: float
     ignore_unknown: bool = False
+    check_room: Callable[[int], None] = lambda num_sequences: None
 
 
-async def plan_completion(request: CompletionRequest, context: Context) -> Plan:
+def plan_completion(request: CompletionRequest, context: Context) -> Plan:
     """Raises BadRequest naming the field."""
     if request.echo and request.logprobs is not None:
         raise BadRequest("Log-probabilities of an echoed prompt are not supported yet.", param="echo")
-    prompts = await read_prompts(request, context.files.tokenizer, context.ready)
+    entries = prompt_entries(request)
+    _check_num_sequences(len(entries), request.n or 1, context)
+    prompts = read_prompts(request, entries, context.files.tokenizer, context.ready)
     sampling = _sampling(request, context, request.logprobs, _grammar(request))
     limit = request.max_tokens or context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
     limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]
     return _plan("cmpl-", request, context, prompts, sampling, limits)
 
 
-async def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-") -> Plan:
+def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-") -> Plan:
     """`prefix` begins the answer's id. Raises BadRequest naming the field."""
     ready = context.ready
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
+    _check_num_sequences(1, request.n or 1, context)
+    check_num_messages(request.messages, ready.max_model_len)
     text, answer = chat_prompt(request, context.files, ignore_unknown=context.ignore_unknown)
-    prompt = Prompt(await tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
+    prompt = Prompt(tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
     grammar = _chat_grammar(request, context.files, answer)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
     thinking, budget = answer.thinking if answer is not None else None, request.thinking_token_budget
@@ -108,10 +125,19 @@ async def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatc
     )
 
 
-async def count_prompt(request: ChatRequest, context: Context) -> int:
-    """How many tokens the prompt would have, longer than the model takes or not. Raises BadRequest."""
+def count_prompt(request: ChatRequest, context: Context) -> int:
+    """How many tokens the prompt would have, up to twice what the model takes. Raises BadRequest."""
+    check_num_messages(request.messages, most_counted(context.ready))
     text, _ = chat_prompt(request, context.files, ignore_unknown=context.ignore_unknown)
-    return len(await encode(text, context.files.tokenizer, add_special_tokens=False))
+    return len(count_tokens(text, context.files.tokenizer, context.ready, "messages", add_special_tokens=False))
+
+
+def _check_num_sequences(num_prompts: int, n: int, context: Context) -> None:
+    if num_prompts * n > MAX_SEQUENCES:
+        raise BadRequest(
+            f"Want at most {MAX_SEQUENCES} sequences a request, got {num_prompts} prompts x n = {n}.", param="n"
+        )
+    context.check_room(num_prompts * n)
 
 
 def _plan(
@@ -124,10 +150,6 @@ def _plan(
 ) -> Plan:
     """What both endpoints share once prompts and limits are known."""
     n = request.n or 1
-    if len(prompts) * n > MAX_SEQUENCES:
-        raise BadRequest(
-            f"Want at most {MAX_SEQUENCES} sequences a request, got {len(prompts)} prompts x n = {n}.", param="n"
-        )
     if sampling.min_tokens > min(limits):
         raise BadRequest(f"Want min_tokens <= max_tokens, got {sampling.min_tokens}.", param="min_tokens")
     stream = bool(request.stream)

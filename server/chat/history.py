@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pilotfish.server.errors import BadRequest, unknown_field, unsupported_field
+from pilotfish.server.protocol import check_num_values
 from pilotfish.server.text.chat_template import ChatTemplate
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -91,6 +92,7 @@ def _call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
 def _arguments(given: Any, where: str) -> dict[str, Any]:
     if isinstance(given, str):
         try:
+            check_num_values(given.encode("utf-8", "surrogatepass"))
             given = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError):
             raise BadRequest("Want the JSON of an object.", param=where) from None

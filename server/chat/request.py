@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from pilotfish.engine.link.messages import Ready
 from pilotfish.server.calls.parser import CALL, END_THINK, FUNCTION, THINK, AnswerRules
 from pilotfish.server.calls.tools import Tools, read_tools
 from pilotfish.server.chat.history import check_messages
@@ -13,7 +14,7 @@ from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import MAX_LOGPROBS, Count, PositiveCount, SamplingFields, TokenizeRequest
 from pilotfish.server.text.chat_template import ChatTemplate
-from pilotfish.server.text.prompts import encode
+from pilotfish.server.text.prompts import check_num_messages, count_tokens, most_counted
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -49,7 +50,7 @@ def chat_prompt(request: ChatRequest, files: ModelFiles, *, ignore_unknown: bool
     return text, answer
 
 
-async def tokens_of(request: TokenizeRequest, files: ModelFiles, *, ignore_unknown: bool) -> list[int]:
+def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, *, ignore_unknown: bool) -> list[int]:
     """What /tokenize answers: the ids that the same text or messages would be as a prompt. Raises BadRequest."""
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("Want either 'prompt' or 'messages'.", param="prompt", code="missing_parameter")
@@ -58,12 +59,14 @@ async def tokens_of(request: TokenizeRequest, files: ModelFiles, *, ignore_unkno
             if getattr(request, name) is not None:
                 raise BadRequest(f"'{name}' wants 'messages'.", param=name)
         special = request.add_special_tokens is not False
-        return await encode(request.prompt or "", files.tokenizer, add_special_tokens=special)
+        return count_tokens(request.prompt or "", files.tokenizer, ready, "prompt", add_special_tokens=special)
     if files.chat_template is None:
         raise BadRequest("This model has no chat template.", param="messages")
+    check_num_messages(request.messages, most_counted(ready))
     messages, tools = _messages(request, ignore_unknown=ignore_unknown), read_tools(request.tools, None)
     text = _render(request, files.chat_template, messages, tools, request.chat_template_kwargs)
-    return await encode(text, files.tokenizer, add_special_tokens=bool(request.add_special_tokens))
+    special = bool(request.add_special_tokens)
+    return count_tokens(text, files.tokenizer, ready, "messages", add_special_tokens=special)
 
 
 def _messages(request: ChatRequest | TokenizeRequest, *, ignore_unknown: bool) -> list[dict[str, Any]]:

@@ -22,20 +22,24 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-async def read_prompts(request: CompletionRequest, tokenizer: Tokenizer, ready: Ready) -> list[Prompt]:
-    """text, [text, ...], [id, ...] or [[id, ...], ...]."""
-    given, echo = request.prompt, bool(request.echo)
+def prompt_entries(request: CompletionRequest) -> list[Any]:
+    """text, [text, ...], [id, ...] or [[id, ...], ...]: one entry a prompt, still unread."""
+    given = request.prompt
     if given is None or given == []:
         raise BadRequest("Want a prompt.", param="prompt", code="missing_parameter")
     entries: list[Any] = [given] if isinstance(given, str) or is_id(given[0]) else given
     if len(entries) > MAX_SEQUENCES:
         raise BadRequest(f"Want at most {MAX_SEQUENCES} prompts, got {len(entries)}.", param="prompt")
-    prompts = []
+    return entries
+
+
+def read_prompts(request: CompletionRequest, entries: list[Any], tokenizer: Tokenizer, ready: Ready) -> list[Prompt]:
+    echo, prompts = bool(request.echo), []
     for index, entry in enumerate(entries):
-        where = "prompt" if entry is given else f"prompt[{index}]"
+        where = "prompt" if entry is request.prompt else f"prompt[{index}]"
         if isinstance(entry, str):
             special = request.add_special_tokens is not False
-            ids = await tokenize(entry, tokenizer, ready, where, add_special_tokens=special)
+            ids = tokenize(entry, tokenizer, ready, where, add_special_tokens=special)
             prompts.append(Prompt(ids, entry if echo else ""))
         elif isinstance(entry, list):
             prompts.append(_id_prompt(entry, tokenizer, ready, where, echo))

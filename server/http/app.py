@@ -26,6 +26,7 @@ from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.http import openapi, status
 from pilotfish.server.http.auth import Keys
+from pilotfish.server.http.bodies import JSON, MAX_BODY_BYTES, Bodies
 from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.request_log import REQUEST_ID, RequestLog, client_id, note_error
@@ -96,7 +97,7 @@ def make_app(
     middlewares.insert(0, options.cors.middleware())
     app = web.Application(
         middlewares=middlewares,
-        client_max_size=handlers.MAX_BODY_BYTES,
+        client_max_size=MAX_BODY_BYTES,
     )
     app[SERVICE] = Service(
         client=client,
@@ -106,6 +107,7 @@ def make_app(
         started=int(time.time()),
         ignore_unknown_fields=options.ignore_unknown_fields,
         limiter=Limiter(keys.limits),
+        bodies=Bodies(shared=bool(options.api_keys) or options.api_key_file is not None),
     )
     app[openapi.DOCUMENT] = encode(openapi.openapi_document(options.root_path))
     budget = RestartBudget(options.restart_engine)
@@ -164,6 +166,7 @@ def _engine(close_seconds: float) -> Callable[[web.Application], AsyncIterator[N
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
             await service.client.close(close_seconds)
+            service.lane.close()
 
     return context
 
@@ -191,7 +194,7 @@ def _errors(metrics: Collector, root_path: str) -> Callable:
         note_error(error.code or error.reason)
         anthropic = request.path.removeprefix(root_path).startswith(MESSAGES)
         body = error_body(error) if anthropic else error.body()
-        return web.Response(body=body, status=error.status, content_type=handlers.JSON, headers=error.headers)
+        return web.Response(body=body, status=error.status, content_type=JSON, headers=error.headers)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -46,19 +46,38 @@ class Limiter:
 
     @contextlib.contextmanager
     def admit(self, label: str, num_sequences: int) -> Iterator[None]:
-        """Counts the sequences of one request while it runs.
+        """Counts the sequences of one request while it runs: the first as the request that `count` has counted, each
+        further one as a request more.
 
         Raises TooManyRequests, or BadRequest for what could never be admitted.
         """
-        limits = self._limits_of(label)
-        self._check_concurrent(label, num_sequences, limits.concurrent)
-        if limits.per_minute is not None:
-            self._take(label, limits.per_minute)
+        self.check(label, num_sequences)
+        self.count(label, num_sequences - 1)
         self._running[label] += num_sequences
         try:
             yield
         finally:
             self._running[label] -= num_sequences
+
+    def check(self, label: str, num_sequences: int) -> None:
+        """Raises what `admit` would raise for a key that has sent nothing else, and for one whose places are taken."""
+        limits = self._limits_of(label)
+        self._check_concurrent(label, num_sequences, limits.concurrent)
+        if limits.per_minute is not None and num_sequences > limits.per_minute:
+            raise BadRequest(
+                f"This key may send {limits.per_minute} requests a minute, and each of the {num_sequences} sequences "
+                "counts as one.",
+                param="n",
+            )
+
+    def count(self, label: str, num_requests: int = 1) -> None:
+        """Takes so many requests from what the key may send in a minute, whatever becomes of them.
+
+        Raises TooManyRequests.
+        """
+        per_minute = self._limits_of(label).per_minute
+        if per_minute is not None and num_requests:
+            self._take(label, per_minute, num_requests)
 
     def _check_concurrent(self, label: str, num_sequences: int, most: int | None) -> None:
         if most is None:
@@ -68,12 +87,12 @@ class Limiter:
         if self._running[label] + num_sequences > most:
             raise TooManyRequests(f"This key may run {most} sequences at a time.", CONCURRENCY_RETRY_SECONDS)
 
-    def _take(self, label: str, per_minute: int) -> None:
+    def _take(self, label: str, per_minute: int, amount: int) -> None:
         now, per_second = self._clock(), per_minute / 60
         bucket = self._buckets.setdefault(label, _Bucket(per_minute, now))
         bucket.level = min(per_minute, bucket.level + (now - bucket.seen) * per_second)
         bucket.seen = now
-        if bucket.level < 1:
-            wait = math.ceil((1 - bucket.level) / per_second)
+        if bucket.level < amount:
+            wait = math.ceil((amount - bucket.level) / per_second)
             raise TooManyRequests(f"This key may send {per_minute} requests a minute.", wait)
-        bucket.level -= 1
+        bucket.level -= amount

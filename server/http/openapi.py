@@ -18,8 +18,8 @@ from pilotfish.server.chat.answer import ChatChoice, ChatChunkChoice
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.answer import CompletionChoice
 from pilotfish.server.completions.request import CompletionRequest
-from pilotfish.server.handlers import JSON
 from pilotfish.server.http import status
+from pilotfish.server.http.bodies import JSON
 from pilotfish.server.messages import answer as messages_answer
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
 from pilotfish.server.protocol import Body, Response

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -12,10 +11,10 @@ from pilotfish.server.errors import BadRequest
 from pilotfish.server.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 128
-SLOW_TEXT = 8192
-"""Longer texts are tokenised in a thread, so that other streams go on."""
-MAX_COMPOSED = 4
-"""Characters that a normaliser may join into one."""
+MIN_COUNTED = 131072
+"""Tokens that may be counted, or turned into text, however short the context is."""
+LIKELY_BYTES = 8
+"""Texts of at most so many characters for each token of the bound are tokenised without a count before."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -25,27 +24,54 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-async def tokenize(text: str, tokenizer: Tokenizer, ready: Ready, where: str, *, add_special_tokens: bool) -> list[int]:
-    # so many tokens it has at least: a giant text is refused before it is tokenised
-    check_length(len(text) // (MAX_COMPOSED * tokenizer.longest_token) + 1, ready, where)
-    ids = await encode(text, tokenizer, add_special_tokens=add_special_tokens)
+def tokenize(text: str, tokenizer: Tokenizer, ready: Ready, where: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids of a prompt. A text that cannot fit is refused before it is tokenised."""
+    if (least := _at_least(text, tokenizer, ready.max_model_len)) >= ready.max_model_len:
+        check_length(least, ready, where, "at least ")
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_length(len(ids), ready, where)
     return ids
 
 
-async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
-    if len(text) > SLOW_TEXT:
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+def most_counted(ready: Ready) -> int:
+    """Tokens that are counted or shown where nothing is generated: more than the context, so that clients see how much
+    too long a conversation is."""
+    return max(2 * ready.max_model_len, MIN_COUNTED)
 
 
-def check_length(num_tokens: int, ready: Ready, where: str) -> None:
+def count_tokens(text: str, tokenizer: Tokenizer, ready: Ready, where: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids of a text that need not fit the context, but `most_counted`."""
+    most = most_counted(ready)
+    least = _at_least(text, tokenizer, most)
+    if least <= most:
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if (least := len(ids)) <= most:
+            return ids
+    raise too_many("tokens", least, most, where)
+
+
+def _at_least(text: str, tokenizer: Tokenizer, limit: int) -> int:
+    return 0 if len(text) <= LIKELY_BYTES * limit else tokenizer.at_least(text, limit)
+
+
+def too_many(what: str, got: int, most: int, where: str) -> BadRequest:
+    """What is beyond any use that the context allows."""
+    return BadRequest(f"Want at most {most} {what}, got {got}.", param=where, code="context_length_exceeded")
+
+
+def check_num_messages(messages: list[Any], most: int) -> None:
+    """Each message is a token at least: more of them than tokens need not be rendered."""
+    if len(messages) > most:
+        raise too_many("messages", len(messages), most, "messages")
+
+
+def check_length(num_tokens: int, ready: Ready, where: str, about: str = "") -> None:
     if num_tokens == 0:
         raise BadRequest("Want at least one token, got an empty prompt.", param=where, code="empty_prompt")
     if num_tokens >= ready.max_model_len:
         raise BadRequest(
             f"This model's maximum context length is {ready.max_model_len} tokens, "
-            f"but the prompt has {num_tokens} and at least 1 is to be generated.",
+            f"but the prompt has {about}{num_tokens} and at least 1 is to be generated.",
             param=where,
             code="context_length_exceeded",
         )
@@ -60,7 +86,9 @@ def check_id(token_id: int, vocab_size: int, where: str) -> None:
         raise BadRequest(f"Want token ids in 0..{vocab_size - 1}, got {token_id}.", param=where, code="invalid_value")
 
 
-def check_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raises BadRequest naming `tokens` for an id that is none."""
+def check_ids(token_ids: list[int], ready: Ready) -> None:
+    """Raises BadRequest naming `tokens` for an id that is none, or too many of them."""
+    if len(token_ids) > (most := most_counted(ready)):
+        raise too_many("ids", len(token_ids), most, "tokens")
     if token_ids:
-        check_id(max(token_ids), vocab_size, "tokens")
+        check_id(max(token_ids), ready.vocab_size, "tokens")

@@ -25,8 +25,14 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(rest)}
 
 
+WINDOW = 65536
+"""Characters at a time where tokens are only counted."""
+MAX_COMPOSED = 4
+"""Characters that a normaliser may join into one."""
+
+
 class Tokenizer:
-    """Thread-safe; `encode` may run outside the event loop."""
+    """Thread-safe. `encode` and `at_least` do not hold the interpreter's lock while they work."""
 
     def __init__(self, raw: RawTokenizer, special_ids: frozenset[int]) -> None:
         self._raw = raw
@@ -44,7 +50,25 @@ class Tokenizer:
         return cls(raw, frozenset(special))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        # a batch of one: the library gives the lock away for batches only
+        return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def at_least(self, text: str, limit: int) -> int:
+        """A number of tokens that the text has at least, looked for until it passes `limit`.
+
+        It works through windows, so that a giant text costs no more than `limit` tokens and a window. A cut between two
+        of them may break one token, into as many as it has bytes; twice as many are not counted.
+        """
+        count = len(text) // (MAX_COMPOSED * self.longest_token)
+        if count > limit or len(text) <= WINDOW:
+            return count
+        found = 0
+        for start in range(0, len(text), WINDOW):
+            window = self._raw.encode_batch_fast([text[start : start + WINDOW]], add_special_tokens=False)[0]
+            found += max(0, len(window) - 2 * self.longest_token)
+            if found > limit:
+                break
+        return max(count, found)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return decode(token_ids, self.token_bytes, self.special_ids if skip_special_tokens else frozenset())

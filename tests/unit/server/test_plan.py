@@ -1,6 +1,5 @@
 """Requests to engine parameters: defaults, limits, prompts in their four forms."""
 
-import asyncio
 import json
 
 import msgspec
@@ -8,13 +7,14 @@ import pytest
 from byte_model import END, IM_END
 from loaded import ready
 
-from pilotfish.server.chat.request import ChatRequest
+from pilotfish.server.chat.request import ChatRequest, tokens_of
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import SamplingDefaults
-from pilotfish.server.plan import Context, plan_chat, plan_completion
-from pilotfish.server.protocol import decode_request
+from pilotfish.server.plan import Context, count_prompt, plan_chat, plan_completion
+from pilotfish.server.protocol import TokenizeRequest, decode_request
 from pilotfish.server.text.chat_template import ChatTemplate
+from pilotfish.server.text.prompts import check_ids, most_counted
 
 READY = ready(max_model_len=100, max_waiting=8, kv_pages_total=10, page_size=16)
 USER = [{"role": "user", "content": "hi"}]
@@ -22,12 +22,12 @@ USER = [{"role": "user", "content": "hi"}]
 
 def complete(files, ready=READY, **fields):
     request = decode_request(json.dumps({"prompt": "hi", **fields}).encode(), CompletionRequest)
-    return asyncio.run(plan_completion(request, Context(model="m", files=files, ready=ready, arrived=0.0)))
+    return plan_completion(request, Context(model="m", files=files, ready=ready, arrived=0.0))
 
 
 def chat(files, ready=READY, **fields):
     request = decode_request(json.dumps({"messages": USER, **fields}).encode(), ChatRequest)
-    return asyncio.run(plan_chat(request, Context(model="m", files=files, ready=ready, arrived=0.0)))
+    return plan_chat(request, Context(model="m", files=files, ready=ready, arrived=0.0))
 
 
 def refusal(call, files, **fields):
@@ -238,3 +238,53 @@ def test_a_request_may_speculate_less_but_not_more(files):
     assert complete(files).speculative_k == complete(files, speculation={}).speculative_k == 3
     assert [complete(files, speculation={"k": k}).speculative_k for k in range(4)] == [0, 1, 2, 3]
     assert refusal(complete, files, speculation={"k": 4}).param == "speculation.k"
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(files, monkeypatch):
+    monkeypatch.setattr(files.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
+    monkeypatch.setattr(files.chat_template, "render", lambda *_, **__: "word " * 300_000)
+    text = "The quick, brown fox. " * 100_000
+    for call, fields in (
+        (complete, {"prompt": text}),
+        (complete, {"prompt": [text, text]}),
+        (chat, {}),
+    ):
+        error = refusal(call, files, **fields)
+        assert error.code == "context_length_exceeded" and "at least" in error.message
+    for count in (
+        lambda: tokens_of(TokenizeRequest(prompt=text), files, READY, ignore_unknown=False),
+        lambda: count_prompt(ChatRequest(messages=USER), Context(model="m", files=files, ready=READY, arrived=0.0)),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            count()
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_more_messages_than_tokens_are_not_rendered(files, monkeypatch):
+    monkeypatch.setattr(files.chat_template, "render", lambda *_, **__: pytest.fail("rendered"))
+    assert refusal(chat, files, messages=USER * 101).param == "messages"
+
+
+def test_room_is_asked_for_before_anything_is_tokenised(files, monkeypatch):
+    monkeypatch.setattr(files.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
+    asked = []
+
+    def check_room(num_sequences):
+        asked.append(num_sequences)
+        raise BadRequest("no room")
+
+    context = Context(model="m", files=files, ready=READY, arrived=0.0, check_room=check_room)
+    for request, num_sequences in ((CompletionRequest(prompt=["a", "b"], n=3), 6), (CompletionRequest(prompt="a"), 1)):
+        with pytest.raises(BadRequest, match="no room"):
+            plan_completion(request, context)
+        assert asked.pop() == num_sequences
+    with pytest.raises(BadRequest, match="no room"):
+        plan_chat(ChatRequest(messages=USER, n=5), context)
+    assert asked == [5]
+
+
+def test_ids_are_turned_into_text_up_to_a_bound():
+    check_ids([0] * most_counted(READY), READY)
+    with pytest.raises(BadRequest) as caught:
+        check_ids([0] * (most_counted(READY) + 1), READY)
+    assert caught.value.param == "tokens"

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from pilotfish.server import unused
+from pilotfish.server.chat.history import check_messages
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import ApiError, BadRequest, Overloaded, from_status
@@ -173,3 +174,32 @@ def test_errors_have_openais_shape():
 @pytest.mark.parametrize(("field", "value"), [("best_of", True), ("use_beam_search", 0), ("priority", False)])
 def test_true_is_not_one(field, value):
     assert refusal({"prompt": "hi", field: value}).param == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [%s]}' % b",".join([b"[]"] * 250_000),
+        b'{"prompt": [%s]}' % b",".join([b"7"] * 1_100_000),
+        b'{"prompt": [%s]}' % b",".join([b'"a,["'] * 1_100_000),
+        b'{"prompt": %s}' % (b'{"a":' * 300_000),
+        b'{"prompt": [%s]}' % b",".join([b'"\\\\"', b"[]"] * 250_000),
+    ],
+    ids=["lists", "numbers", "strings", "depth", "escapes"],
+)
+def test_bodies_of_too_many_values_are_refused_before_they_are_decoded(body, monkeypatch):
+    monkeypatch.setattr("msgspec.json.decode", lambda body: pytest.fail("decoded"))
+    assert refusal(body).code == "too_many_values"
+
+
+@pytest.mark.parametrize("text", ["," * 1_100_000, "[{" * 200_000, '\\",[' * 300_000, "\\" * 9 + "[" * 300_000])
+def test_what_stands_in_a_string_is_one_value(text):
+    assert decode(prompt=text).prompt == text
+    assert decode(prompt=[text, "[,"]).prompt == [text, "[,"]
+
+
+def test_arguments_in_a_history_are_bounded_too():
+    call = {"id": "c", "function": {"name": "f", "arguments": json.dumps({"a": [[]] * 250_000})}}
+    with pytest.raises(BadRequest) as caught:
+        check_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert caught.value.code == "too_many_values"

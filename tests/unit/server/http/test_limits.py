@@ -17,6 +17,8 @@ def limiter(clock=None, **limits):
 
 
 def ask(limiter, label="alice", num_sequences=1):
+    """As a handler does: the request is counted when it comes, its sequences once it is known how many."""
+    limiter.count(label)
     with limiter.admit(label, num_sequences):
         pass
 
@@ -66,13 +68,27 @@ def test_requests_a_minute():
         ask(limits)
 
 
-def test_a_request_beyond_the_cap_takes_nothing_from_the_rate():
-    limits = limiter(concurrent=1, per_minute=2)
+def test_a_request_that_is_refused_counts():
+    limits = limiter(concurrent=1, per_minute=3)
     with limits.admit("alice", 1):
-        for _ in range(3):
-            with pytest.raises(TooManyRequests, match="at a time"):
+        for message in ("at a time", "at a time", "at a time", "a minute"):
+            with pytest.raises(TooManyRequests, match=message):
                 ask(limits)
-    ask(limits)
+    with pytest.raises(TooManyRequests, match="a minute"):
+        limits.count("alice")
+
+
+def test_every_sequence_counts_as_a_request():
+    limits = limiter(per_minute=6)
+    ask(limits, num_sequences=4)
+    with pytest.raises(TooManyRequests) as caught:
+        ask(limits, num_sequences=3)
+    # the first of the three was counted as the request itself
+    assert caught.value.headers["Retry-After"] == "10"
+    with pytest.raises(BadRequest, match="each of the 7 sequences counts"):
+        limits.check("alice", 7)
+    limits.check("alice", 6)
+    ask(limits, "bob", 1000)
 
 
 def test_limits_stand_in_the_key_file(tmp_path):

@@ -1,6 +1,5 @@
 """Words and budgets become ids: with and without a space, in a block that template or model opens."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def plan(files, **fields):
         **{name: getattr(READY, name) for name in READY.__struct_fields__} | {"vocab_size": VOCAB, "kv_pages_total": 99}
     )
     context = Context(model="m", files=files, ready=ready, arrived=0.0)
-    return asyncio.run(plan_chat(decode_request(json.dumps(body).encode(), ChatRequest), context)).sampling[0]
+    return plan_chat(decode_request(json.dumps(body).encode(), ChatRequest), context).sampling[0]
 
 
 def test_a_word_is_banned_at_the_beginning_and_after_a_space(demo):

@@ -1,0 +1,103 @@
+"""Request bodies as they arrive: within a deadline, and within a budget over all of them and for each key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from aiohttp import web
+
+from pilotfish.server.errors import ApiError, BadRequest, Overloaded, TooManyRequests, from_status
+
+JSON = "application/json"
+MAX_BODY_BYTES = 32 << 20
+FREE_BYTES = 65536
+"""Of each body: what is shorter is always read, whatever others hold. The cap on connections bounds these bytes."""
+MOST_BYTES = 256 << 20
+"""Of all bodies that are being read or worked on, beyond the free ones."""
+KEYS_SHARE = 4
+"""One key may hold the fourth part of it."""
+BODY_SECONDS = 20.0
+BODY_BYTES_PER_SECOND = 256 << 10
+"""A body has so many seconds, and one more for each of so many bytes that have come."""
+RETRY_SECONDS = 1
+
+
+class Held:
+    """What one request holds of the budget."""
+
+    def __init__(self, bodies: Bodies, label: str) -> None:
+        self._bodies, self._label = bodies, label
+        self._read = self.counted = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Raises Overloaded or TooManyRequests where they are too many."""
+        self._read += num_bytes
+        more = max(0, self._read - FREE_BYTES) - self.counted
+        self._bodies.take(self._label, more)
+        self.counted += more
+
+
+class Bodies:
+    """`shared`: there are several keys, and none may use up the budget of all."""
+
+    def __init__(self, *, shared: bool, most: int = MOST_BYTES) -> None:
+        self._most, self._most_of_key = most, most // KEYS_SHARE if shared else most
+        self._held: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    @contextlib.contextmanager
+    def hold(self, label: str) -> Iterator[Held]:
+        """For the bytes of one request, until it is worked out what it asks for."""
+        held = Held(self, label)
+        try:
+            yield held
+        finally:
+            self.take(label, -held.counted)
+
+    def take(self, label: str, num_bytes: int) -> None:
+        if num_bytes > 0 and self.num_bytes + num_bytes > self._most:
+            raise Overloaded(f"Requests of {self.num_bytes} bytes are being read. Try again later.", RETRY_SECONDS)
+        if num_bytes > 0 and self._held[label] + num_bytes > self._most_of_key:
+            raise TooManyRequests(f"This key may send {self._most_of_key} bytes at a time.", RETRY_SECONDS)
+        self.num_bytes += num_bytes
+        self._held[label] += num_bytes
+        if not self._held[label]:
+            del self._held[label]
+
+
+async def read_body(request: web.Request, held: Held) -> bytearray:
+    """The body of a JSON request, counted as it comes.
+
+    Raises BadRequest for another content type, 413 before a byte is read where its length is known, 408 for one that
+    comes too slowly.
+    """
+    kind = request.content_type
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes, got {request.content_length}.")
+    if "Content-Type" in request.headers and not (kind == JSON or kind.endswith("+json")):
+        raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}.", code="unsupported_content_type")
+    began, body = asyncio.get_running_loop().time(), bytearray()
+    try:
+        while True:
+            async with asyncio.timeout_at(began + BODY_SECONDS + len(body) / BODY_BYTES_PER_SECOND):
+                chunk = await request.content.readany()
+            if not chunk:
+                return body
+            held.add(len(chunk))
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes.")
+    except TimeoutError:
+        raise _too_slow(len(body)) from None
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"The body cannot be read: {error}", code="invalid_body") from error
+
+
+def _too_slow(num_bytes: int) -> ApiError:
+    error = from_status(408, f"The body came too slowly: {num_bytes} bytes were read.")
+    error.code, error.reason = "request_timeout", "too_slow"
+    error.headers = {"Connection": "close"}
+    return error
