@@ -93,7 +93,10 @@ def _add_serve(parser: Parser) -> None:
     group.add_argument(
         "--root-path", type=_root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
     )
-    group.add_argument("--ignore-unknown-fields", action="store_true", help="do not refuse fields unknown to OpenAI")
+    group.add_argument(
+        "--strict-fields", action="store_true", help="refuse every field that nobody here knows (default: say so only)"
+    )
+    group.add_argument("--ignore-unknown-fields", action="store_true", help=argparse.SUPPRESS)  # is the default now
     _add_tls_flags(parser.add_argument_group("TLS"))
     _add_cors_flags(parser.add_argument_group("pages of other origins (CORS)"))
     group = _add_answer_flags(parser)

@@ -72,8 +72,11 @@ class BadRequest(ApiError):
     reason = "invalid"
 
 
-def unknown_field(param: str) -> BadRequest:
-    return BadRequest(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+def unknown_field(param: str, meant: str | None = None) -> BadRequest:
+    question = f". Did you mean '{meant}'?" if meant else ""
+    return BadRequest(
+        f"Unrecognized request argument supplied: {param}{question}", param=param, code="unknown_parameter"
+    )
 
 
 def unsupported_field(param: str) -> BadRequest:

@@ -22,6 +22,7 @@ from pilotfish.server.chat.request import ChatRequest, tokens_of
 from pilotfish.server.completions.answer import CompletionFormat
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, renamed
+from pilotfish.server.fields import HEADER, FieldLog, FieldNotes
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.http.bodies import JSON, Bodies, read_body
@@ -65,7 +66,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Collector
     served_names: tuple[str, ...]
     started: int
-    ignore_unknown_fields: bool = False
+    strict_fields: bool = False
+    field_log: FieldLog = msgspec.field(default_factory=FieldLog)
     limiter: Limiter = msgspec.field(default_factory=Limiter)
     bodies: Bodies = msgspec.field(default_factory=lambda: Bodies(shared=False))
     lane: Lane = msgspec.field(default_factory=Lane)
@@ -96,7 +98,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             files=self.files,
             ready=ready,
             arrived=arrived,
-            ignore_unknown=self.ignore_unknown_fields,
+            notes=FieldNotes(strict=self.strict_fields, on_unused=self.metrics.on_unused_field),
             check_room=check_room,
         )
 
@@ -120,6 +122,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             raise Overloaded(f"The queue is full: {self.client.num_open} sequences run or wait. Try again later.")
 
 
+NOTES: web.RequestKey[FieldNotes] = web.RequestKey("notes", FieldNotes)
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
@@ -145,7 +148,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
         wanted, context = _decode(request, body, ResponsesRequest, context)
         with renamed(responses_request.RENAMED):
-            chat = responses_request.chat_request(wanted, context, request.app[SERVICE].metrics.on_unused_field)
+            chat = responses_request.chat_request(wanted, context)
             plan = plan_chat(chat, context, "resp_")
         return plan, ResponsesFormat(wanted, plan)
 
@@ -172,16 +175,15 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 
 def _chat_of(request: web.Request, wanted: CountTokensRequest, context: Context) -> ChatRequest:
-    count = request.app[SERVICE].metrics.on_unused_field
     if unused.ANTHROPIC_BETA in request.headers:
-        count(unused.ANTHROPIC_BETA)
-    return messages_request.chat_request(wanted, context, count)
+        context.notes.unused(unused.ANTHROPIC_BETA)
+    return messages_request.chat_request(wanted, context)
 
 
 async def tokenize(request: web.Request) -> web.Response:
     def prepare(body: bytearray, context: Context) -> Tokens:
         wanted, context = _decode(request, body, TokenizeRequest, context)
-        ids = tokens_of(wanted, context.files, context.ready, ignore_unknown=context.ignore_unknown)
+        ids = tokens_of(wanted, context.files, context.ready, context.notes)
         text_of = context.files.tokenizer.token_text
         texts = [text_of(token_id) for token_id in ids] if wanted.return_token_strs else None
         return Tokens(len(ids), context.ready.max_model_len, ids, texts)
@@ -208,6 +210,7 @@ async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context]
     with service.bodies.hold(label) as held:
         body = await read_body(request, held)
         context = service.context(arrived, label)
+        request[NOTES] = context.notes
         if len(body) <= SMALL_BODY:
             return prepare(body, context)
         return await service.lane.run(label, prepare, body, context)
@@ -217,9 +220,16 @@ def _decode(
     request: web.Request, body: bytearray, kind: type[AnyRequest], context: Context
 ) -> tuple[AnyRequest, Context]:
     """The body, and what it is planned against: the model that it names. Raises ApiError."""
-    service, lenient = request.app[SERVICE], context.ignore_unknown
-    wanted = decode_request(body, kind, ignore_unknown=lenient, on_unused=service.metrics.on_unused_field)
-    return wanted, msgspec.structs.replace(context, model=service.check_model(wanted.model))
+    wanted = decode_request(body, kind, context.notes)
+    return wanted, msgspec.structs.replace(context, model=request.app[SERVICE].check_model(wanted.model))
+
+
+async def tell_ignored_fields(request: web.Request, response: web.StreamResponse) -> None:
+    """What a request has that nobody here knows stands in a header of its answer, refusals too."""
+    notes = request.get(NOTES)
+    if notes is not None and notes.header:
+        response.headers[HEADER] = notes.header
+        request.app[SERVICE].field_log.tell(notes.ignored)
 
 
 def _fingerprint(ready: Ready) -> str:

@@ -18,6 +18,7 @@ from pilotfish.server.calls.parser import END_THINK, AnswerRules
 from pilotfish.server.chat.request import ChatRequest, chat_prompt
 from pilotfish.server.completions.request import CompletionRequest, prompt_entries, read_prompts
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import SamplingFields
 from pilotfish.server.text.prompts import (
@@ -82,7 +83,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     files: ModelFiles
     ready: Ready
     arrived: float
-    ignore_unknown: bool = False
+    notes: FieldNotes = msgspec.field(default_factory=FieldNotes)
     check_room: Callable[[int], None] = lambda num_sequences: None
 
 
@@ -106,7 +107,7 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
         raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
     _check_num_sequences(1, request.n or 1, context)
     check_num_messages(request.messages, ready.max_model_len)
-    text, answer = chat_prompt(request, context.files, ignore_unknown=context.ignore_unknown)
+    text, answer = chat_prompt(request, context.files, context.notes)
     prompt = Prompt(tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
     grammar = _chat_grammar(request, context.files, answer)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
@@ -128,7 +129,7 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
 def count_prompt(request: ChatRequest, context: Context) -> int:
     """How many tokens the prompt would have, up to twice what the model takes. Raises BadRequest."""
     check_num_messages(request.messages, most_counted(context.ready))
-    text, _ = chat_prompt(request, context.files, ignore_unknown=context.ignore_unknown)
+    text, _ = chat_prompt(request, context.files, context.notes)
     return len(count_tokens(text, context.files.tokenizer, context.ready, "messages", add_special_tokens=False))
 
 

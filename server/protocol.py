@@ -2,20 +2,22 @@
 
 A request is decoded in two steps, so that every refusal can name its field: JSON to plain values, where unknown and
 unsupported fields are found, then plain values to a frozen struct, where types and ranges are. A field is honoured,
-refused by name, or listed in `unused.py`; none is ignored otherwise (unless the operator asks for it).
+refused by name, listed in `unused.py`, or, if nobody here knows it, let through and told (`fields.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pilotfish.server import unused
-from pilotfish.server.errors import BadRequest, missing_field, unknown_field, unsupported_field
+from pilotfish.server.errors import BadRequest, missing_field, unsupported_field
+from pilotfish.server.fields import FieldNotes
 
 NOT_YET = {
     "audio": (None,),
@@ -164,16 +166,10 @@ _TYPES = re.compile(r"(?<=[`| ])(int|float|str|bool)(?=[`| ])")
 _PATH = re.compile(r"^(?P<what>.*?) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
 
 
-def decode_request(
-    body: bytes | bytearray,
-    kind: type[AnyRequest],
-    *,
-    ignore_unknown: bool = False,
-    on_unused: Callable[[str], None] = lambda name: None,
-) -> AnyRequest:
+def decode_request(body: bytes | bytearray, kind: type[AnyRequest], notes: FieldNotes | None = None) -> AnyRequest:
     """Raises BadRequest naming the field for anything that is not a request of this kind.
 
-    `on_unused` gets the name, one of unused.NAMES, of what the request has and nothing here reads.
+    `notes` are told what the request has and nothing here reads.
     """
     check_num_values(body)
     try:
@@ -182,25 +178,18 @@ def decode_request(
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
+    notes = notes or FieldNotes()
+    _check_names(raw, kind, notes)
     known = {name: value for name, value in raw.items() if name in kind.__struct_fields__}
-    for name, value in raw.items():
-        if name in known or name in kind.UNUSED:
-            continue
-        if not _asks_for_nothing(name, value, kind.REFUSED, ignore_unknown):
-            on_unused(unused.UNKNOWN)
-    if not ignore_unknown:
-        _check_stream_options(known.get("stream_options"))
+    _check_stream_options(known.get("stream_options"))
     try:
         known = kind.prepare(known)
         request = msgspec.convert(known, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _named(str(error), kind.KINDS) from error
-    for param in _unknown_inside(known, request):
-        if not ignore_unknown:
-            raise unknown_field(param)
-        on_unused(unused.UNKNOWN)
+    _check_inside(known, request, "", notes)
     for name in unused.unused_in(raw, kind.UNUSED):
-        on_unused(name)
+        notes.unused(name)
     return request
 
 
@@ -237,8 +226,24 @@ def _string_end(text: bytes | bytearray, place: int) -> int:
     return len(text)
 
 
-def _unknown_inside(raw: Any, value: Any, where: str = "") -> Iterator[str]:
-    """Paths of what a typed part of a request has and its type does not; what is empty asks for nothing.
+def _check_names(raw: dict[str, Any], kind: type[Body], notes: FieldNotes) -> None:
+    """Raises BadRequest for a known field that is not served, unless its value asks for nothing."""
+    for name, value in raw.items():
+        if name in kind.REFUSED and name not in kind.__struct_fields__ and not _asks_for_nothing(name, value, kind):
+            raise unsupported_field(name)
+    notes.check(raw, _names_of(kind))
+
+
+@functools.cache
+def _names_of(kind: type[Struct]) -> frozenset[str]:
+    """What an object of this type may have."""
+    tag = kind.__struct_config__.tag_field
+    names = {*kind.__struct_fields__, *([tag] if tag is not None else [])}
+    return frozenset(names | {*kind.REFUSED, *kind.UNUSED} if issubclass(kind, Body) else names)
+
+
+def _check_inside(raw: Any, value: Any, where: str, notes: FieldNotes) -> None:
+    """Looks at the names of all typed parts of a request.
 
     Raises BadRequest where a part does not say its type: msgspec wants it only where there are others.
     """
@@ -246,28 +251,20 @@ def _unknown_inside(raw: Any, value: Any, where: str = "") -> Iterator[str]:
         tag = value.__struct_config__.tag_field
         if tag is not None and tag not in raw:
             raise missing_field(f"{where}.{tag}")
-        known = {*value.__struct_fields__, tag}
+        if where:
+            notes.check(raw, _names_of(type(value)), where)
         for name, inner in raw.items():
-            path = f"{where}.{name}" if where else name
-            if name in value.__struct_fields__:
-                yield from _unknown_inside(inner, getattr(value, name), path)
-            elif name not in known and inner is not None and inner is not False and inner not in ([], {}):
-                yield path
+            # scalars have no fields
+            if isinstance(inner, dict | list) and name in value.__struct_fields__:
+                _check_inside(inner, getattr(value, name), f"{where}.{name}" if where else name, notes)
     # token ids are many, and have no fields
     elif isinstance(value, list) and value and isinstance(value[0], Struct | list):
         for index, (inner, typed) in enumerate(zip(raw, value, strict=True)):
-            yield from _unknown_inside(inner, typed, f"{where}[{index}]")
+            _check_inside(inner, typed, f"{where}[{index}]", notes)
 
 
-def _asks_for_nothing(name: str, value: Any, refused: Mapping[str, tuple[Any, ...]], ignore_unknown: bool) -> bool:
-    """Of a field that is not served; False for one that is ignored. Raises BadRequest for the others."""
-    if name in refused:
-        if not any(_is_same(value, nothing) for nothing in refused[name]):
-            raise unsupported_field(name)
-        return True
-    if not ignore_unknown:
-        raise unknown_field(name)
-    return False
+def _asks_for_nothing(name: str, value: Any, kind: type[Body]) -> bool:
+    return any(_is_same(value, nothing) for nothing in kind.REFUSED[name])
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -64,7 +64,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             api_keys=tuple(api_keys),
             api_key_file=args.api_key_file,
             root_path=args.root_path,
-            ignore_unknown_fields=args.ignore_unknown_fields,
+            strict_fields=args.strict_fields,
             core=args.core,
             restart_engine=args.restart_engine,
             log_requests=args.log_requests or args.log_prompts,

@@ -44,7 +44,7 @@ INCLUDE = "include"
 ANTHROPIC_BETA = "anthropic-beta"
 """The header: what it announces is judged by the fields that come with it."""
 UNKNOWN = "unknown"
-"""Whatever --ignore-unknown-fields lets through: its names are the client's, and no labels."""
+"""Whatever nobody here knows: its names are the client's, and no labels."""
 NAMES = (
     *sorted(FIELDS | RESPONSES_FIELDS | MESSAGES_FIELDS),
     *(ANTHROPIC_BETA, BUDGET, EFFORT, INCLUDE, IS_ERROR, STRICT, SUMMARY, UNKNOWN),

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from pilotfish.server.errors import BadRequest, unknown_field
+from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 
 Schema = dict[str, Any]
 
 NAME = re.compile(r"[^\s<>\"]{1,256}")
 MAX_TOOLS = 1024
-FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+TOOL_FIELDS = frozenset({"type", "function", "cache_control"})
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "cache_control"})
+SHOWN_FIELDS = frozenset({"name", "description", "parameters"})
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 """Some models write Python's constants."""
 
@@ -50,9 +52,9 @@ def function_choice(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def read_tools(tools: list[Any] | None, choice: Any) -> Tools | None:
+def read_tools(tools: list[Any] | None, choice: Any, notes: FieldNotes) -> Tools | None:
     """None where no tool may be called. Raises BadRequest naming the field."""
-    shown = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+    shown = [_read_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools or ())]
     if len(shown) > MAX_TOOLS:
         raise BadRequest(f"Want at most {MAX_TOOLS} tools, got {len(shown)}.", param="tools")
     schemas: dict[str, Schema] = {}
@@ -65,14 +67,14 @@ def read_tools(tools: list[Any] | None, choice: Any) -> Tools | None:
     return Tools(shown, schemas, chosen) if schemas and chosen.mode != "none" else None
 
 
-def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+def _read_tool(tool: Any, where: str, notes: FieldNotes) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise BadRequest("Want an object with type 'function'.", param=f"{where}.type", code="unsupported_parameter")
+    notes.check(tool, TOOL_FIELDS, where)
     function = tool.get("function")
     if not isinstance(function, dict):
         raise BadRequest("Want an object.", param=f"{where}.function")
-    _refuse_others(tool, {"type", "function"}, where)
-    _refuse_others(function, FUNCTION_FIELDS, f"{where}.function")
+    notes.check(function, FUNCTION_FIELDS, f"{where}.function")
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise BadRequest("Want a name of 1 to 256 characters without spaces.", param=f"{where}.function.name")
@@ -80,13 +82,8 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     for field, kind in kinds.items():
         if function.get(field) is not None and not isinstance(function[field], kind):
             raise BadRequest(f"Want {kind.__name__}.", param=f"{where}.function.{field}")
-    # a promise about the decoder, not something for the model to read
-    return {"type": "function", "function": {field: function[field] for field in function if field != "strict"}}
-
-
-def _refuse_others(given: dict[str, Any], known: Iterable[str], where: str) -> None:
-    for name in given.keys() - set(known):
-        raise unknown_field(f"{where}.{name}")
+    # only what is for the model to read: `strict` is a promise about the decoder
+    return {"type": "function", "function": {field: function[field] for field in function if field in SHOWN_FIELDS}}
 
 
 def _read_choice(choice: Any, schemas: dict[str, Schema]) -> ToolChoice:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from pilotfish.server.errors import BadRequest, unknown_field, unsupported_field
+from pilotfish.server.errors import BadRequest, unsupported_field
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.protocol import check_num_values
 from pilotfish.server.text.chat_template import ChatTemplate
 
@@ -19,13 +20,13 @@ CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 MAX_MESSAGES = 65536
 
 
-def check_messages(messages: list[dict[str, Any]], *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]], notes: FieldNotes) -> list[dict[str, Any]]:
     """Role and text, and what assistants thought and called. Raises BadRequest naming the message and field."""
     if not messages:
         raise BadRequest("Want at least one message, got none.", param="messages", code="empty_array")
     if len(messages) > MAX_MESSAGES:
         raise BadRequest(f"Want at most {MAX_MESSAGES} messages, got {len(messages)}.", param="messages")
-    return [_check(message, f"messages[{index}]", ignore_unknown) for index, message in enumerate(messages)]
+    return [_check(message, f"messages[{index}]", notes) for index, message in enumerate(messages)]
 
 
 def lead_with_system(messages: Iterable[dict[str, Any]], template: ChatTemplate | None) -> list[dict[str, Any]]:
@@ -38,17 +39,17 @@ def lead_with_system(messages: Iterable[dict[str, Any]], template: ChatTemplate 
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _check(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[str, Any]:
+def _check(message: dict[str, Any], where: str, notes: FieldNotes) -> dict[str, Any]:
     role = message.get("role")
     if role == "function":
         raise BadRequest(f"Role '{role}' is not supported yet.", param=f"{where}.role", code="unsupported_parameter")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"Want a role of {', '.join(ROLES)}, got {_shown(role)}.", param=f"{where}.role")
-    for name in message.keys() - FIELDS - ROLE_FIELDS.get(role, frozenset()):
-        if name in NOT_YET and message[name] not in (None, []):
+    own = FIELDS | ROLE_FIELDS.get(role, frozenset())
+    for name in NOT_YET - own:
+        if message.get(name) not in (None, []):
             raise unsupported_field(f"{where}.{name}")
-        if name not in NOT_YET and not ignore_unknown:
-            raise unknown_field(f"{where}.{name}")
+    notes.check(message, own | NOT_YET, where)
     checked: dict[str, Any] = {"role": ROLES[role], "content": _text(message.get("content"), f"{where}.content", role)}
     for name, target in (
         ("name", "name"),
@@ -62,23 +63,21 @@ def _check(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[st
         if value is not None:
             checked[target] = value
     if role == "assistant" and message.get("tool_calls") not in (None, []):
-        checked["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls", ignore_unknown)
+        checked["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls", notes)
     return checked
 
 
-def _calls(calls: Any, where: str, ignore_unknown: bool) -> list[dict[str, Any]]:
+def _calls(calls: Any, where: str, notes: FieldNotes) -> list[dict[str, Any]]:
     """Calls that were made, their arguments as objects: that is what templates print."""
     if not isinstance(calls, list):
         raise BadRequest(f"Want a list, got {_shown(calls)}.", param=where)
-    return [_call(call, f"{where}[{index}]", ignore_unknown) for index, call in enumerate(calls)]
+    return [_call(call, f"{where}[{index}]", notes) for index, call in enumerate(calls)]
 
 
-def _call(call: Any, where: str, ignore_unknown: bool) -> dict[str, Any]:
+def _call(call: Any, where: str, notes: FieldNotes) -> dict[str, Any]:
     if not isinstance(call, dict) or call.get("type", "function") != "function":
         raise BadRequest("Want a call of type 'function'.", param=f"{where}.type", code="unsupported_parameter")
-    unknown = call.keys() - CALL_FIELDS
-    if unknown and not ignore_unknown:
-        raise unknown_field(f"{where}.{min(unknown)}")
+    notes.check(call, CALL_FIELDS, where)
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:

@@ -11,6 +11,7 @@ from pilotfish.server.calls.parser import CALL, END_THINK, FUNCTION, THINK, Answ
 from pilotfish.server.calls.tools import Tools, read_tools
 from pilotfish.server.chat.history import check_messages
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import MAX_LOGPROBS, Count, PositiveCount, SamplingFields, TokenizeRequest
 from pilotfish.server.text.chat_template import ChatTemplate
@@ -35,13 +36,13 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     thinking_token_budget: Count | None = None
 
 
-def chat_prompt(request: ChatRequest, files: ModelFiles, *, ignore_unknown: bool) -> tuple[str, AnswerRules | None]:
+def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> tuple[str, AnswerRules | None]:
     """The text, and the rules where the answer has parts. Raises BadRequest naming the field."""
     template = files.chat_template
     if template is None:
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
-    tools = _tools(request, files)
-    messages = _messages(request, ignore_unknown=ignore_unknown)
+    tools = _tools(request, files, notes)
+    messages = _messages(request, notes)
     text = _render(request, template, messages, tools, _template_values(request, template))
     begun = messages[-1]["content"] if request.continue_final_message else None
     answer = _answer_rules(request, files, text, tools, begun)
@@ -50,7 +51,7 @@ def chat_prompt(request: ChatRequest, files: ModelFiles, *, ignore_unknown: bool
     return text, answer
 
 
-def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, *, ignore_unknown: bool) -> list[int]:
+def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, notes: FieldNotes) -> list[int]:
     """What /tokenize answers: the ids that the same text or messages would be as a prompt. Raises BadRequest."""
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("Want either 'prompt' or 'messages'.", param="prompt", code="missing_parameter")
@@ -63,15 +64,15 @@ def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, *, igno
     if files.chat_template is None:
         raise BadRequest("This model has no chat template.", param="messages")
     check_num_messages(request.messages, most_counted(ready))
-    messages, tools = _messages(request, ignore_unknown=ignore_unknown), read_tools(request.tools, None)
+    messages, tools = _messages(request, notes), read_tools(request.tools, None, notes)
     text = _render(request, files.chat_template, messages, tools, request.chat_template_kwargs)
     special = bool(request.add_special_tokens)
     return count_tokens(text, files.tokenizer, ready, "messages", add_special_tokens=special)
 
 
-def _messages(request: ChatRequest | TokenizeRequest, *, ignore_unknown: bool) -> list[dict[str, Any]]:
+def _messages(request: ChatRequest | TokenizeRequest, notes: FieldNotes) -> list[dict[str, Any]]:
     """Checked. Only text that the assistant has begun is gone on with."""
-    messages = check_messages(request.messages or [], ignore_unknown=ignore_unknown)
+    messages = check_messages(request.messages or [], notes)
     if request.continue_final_message:
         if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
             raise BadRequest("Want a last message of the assistant, of text.", param="continue_final_message")
@@ -108,9 +109,9 @@ def _template_values(request: ChatRequest, template: ChatTemplate) -> dict[str, 
     return values
 
 
-def _tools(request: ChatRequest, files: ModelFiles) -> Tools | None:
+def _tools(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> Tools | None:
     """What may be called. Tools that must not be are not shown to the model either."""
-    tools = read_tools(request.tools, request.tool_choice)
+    tools = read_tools(request.tools, request.tool_choice, notes)
     if tools is None:
         return None
     template = files.chat_template

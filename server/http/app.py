@@ -63,7 +63,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     root_path: str = ""
-    ignore_unknown_fields: bool = False
+    strict_fields: bool = False
     core: str = DEFAULT_CORE
     engine_environment: Mapping[str, str] | None = None
     close_seconds: float = 10.0
@@ -105,7 +105,7 @@ def make_app(
         metrics=metrics,
         served_names=options.served_names,
         started=int(time.time()),
-        ignore_unknown_fields=options.ignore_unknown_fields,
+        strict_fields=options.strict_fields,
         limiter=Limiter(keys.limits),
         bodies=Bodies(shared=bool(options.api_keys) or options.api_key_file is not None),
     )
@@ -113,7 +113,7 @@ def make_app(
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
-    app.on_response_prepare.extend([_add_request_id, options.cors.add_headers])
+    app.on_response_prepare.extend([_add_request_id, handlers.tell_ignored_fields, options.cors.add_headers])
     app.add_routes(guarded([*_routes(""), *(_routes(options.root_path) if options.root_path else ())]))
     return app
 

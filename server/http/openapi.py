@@ -140,12 +140,11 @@ def _types(operation: Operation) -> Iterable[Any]:
 
 
 def _complete(schema: dict[str, Any], kind: type[Body]) -> None:
-    """A body has no other fields than these."""
+    """The fields that are known and not in the struct."""
     for name in sorted(kind.UNUSED - schema["properties"].keys()):
         schema["properties"][name] = {"description": "Without effect on the answer."}
     for name, values in sorted(kind.REFUSED.items()):
         schema["properties"].setdefault(name, {"description": "Not supported.", "enum": list(values)})
-    schema["additionalProperties"] = False
 
 
 def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:

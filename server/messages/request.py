@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -154,7 +154,7 @@ RENAMED = (
 """What the core calls fields, and what they are called here."""
 
 
-def chat_request(request: CountTokensRequest, context: Context, on_unused: Callable[[str], None]) -> ChatRequest:
+def chat_request(request: CountTokensRequest, context: Context) -> ChatRequest:
     """What is asked for, in the terms of chat completions. Raises BadRequest naming the field."""
     _check_context_management(request.context_management)
     fields: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def chat_request(request: CountTokensRequest, context: Context, on_unused: Calla
         response_format=_response_format(request.output_config),
         # what the assistant has begun, the model goes on with
         continue_final_message=request.messages[-1].role == "assistant",
-        **_thinking(request, context, on_unused),
+        **_thinking(request, context),
         **fields,
     )
 
@@ -268,7 +268,7 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
     return function_choice(choice.name)
 
 
-def _thinking(request: CountTokensRequest, context: Context, on_unused: Callable[[str], None]) -> dict[str, Any]:
+def _thinking(request: CountTokensRequest, context: Context) -> dict[str, Any]:
     """The API's own default is not to think, and a model that has no switch for it does as it always does."""
     thinking = request.thinking
     on = thinking is not None and thinking.type != "disabled"
@@ -283,12 +283,12 @@ def _thinking(request: CountTokensRequest, context: Context, on_unused: Callable
         if thinking.budget_tokens is not None and context.files.parses_reasoning:
             fields["thinking_token_budget"] = thinking.budget_tokens
         elif thinking.budget_tokens is not None:
-            on_unused(unused.BUDGET)
+            context.notes.unused(unused.BUDGET)
     effort = request.output_config.effort if request.output_config else None
     if effort is not None and "reasoning_effort" in variables:
         fields["reasoning_effort"] = effort
     elif effort is not None:
-        on_unused(unused.EFFORT)
+        context.notes.unused(unused.EFFORT)
     return fields
 
 

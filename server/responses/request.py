@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -194,9 +194,9 @@ RENAMED = (
 """What the core calls fields, and what they are called here."""
 
 
-def chat_request(request: ResponsesRequest, context: Context, on_unused: Callable[[str], None]) -> ChatRequest:
+def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
     """What is asked for, in the terms of chat completions. Raises BadRequest naming the field."""
-    _check_include(request.include or [], on_unused)
+    _check_include(request.include or [], context)
     choice = request.tool_choice
     return ChatRequest(
         model=request.model,
@@ -211,17 +211,17 @@ def chat_request(request: ResponsesRequest, context: Context, on_unused: Callabl
         stream=request.stream,
         seed=request.seed,
         speculation=request.speculation,
-        **_reasoning(request.reasoning, context, on_unused),
+        **_reasoning(request.reasoning, context),
     )
 
 
-def _check_include(names: list[str], on_unused: Callable[[str], None]) -> None:
+def _check_include(names: list[str], context: Context) -> None:
     for index, name in enumerate(names):
         if name not in INCLUDABLE:
             told = "Log-probabilities are told by /v1/chat/completions only." if name == LOGPROBS else "Unknown name."
             raise BadRequest(told, param=f"include[{index}]", code="unsupported_parameter")
     if names:
-        on_unused(unused.INCLUDE)
+        context.notes.unused(unused.INCLUDE)
 
 
 # -- input ---------------------------------------------------------------------------------------------------------
@@ -284,18 +284,18 @@ def _thought(item: ReasoningItem, where: str) -> str:
 # -- tools, reasoning, format --------------------------------------------------------------------------------------
 
 
-def _reasoning(given: Reasoning | None, context: Context, on_unused: Callable[[str], None]) -> dict[str, Any]:
+def _reasoning(given: Reasoning | None, context: Context) -> dict[str, Any]:
     """An effort is for the template to read; where it does not, one above none still says to think."""
     if given is None:
         return {}
     if given.summary is not None or given.generate_summary is not None:
-        on_unused(unused.SUMMARY)
+        context.notes.unused(unused.SUMMARY)
     variables = context.files.chat_template.variables if context.files.chat_template else frozenset()
     if given.effort is None:
         return {}
     if "reasoning_effort" in variables or (given.effort == "none" and "enable_thinking" in variables):
         return {"reasoning_effort": given.effort}
-    on_unused(unused.EFFORT)
+    context.notes.unused(unused.EFFORT)
     return (
         {"chat_template_kwargs": {"enable_thinking": given.effort != "none"}} if "enable_thinking" in variables else {}
     )

@@ -264,14 +264,33 @@ def test_keys_guard_the_api_and_nothing_else(folder):
     run(story())
 
 
-def test_lenient_relays_may_send_fields_nobody_knows(folder):
+@pytest.mark.parametrize("strict", [False, True])
+def test_relays_may_send_fields_nobody_knows(folder, caplog, strict):
+    """A header of the answer names them, in streams and refusals too, and the log does once."""
+    cases = [
+        ({"relay_trace": 1, "hop": {}}, 200, "relay_trace, hop"),
+        ({"relay_trace": 1, "stream": True}, 200, "relay_trace"),
+        ({"relay_trace": 1, "temperature": 9}, 400, "relay_trace"),
+        ({'ключ, "x"': 1}, 200, "???????x?"),
+        ({f"field{number}": 1 for number in range(40)}, 200, None),
+        ({"suffix": "x"}, 400, ""),
+        ({"max_token": 9}, 400, ""),
+    ]
+
     async def story():
-        async with serving(folder, ignore_unknown_fields=True) as server, aiohttp.ClientSession() as http:
-            for extra, status in (({"relay_trace": 1}, 200), ({"temperature": 9}, 400), ({"suffix": "x"}, 400)):
+        async with serving(folder, strict_fields=strict) as server, aiohttp.ClientSession() as http:
+            for extra, status, told in cases:
                 async with http.post(server.url + "/v1/completions", json={**body(reply="x"), **extra}) as response:
-                    assert response.status == status
+                    assert response.status == (400 if strict else status)
+                    header = response.headers.get("X-Ignored-Fields", "")
+                    if told is None and not strict:
+                        assert header.endswith("field15, ...") and len(header) < 2000
+                    else:
+                        assert header == ("" if strict else told)
+                    await response.read()
 
     run(story())
+    assert sum("relay_trace" in record.message for record in caplog.records) == (0 if strict else 1)
 
 
 def counted_rounds(transcript, kept):

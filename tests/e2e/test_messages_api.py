@@ -368,7 +368,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 50000}, "max_tokens: "),
         ({"extra_body": {"temperature": 3}}, "temperature: "),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
-        ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading: "),
         ({"tools": [{**TOOLS[0], "name": "two words"}]}, "tools[0].name: "),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name: "),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
@@ -378,7 +377,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"extra_body": {"thinking": {"type": "between_tools"}}}, "thinking.type: "),
         ({"system": [IMAGE]}, "system[0]"),
         ({"system": [{"text": "x"}]}, "system[0].type: "),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "size": 3}]}]}, "content[0].size: "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_controll": {"a": 1}}]}]},
+            "content[0].cache_controll: ",
+        ),
         (
             {"messages": [{"role": "user", "content": [CALLED]}]},
             "[0]",

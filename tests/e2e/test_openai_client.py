@@ -229,7 +229,7 @@ def test_fields_for_the_callers_own_records(client):
     [
         ({"temperature": 3}, "temperature"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"extra_body": {"best_of_all": 1}}, "best_of_all"),
+        ({"extra_body": {"best_off": 1}}, "best_off"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].type",

@@ -260,7 +260,7 @@ def test_structured_output(client):
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": "x", "mood": "sad"}]}, "input[0].mood"),
+        ({"input": [{"role": "user", "content": "x", "statsu": "x"}]}, "input[0].statsu"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"extra_body": {"top_k": 3}}, "top_k"),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation"),

@@ -42,7 +42,7 @@ def test_texts_and_messages_to_ids_and_back(server):
                 ({"prompt": "x", "tools": []}, "tools"),
                 ({"prompt": ["x"]}, "prompt"),
                 ({"messages": []}, "messages"),
-                ({"prompt": "x", "mood": 1}, "mood"),
+                ({"prompt": "x", "promt": 1}, "promt"),
             ):
                 assert (await tokenize(status=400, **body))["error"]["param"] == param, body
             for tokens in ([512], [-1], ["a"], None):
@@ -56,7 +56,7 @@ def test_texts_and_messages_to_ids_and_back(server):
 def test_fields_without_effect_are_counted_by_name(folder):
     async def story():
         async with (
-            serving(folder, ignore_unknown_fields=True, api_keys=("secret",)) as server,
+            serving(folder, api_keys=("secret",)) as server,
             aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as http,
         ):
             part = {"type": "text", "text": script(reply="x"), "cache_control": {"type": "ephemeral"}}

@@ -10,6 +10,7 @@ from loaded import ready
 from pilotfish.server.chat.request import ChatRequest, tokens_of
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.model_files import SamplingDefaults
 from pilotfish.server.plan import Context, count_prompt, plan_chat, plan_completion
 from pilotfish.server.protocol import TokenizeRequest, decode_request
@@ -252,7 +253,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(files, monkeypatch):
         error = refusal(call, files, **fields)
         assert error.code == "context_length_exceeded" and "at least" in error.message
     for count in (
-        lambda: tokens_of(TokenizeRequest(prompt=text), files, READY, ignore_unknown=False),
+        lambda: tokens_of(TokenizeRequest(prompt=text), files, READY, FieldNotes()),
         lambda: count_prompt(ChatRequest(messages=USER), Context(model="m", files=files, ready=READY, arrived=0.0)),
     ):
         with pytest.raises(BadRequest) as caught:

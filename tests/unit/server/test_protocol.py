@@ -1,4 +1,4 @@
-"""Bodies to requests: every refusal is a 400 that names the field; nothing is ignored."""
+"""Bodies to requests: every refusal is a 400 that names the field; nothing is ignored silently."""
 
 import json
 
@@ -10,19 +10,21 @@ from pilotfish.server.chat.history import check_messages
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import ApiError, BadRequest, Overloaded, from_status
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.protocol import NOT_YET, decode_request
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def decode(kind=CompletionRequest, ignore_unknown=False, **fields):
+def decode(kind=CompletionRequest, notes=None, **fields):
     base = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "hi"}
-    return decode_request(json.dumps({**base, **fields}).encode(), kind, ignore_unknown=ignore_unknown)
+    return decode_request(json.dumps({**base, **fields}).encode(), kind, notes or FieldNotes())
 
 
-def refusal(body, kind=CompletionRequest, **options):
+def refusal(body, kind=CompletionRequest, strict=False):
     with pytest.raises(BadRequest) as caught:
-        decode_request(body if isinstance(body, bytes) else json.dumps(body).encode(), kind, **options)
+        text = body if isinstance(body, bytes) else json.dumps(body).encode()
+        decode_request(text, kind, FieldNotes(strict=strict))
     assert caught.value.status == 400
     return caught.value
 
@@ -85,21 +87,42 @@ def test_edges_of_ranges_are_in():
     assert decode(seed=2**63 - 1, temperature=0).seed == 2**63 - 1
 
 
-def test_unknown_fields_are_refused_by_name_unless_lenient():
-    error = refusal({"prompt": "hi", "best_off": 2})
-    assert (error.param, error.code) == ("best_off", "unknown_parameter")
-    assert "best_off" in error.message
-    assert decode(best_off=2, ignore_unknown=True).prompt == "hi"
+def test_unknown_fields_are_let_through_and_told():
+    notes = FieldNotes()
+    body = {"prompt": "hi", "no_such_thing": 2, "stream": True, "stream_options": {"pace": 3, "none": None}}
+    assert decode_request(json.dumps(body).encode(), CompletionRequest, notes).prompt == "hi"
+    assert notes.ignored == ["no_such_thing", "stream_options.pace"]
+    error = refusal(body, strict=True)
+    assert (error.param, error.code) == ("no_such_thing", "unknown_parameter")
     # what belongs to the other endpoint is unknown here
-    assert refusal({"prompt": "hi", "messages": []}).param == "messages"
+    assert refusal({"prompt": "hi", "messages": []}, strict=True).param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "meant"),
+    [
+        ({"max_token": 5}, "max_token", "max_tokens"),
+        ({"max_tokens": 5, "max_token": 5}, "max_token", "max_tokens"),
+        ({"temprature": 1}, "temprature", "temperature"),
+        ({"tempreature": 1}, "tempreature", "temperature"),
+        ({"maxTokens": 5}, "maxTokens", "max_tokens"),
+        ({"topP": 0.5}, "topP", "top_p"),
+        ({"stop_tokens_id": [1]}, "stop_tokens_id", "stop_token_ids"),
+        ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
+    ],
+)
+def test_a_misspelling_is_refused_and_the_right_name_said(body, param, meant):
+    error = refusal({"prompt": "hi", **body})
+    assert (error.param, error.code) == (param, "unknown_parameter")
+    assert f"Did you mean '{meant}'?" in error.message
 
 
 @pytest.mark.parametrize("field", sorted(unused.FIELDS))
 def test_fields_for_the_callers_own_records_are_accepted(field):
     counted = []
     for body, kind in (({"prompt": "hi", field: "x"}, CompletionRequest), ({"messages": [], field: {}}, ChatRequest)):
-        decode_request(json.dumps(body).encode(), kind, on_unused=counted.append)
-        decode_request(json.dumps({**body, field: None}).encode(), kind, on_unused=counted.append)
+        decode_request(json.dumps(body).encode(), kind, FieldNotes(on_unused=counted.append))
+        decode_request(json.dumps({**body, field: None}).encode(), kind, FieldNotes(on_unused=counted.append))
     assert counted == [field, field]
 
 
@@ -108,20 +131,20 @@ def test_what_has_no_effect_inside_other_fields_is_counted_too():
     tools = [{"type": "function", "function": {"name": name, "strict": name == "f"}} for name in "fgh"]
     content = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "y"}]
     body = {"messages": [{"role": "user", "content": content}, {"role": "user", "content": "z"}], "tools": [*tools, 1]}
-    decode_request(json.dumps(body).encode(), ChatRequest, on_unused=counted.append)
+    decode_request(json.dumps(body).encode(), ChatRequest, FieldNotes(on_unused=counted.append))
     assert sorted(counted) == ["cache_control", "tools.strict"]
-    decode_request(json.dumps({**body, "mood": 1}).encode(), ChatRequest, ignore_unknown=True, on_unused=counted.append)
+    decode_request(json.dumps({**body, "mood": 1}).encode(), ChatRequest, FieldNotes(on_unused=counted.append))
     assert sorted(counted)[-1] == "unknown" and set(counted) <= set(unused.NAMES)
 
 
 @pytest.mark.parametrize("field", sorted(NOT_YET))
-@pytest.mark.parametrize("lenient", [False, True])
-def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field, lenient):
+@pytest.mark.parametrize("strict", [False, True])
+def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field, strict):
     kind = ChatRequest if field not in ChatRequest.__struct_fields__ else CompletionRequest
     for harmless in NOT_YET[field]:
-        decode(kind, ignore_unknown=lenient, **{field: harmless})
+        decode(kind, FieldNotes(strict=strict), **{field: harmless})
     body = {"messages": MESSAGES} if kind is ChatRequest else {"prompt": "hi"}
-    error = refusal({**body, field: {"type": "something"}}, kind, ignore_unknown=lenient)
+    error = refusal({**body, field: {"type": "something"}}, kind, strict)
     assert error.param == field
     assert "not supported" in error.message
 
@@ -156,7 +179,7 @@ def test_a_missing_field_is_named():
 
 def test_stream_options_inside():
     assert decode(stream=True, stream_options={"include_usage": True}).stream_options.include_usage
-    assert refusal({"prompt": "x", "stream_options": {"usage": 1}}).param == "stream_options.usage"
+    assert refusal({"prompt": "x", "stream_options": {"usage": 1}}, strict=True).param == "stream_options.usage"
     assert refusal({"prompt": "x", "stream_options": {"include_usage": "x"}}).param == "stream_options.include_usage"
 
 
@@ -201,5 +224,5 @@ def test_what_stands_in_a_string_is_one_value(text):
 def test_arguments_in_a_history_are_bounded_too():
     call = {"id": "c", "function": {"name": "f", "arguments": json.dumps({"a": [[]] * 250_000})}}
     with pytest.raises(BadRequest) as caught:
-        check_messages([{"role": "assistant", "tool_calls": [call]}])
+        check_messages([{"role": "assistant", "tool_calls": [call]}], FieldNotes())
     assert caught.value.code == "too_many_values"

@@ -6,6 +6,7 @@ import pytest
 
 from pilotfish.server.calls.tools import argument_json, argument_types, read_tools
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 
 
 def tool(name="f", **function):
@@ -18,7 +19,7 @@ def named(name):
 
 def test_tools_are_shown_as_they_came_but_for_promises_about_the_decoder():
     given = [tool(description="d", parameters={"type": "object"}, strict=True), tool("g")]
-    tools = read_tools(given, None)
+    tools = read_tools(given, None, FieldNotes())
     assert tools.shown == [tool(description="d", parameters={"type": "object"}), tool("g")]
     assert tools.schemas == {"f": {"type": "object"}, "g": {}}
     assert tools.choice.mode == "auto"
@@ -26,13 +27,13 @@ def test_tools_are_shown_as_they_came_but_for_promises_about_the_decoder():
 
 @pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], "auto"), (None, "none"), ([tool()], "none")])
 def test_nothing_may_be_called(tools, choice):
-    assert read_tools(tools, choice) is None
+    assert read_tools(tools, choice, FieldNotes()) is None
 
 
 def test_choices():
-    assert read_tools([tool()], "auto").choice.mode == "auto"
-    assert read_tools([tool()], "required").choice.mode == "required"
-    assert read_tools([tool(), tool("g")], named("g")).choice.named == "g"
+    assert read_tools([tool()], "auto", FieldNotes()).choice.mode == "auto"
+    assert read_tools([tool()], "required", FieldNotes()).choice.mode == "required"
+    assert read_tools([tool(), tool("g")], named("g"), FieldNotes()).choice.named == "g"
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,8 @@ def test_choices():
         ([1], None, "tools[0].type"),
         ([{"type": "web_search"}], None, "tools[0].type"),
         ([{"type": "function"}], None, "tools[0].function"),
-        ([{**tool(), "mood": 1}], None, "tools[0].mood"),
-        ([tool(mood=1)], None, "tools[0].function.mood"),
+        ([{"type": "function", "fucntion": {"name": "f"}}], None, "tools[0].fucntion"),
+        ([tool(descripton="x")], None, "tools[0].function.descripton"),
         ([tool(), tool("a b")], None, "tools[1].function.name"),
         ([tool("")], None, "tools[0].function.name"),
         ([tool("a>")], None, "tools[0].function.name"),
@@ -62,7 +63,7 @@ def test_choices():
 )
 def test_refusals_name_the_field(tools, choice, param):
     with pytest.raises(BadRequest) as caught:
-        read_tools(tools, choice)
+        read_tools(tools, choice, FieldNotes())
     assert caught.value.param == param
 
 

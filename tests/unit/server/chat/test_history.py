@@ -2,9 +2,15 @@
 
 import pytest
 
-from pilotfish.server.chat.history import check_messages, lead_with_system
+from pilotfish.server.chat import history
+from pilotfish.server.chat.history import lead_with_system
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.text.chat_template import ChatTemplate
+
+
+def check_messages(messages, **options):
+    return history.check_messages(messages, FieldNotes(**options))
 
 
 def refusal(message, **options):
@@ -69,7 +75,7 @@ def test_parts_other_than_text_are_refused(kind):
         ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": "x", "name": 1}, "messages[1].name"),
-        ({"role": "user", "content": "x", "mood": 1}, "messages[1].mood"),
+        ({"role": "user", "content": "x", "nmae": "y"}, "messages[1].nmae"),
         *(
             ({"role": "assistant", "tool_calls": calls}, f"messages[1].tool_calls{where}")
             for calls, where in (
@@ -79,7 +85,7 @@ def test_parts_other_than_text_are_refused(kind):
                 ([{"id": "a"}], "[0].function.name"),
                 ([{"function": {"name": ""}}], "[0].function.name"),
                 ([{"function": {"name": "f"}, "id": 1}], "[0].id"),
-                ([{"function": {"name": "f"}, "mood": 1}], "[0].mood"),
+                ([{"function": {"name": "f"}, "fucntion": 1, "tyep": 1}], "[0].tyep"),
                 ([{"function": {"name": "f", "arguments": "{"}}], "[0].function.arguments"),
                 ([{"function": {"name": "f", "arguments": "[1]"}}], "[0].function.arguments"),
                 ([{"function": {"name": "f"}}, {"function": {"name": "f", "arguments": 1}}], "[1].function.arguments"),
@@ -97,9 +103,14 @@ def test_no_messages():
     assert caught.value.param == "messages"
 
 
-def test_lenient_ignores_unknown_but_not_unsupported():
-    assert check_messages([{"role": "user", "content": "x", "mood": 1}], ignore_unknown=True)
-    assert refusal({"role": "assistant", "content": "x", "function_call": {}}, ignore_unknown=True).param
+def test_unknown_fields_are_told_unsupported_ones_refused():
+    notes = FieldNotes()
+    call = {"id": "c", "function": {"name": "f"}, "mood": 1}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x", "mood": 1}]
+    assert history.check_messages(messages, notes)
+    assert notes.ignored == ["messages.tool_calls.mood", "messages.mood"]
+    assert refusal(messages[1], strict=True).param == "messages[1].mood"
+    assert refusal({"role": "assistant", "content": "x", "function_call": {}}).param
 
 
 def test_calls_reach_the_template_with_arguments_as_objects():
