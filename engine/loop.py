@@ -168,6 +168,7 @@ class EngineLoop:
         if not self._sequences:
             self._start_self_audit()
         for sequence in self.scheduler.admit():
+            sequence.admitted()
             outputs += self._admit(sequence)
         step = self.scheduler.next_step()
         phases: dict[str, float] = {}
@@ -257,6 +258,7 @@ class EngineLoop:
 
     def _outputs(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> list[RequestOutput]:
         """What a client is told of a sequence's tokens: nothing, if they are a check's, or chosen past a fault."""
+        self.scheduler.wrote(sequence, len(report.token_ids))
         if sequence.constraint is not None and sequence.constraint.fault is not None:
             return self._fail(sequence, sequence.constraint.fault)
         if sequence.request_id not in self._sequences:
@@ -285,6 +287,7 @@ class EngineLoop:
             num_drafted=report.num_drafted,
             num_accepted=report.num_accepted,
             round=after_round,
+            queue_seconds=sequence.take_queue_seconds(),
         )
 
     def _fail(self, sequence: Sequence, error: str) -> list[RequestOutput]:

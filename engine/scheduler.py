@@ -2,16 +2,18 @@
 
 Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted. Prompt chunks
 and rounds alternate, so that a long prompt does not starve the running sequences. The cut of a prompt depends on its
-length and `prefill_chunk` alone: full chunks on the absolute grid, then the tail.
+length and `prefill_chunk` alone: full chunks on the absolute grid, then the tail. Places and turns to read go to the
+API key that was served least (waiting.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass
 
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.waiting import FairLines
 
 
 class QueueFull(Exception):
@@ -35,7 +37,7 @@ class RoundStep:
 
 
 class Scheduler:
-    """`waiting` in order of arrival; `running` in order of admission, at most `max_num_seqs`; `retired` have ended, but
+    """`waiting` in lines by key; `running` in order of admission, at most `max_num_seqs`; `retired` have ended, but
     a launched round still reads what they hold."""
 
     def __init__(self, pages: Pool, slots: Pool, max_num_seqs: int, max_waiting: int, prefill_chunk: int):
@@ -43,7 +45,7 @@ class Scheduler:
             raise ValueError(f"max_num_seqs: want 1..{slots.capacity} (state slots), got {max_num_seqs}")
         self.pages, self.slots = pages, slots
         self.max_num_seqs, self.max_waiting, self.prefill_chunk = max_num_seqs, max_waiting, prefill_chunk
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairLines()
         self.running: list[Sequence] = []
         self.retired: list[Sequence] = []
         self._last_was_prefill = False
@@ -53,16 +55,20 @@ class Scheduler:
         free_places = max(0, self.max_num_seqs - len(self.running))
         if len(self.waiting) >= self.max_waiting + free_places:
             raise QueueFull(f"{len(self.waiting)} requests wait, at most {self.max_waiting} may")
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Moves waiting sequences to running, first come first served, while their worst case fits."""
+        """Moves waiting sequences to running, in turn, while their worst case fits: none overtakes the next one."""
         admitted = []
+        unread = Counter[str]()
+        for sequence in self.running:
+            unread[sequence.request.key] += len(sequence.prompt) - sequence.num_prefilled
         while self.waiting and len(self.running) < self.max_num_seqs and self.slots.num_free:
-            sequence = self.waiting[0]
+            sequence = self.waiting.next(unread)
             if sequence.num_pages > self.pages.num_free:
                 break
-            self.waiting.popleft()
+            self.waiting.take(sequence)
+            unread[sequence.request.key] += len(sequence.prompt)
             (sequence.slot,) = self.slots.take(sequence, 1)
             sequence.pages = self.pages.take(sequence, sequence.num_pages)
             self.running.append(sequence)
@@ -70,16 +76,23 @@ class Scheduler:
         return admitted
 
     def next_step(self) -> PrefillStep | RoundStep | None:
-        """A prompt chunk of the oldest unfinished prompt and a round of all others, in turn."""
+        """A chunk of an unfinished prompt, of the key that was served least the oldest, and a round of all others, in
+        turn."""
         prompts = [sequence for sequence in self.running if not sequence.is_prefilled]
         decoding = [sequence for sequence in self.running if sequence.is_prefilled]
         if prompts and not (decoding and self._last_was_prefill):
             self._last_was_prefill = True
-            sequence = prompts[0]
+            sequence = self.waiting.least_served(prompts)
             start = sequence.num_prefilled
-            return PrefillStep(sequence, start, min(start + self.prefill_chunk, len(sequence.prompt)))
+            end = min(start + self.prefill_chunk, len(sequence.prompt))
+            self.waiting.serve(sequence, end - start)
+            return PrefillStep(sequence, start, end)
         self._last_was_prefill = False
         return RoundStep(decoding) if decoding else None
+
+    def wrote(self, sequence: Sequence, num_tokens: int) -> None:
+        """Tokens were committed to a running sequence: they count for its key."""
+        self.waiting.serve(sequence, num_tokens)
 
     def finish(self, sequence: Sequence, in_flight: bool = False) -> None:
         """Takes a sequence out and frees what it holds; not yet, if a launched round may still read it (`in_flight`):
@@ -88,6 +101,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        self.waiting.leave(sequence)
         self.retired.append(sequence)
         if not in_flight:
             self.release(sequence)

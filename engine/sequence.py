@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from pilotfish.engine.guard import Guarded
 from pilotfish.engine.link.messages import Submit
@@ -22,6 +23,9 @@ class Sequence:
     slot: int = 0
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0
+    arrived: float = field(default_factory=perf_counter)
+    queue_seconds: float | None = None
+    """How long it waited to be admitted, until somebody was told."""
 
     @property
     def request_id(self) -> str:
@@ -30,6 +34,15 @@ class Sequence:
     @property
     def prompt(self) -> list[int]:
         return self.request.prompt_token_ids
+
+    def admitted(self) -> None:
+        """Waiting has ended."""
+        self.queue_seconds = perf_counter() - self.arrived
+
+    def take_queue_seconds(self) -> float | None:
+        """Once; None after that."""
+        seconds, self.queue_seconds = self.queue_seconds, None
+        return seconds
 
     @property
     def is_prefilled(self) -> bool:

@@ -128,6 +128,10 @@ class Collector:
     def on_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
 
+    def on_queue(self, key: str, seconds: float) -> None:
+        """A sequence was admitted, `seconds` after it was submitted; `key` is the label of its API key."""
+        self._series["request_queue_time_seconds"].labels(key).observe(seconds)
+
     def on_tokens(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` that arrived together, `seconds` after the ones before."""
         self._inter_token.observe(seconds / num_tokens, num_tokens)

@@ -160,6 +160,13 @@ DEFINITIONS = (
         FIRST_TOKEN_SECONDS,
     ),
     Definition(
+        PREFIX + "request_queue_time_seconds",
+        "histogram",
+        "From a sequence's submission to the engine to its admission, by the API key's label.",
+        ("key",),
+        FIRST_TOKEN_SECONDS,
+    ),
+    Definition(
         PREFIX + "inter_token_latency_seconds",
         "histogram",
         "Time per output token after the first; the tokens of one round share its time equally.",

@@ -18,6 +18,7 @@ from pilotfish.engine.link.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.server.calls.parser import MARKERS, AnswerParser, Part, Said, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
+from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.plan import Plan, StopRules
 from pilotfish.server.text.detokenize import Detokenizer
 from pilotfish.server.text.stops import StopMatcher
@@ -173,6 +174,8 @@ class Choice:
             self.num_reasoning_tokens += begin is not None and begin <= start and (end is None or start < end)
 
     def _count(self, output: RequestOutput) -> None:
+        if output.queue_seconds is not None:
+            self._metrics.on_queue(self.submit.key, output.queue_seconds)
         self._num_generated += len(output.token_ids)
         self.num_drafted += output.num_drafted
         self._synthetic = self._synthetic or output.synthetic
@@ -279,14 +282,17 @@ def _engine_error(output: RequestOutput) -> ApiError:
 
 
 class Generation:
-    """All choices of one request. Use as a context: leaving it frees whatever still runs."""
+    """All choices of one request, which came with the API key of this label. Use as a context: leaving it frees
+    whatever still runs."""
 
-    def __init__(self, plan: Plan, client: EngineClient, tokenizer: Tokenizer, metrics: Collector) -> None:
+    def __init__(
+        self, plan: Plan, client: EngineClient, tokenizer: Tokenizer, metrics: Collector, key: str = NO_KEY
+    ) -> None:
         self._client = client
         self._news = asyncio.Event()
         self.choices = [
             Choice(index, submit, tokenizer, plan.stops, plan.arrived, metrics)
-            for index, submit in enumerate(_submissions(plan))
+            for index, submit in enumerate(_submissions(plan, key))
         ]
         for choice in self.choices:
             choice.wake = self._news.set
@@ -342,7 +348,7 @@ class Generation:
                 raise choice.error
 
 
-def _submissions(plan: Plan) -> list[Submit]:
+def _submissions(plan: Plan, key: str) -> list[Submit]:
     submissions: list[Submit] = []
     for prompt, sampling in zip(plan.prompts, plan.sampling, strict=True):
         for number in range(plan.n):
@@ -352,6 +358,8 @@ def _submissions(plan: Plan) -> list[Submit]:
                     prompt_token_ids=prompt.token_ids,
                     sampling=msgspec.structs.replace(sampling, choice=number),
                     speculative_k=plan.speculative_k,
+                    key=key,
+                    priority=plan.priority,
                 )
             )
     return submissions

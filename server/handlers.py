@@ -241,7 +241,7 @@ async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.Stream
     service = request.app[SERVICE]
     num_sequences = len(plan.prompts) * plan.n
     service.check_room(service.engine(), num_sequences)
-    generation = Generation(plan, service.client, service.files.tokenizer, service.metrics)
+    generation = Generation(plan, service.client, service.files.tokenizer, service.metrics, KEY.get())
     note_choices(plan, generation.choices)
     try:
         with service.limiter.admit(KEY.get(), num_sequences), generation:

@@ -67,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     include_reasoning: bool = True
     include_metrics: bool = False
     speculative_k: int
+    priority: int = 0
 
     @property
     def seed(self) -> int:
@@ -171,6 +172,7 @@ def _plan(
         return_token_ids=bool(request.return_token_ids),
         include_metrics=bool(request.include_metrics),
         speculative_k=_speculative_k(request, context.ready),
+        priority=request.priority or 0,
     )
 
 

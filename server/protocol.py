@@ -32,7 +32,6 @@ NOT_YET = {
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "priority": (None, 0),
     "prompt_logprobs": (None,),
     "tool_choice": (None, "none"),
     "thinking_token_budget": (None,),
@@ -72,6 +71,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Seed = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Priority = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -153,6 +153,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     guided_grammar: Any = None
     guided_json_object: Any = None
     speculation: SpeculationField | None = None
+    priority: Priority | None = None
     include_metrics: bool | None = None
     max_tokens: PositiveCount | None = None
     stream: bool | None = None

@@ -286,6 +286,12 @@ CAPACITY = Row(
 LATENCY = Row(
     "Latency",
     (
+        Panel(
+            "Queue",
+            "p90 from submission to admission, by the API key's label.",
+            "s",
+            (Query(PANEL.quantile(0.9, "request_queue_time_seconds", by=("key",)), "{{key}}"),),
+        ),
         quantiles("Time to first token", "From arrival, queue included.", "s", "time_to_first_token_seconds"),
         quantiles(
             "Time per token",

@@ -52,8 +52,8 @@ class Scope:
     def rate(self, key: str, *matchers: str, suffix: str = "", by: tuple[str, ...] = ()) -> str:
         return self.total(f"rate({self.select(key, *matchers, suffix=suffix)}[{self.window}])", *by)
 
-    def quantile(self, share: float, key: str, *matchers: str) -> str:
-        return f"histogram_quantile({share}, {self.rate(key, *matchers, suffix='bucket', by=('le',))})"
+    def quantile(self, share: float, key: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
+        return f"histogram_quantile({share}, {self.rate(key, *matchers, suffix='bucket', by=('le', *by))})"
 
 
 PANEL = Scope("$__rate_interval", ('instance=~"$instance"',))

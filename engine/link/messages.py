@@ -79,12 +79,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """One sequence to decode. `speculative_k` lowers the served draft depth for it (None: the served k)."""
+    """One sequence to decode. `speculative_k` lowers the served draft depth for it (None: the served k). `key` is the
+    label of its API key: keys are served in turn. Of one key lower `priority` comes first."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     speculative_k: int | None = None
+    key: str = ""
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -110,7 +113,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     `token_ids` are committed tokens in order, a stop id included as the last one (`stop_token_id` names it).
     num_drafted / num_accepted count this step's drafts really offered and accepted.
-    `round` is False for the token that prefill chose.
+    `round` is False for the token that prefill chose. `queue_seconds`, once: from submission to admission.
     `error_code` says whose fault an error is: "queue_full" (503, try again), "invalid" (400), "nan" (500, the
     model's logits hold NaN), None (500).
     """
@@ -126,6 +129,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_accepted: int = 0
     round: bool = True
     synthetic: bool = False
+    queue_seconds: float | None = None
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -42,6 +42,14 @@ class TestExactness:
         assert sum(output.num_accepted for request in requests for output in request.outputs) > 0
         assert_idle(driver)
 
+    def test_each_request_tells_once_how_long_it_waited(self):
+        driver = LoopDriver(depth=2, max_num_seqs=1)
+        requests = [driver.ask(name, 21, seed=seed) for seed, name in enumerate("abc")]
+        driver.run()
+        waits = [[o.queue_seconds for o in request.outputs if o.queue_seconds is not None] for request in requests]
+        assert [len(wait) for wait in waits] == [1, 1, 1]
+        assert all(wait[0] > 0 for wait in waits)
+
     @two_models
     def test_the_head_s_own_drafts_change_nothing(self, kind, dtype):
         driver = LoopDriver(kind, dtype, depth=3, agreeing="own")

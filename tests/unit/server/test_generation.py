@@ -257,3 +257,13 @@ def test_a_parsed_answer_shows_markers_that_the_tokenizer_calls_special(tokenize
     choice = make_choice(special, answer=AnswerRules(thinking="look"))
     choice.feed(RequestOutput(request_id="r", token_ids=[303, 65, 301], finish_reason="length"))
     assert choice.take().parts == [Said("reasoning", "A")]
+
+
+def test_the_wait_in_the_queue_is_the_key_s(tokenizer):
+    registry = CollectorRegistry()
+    choice = make_choice(tokenizer, registry=registry)
+    choice.submit = msgspec.structs.replace(choice.submit, key="team")
+    choice.feed(RequestOutput(request_id="r", token_ids=[65], round=False, queue_seconds=0.3))
+    choice.feed(RequestOutput(request_id="r", token_ids=[66]))
+    assert registry.get_sample_value("pilotfish_request_queue_time_seconds_count", {"key": "team"}) == 1
+    assert registry.get_sample_value("pilotfish_request_queue_time_seconds_sum", {"key": "team"}) == 0.3

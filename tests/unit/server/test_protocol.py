@@ -194,7 +194,7 @@ def test_errors_have_openais_shape():
     assert from_status(404, "").type == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("field", "value"), [("best_of", True), ("use_beam_search", 0), ("priority", False)])
+@pytest.mark.parametrize(("field", "value"), [("best_of", True), ("use_beam_search", 0)])
 def test_true_is_not_one(field, value):
     assert refusal({"prompt": "hi", field: value}).param == field
 
