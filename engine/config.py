@@ -8,6 +8,7 @@ by field name rather than ignored. Imports no torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,34 @@ MAX_SIZE = 1 << 24
 MAX_EXPERTS = 1 << 16
 
 
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary frequencies for contexts beyond those of training, the same for every length: Peng et al. 2023, YaRN,
+    arXiv:2309.00071, as transformers computes it.
+
+    Pairs before `low` keep their frequency, those from `high` on are slowed by `factor`, between them the share grows
+    evenly. What is rotated is multiplied by `attention_factor`, in queries and in keys.
+    """
+
+    factor: float
+    low: float
+    high: float
+    attention_factor: float
+
+    @property
+    def ramp(self) -> tuple[float, float, float]:
+        """For kernels.rope.inverse_frequencies."""
+        return self.factor, self.low, self.high
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes of one model. Counts are in elements; a dense model has num_experts 0, an MoE intermediate_size 0.
 
     `layer_types` holds "linear_attention" or "full_attention" for each layer. `num_mtp_layers` is what the config
     declares, 0 or 1: whether the head is there only the checkpoint's headers can tell. `dtype` is "bfloat16",
-    "float16" or "float32". `eos_token_ids` are those of config.json, of the wrapper and of its text part.
+    "float16" or "float32". `yarn` is None for plain rotary positions; with it max_position_embeddings is at least what
+    it stretches them to. `eos_token_ids` are those of config.json, of the wrapper and of its text part.
     """
 
     model_type: str
@@ -68,6 +90,7 @@ class ModelConfig:
     num_mtp_layers: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    yarn: Yarn | None = None
 
     @property
     def is_moe(self) -> bool:
@@ -112,6 +135,8 @@ class ModelConfig:
         _refuse_what_is_not_honoured(text)
         num_layers = text.size("num_hidden_layers", MAX_LAYERS)
         head_dim = text.size("head_dim")
+        _refuse_scaling_outside(raw, text)
+        yarn, most_positions = _positions(text, head_dim)
         config = cls(
             model_type=model_type,
             hidden_size=text.size("hidden_size"),
@@ -125,7 +150,7 @@ class ModelConfig:
             rms_norm_eps=text.real("rms_norm_eps", default=1e-6, high=1.0),
             vocab_size=text.size("vocab_size"),
             tie_word_embeddings=_tied(outer, text),
-            max_position_embeddings=text.size("max_position_embeddings", 1 << 31),
+            max_position_embeddings=most_positions,
             intermediate_size=0 if is_moe else text.size("intermediate_size"),
             num_experts=text.size("num_experts", MAX_EXPERTS) if is_moe else 0,
             num_experts_per_tok=text.size("num_experts_per_tok", MAX_EXPERTS) if is_moe else 0,
@@ -139,6 +164,7 @@ class ModelConfig:
             num_mtp_layers=text.integer("mtp_num_hidden_layers", 0, 1, default=0),
             eos_token_ids=_eos_token_ids(outer, text),
             dtype=_dtype(outer, text),
+            yarn=yarn,
         )
         _check_divisibility(config)
         return config
@@ -268,21 +294,93 @@ def _refuse_what_is_not_honoured(text: _Fields) -> None:
 
 
 def _rope(text: _Fields) -> _Fields:
-    """The rope fields: `rope_parameters`, or the top level of older files. Raises if the type is not "default"."""
-    for name in ("rope_parameters", "rope_scaling"):
-        raw = text.get(name)
-        if raw is None:
-            continue
-        if not isinstance(raw, dict):
-            raise text.fail(name, "an object", raw)
-        rope = _Fields(raw, f"{text.prefix}{name}.")
-        for key in ("rope_type", "type"):
-            rope.one_of(key, ("default",), default="default")
-    nested = text.get("rope_parameters")
-    if nested is None:
-        return text
+    """The rope fields: `rope_parameters`, or older files' `rope_scaling`, over those of the top level.
+
+    Raises for a type that is not computed, and where both say different things about scaling.
+    """
+    said = [name for name in ("rope_parameters", "rope_scaling") if text.get(name) is not None]
+    found = [_rope_object(text, name) for name in said]
+    if len(found) == 2 and _scaling(found[0]) != _scaling(found[1]):
+        raise text.fail("rope_scaling", "it in rope_parameters, which says otherwise", text.get("rope_scaling"))
     older = {key: text.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    return _Fields(older | {k: v for k, v in nested.items() if v is not None}, f"{text.prefix}rope_parameters.")
+    given = {key: value for fields in reversed(found) for key, value in fields.raw.items() if value is not None}
+    return _Fields(older | given, found[0].prefix if found else text.prefix)
+
+
+def _rope_object(text: _Fields, name: str) -> _Fields:
+    raw = text.get(name)
+    if not isinstance(raw, dict):
+        raise text.fail(name, "an object", raw)
+    rope = _Fields(raw, f"{text.prefix}{name}.")
+    for key in ("rope_type", "type"):
+        rope.one_of(key, ("default", "yarn"), default="default")
+    if _scaling(rope) == ("default", None, None) and rope.real("factor", default=1.0) != 1.0:
+        raise rope.fail("rope_type", "'yarn' with a factor", rope.get("rope_type"))
+    return rope
+
+
+def _scaling(rope: _Fields) -> tuple[Any, Any, Any]:
+    """How positions are scaled: the type, and for YaRN by what and from where."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    yarn = kind == "yarn"
+    return kind, rope.get("factor") if yarn else None, rope.get("original_max_position_embeddings") if yarn else None
+
+
+def _refuse_scaling_outside(raw: Mapping[str, Any], text: _Fields) -> None:
+    """A wrapper's own rope fields are read by nobody."""
+    for name in ("rope_parameters", "rope_scaling"):
+        outside = raw.get(name)
+        if "text_config" not in raw or not isinstance(outside, dict):
+            continue
+        if _scaling(_Fields(outside, "")) not in (("default", None, None), _scaling(_rope(text))):
+            raise _Fields(raw, "").fail(name, "it in text_config, where it counts", outside)
+
+
+def _positions(text: _Fields, head_dim: int) -> tuple[Yarn | None, int]:
+    """YaRN if it is asked for, and the most positions."""
+    most = text.size("max_position_embeddings", 1 << 31)
+    rope = _rope(text)
+    if _scaling(rope)[0] != "yarn":
+        return None, most
+    original = rope.integer("original_max_position_embeddings", 1, 1 << 31, default=most)
+    told = rope.get("original_max_position_embeddings") is not None
+    factor = rope.real("factor", default=max(1.0, most / original) if told else _REQUIRED, high=1e6)
+    theta = rope.real("rope_theta")
+    if factor < 1 or theta <= 1:
+        name, got = ("factor", factor) if factor < 1 else ("rope_theta", theta)
+        raise rope.fail(name, "at least 1 for YaRN", got)
+    # vLLM's names for what changes the arithmetic and is not computed
+    for name, wanted in (("extrapolation_factor", 1), ("attn_factor", 1), ("apply_yarn_scaling", True)):
+        if rope.get(name) not in (None, wanted):
+            raise rope.fail(name, str(wanted).lower(), rope.get(name))
+    yarn = Yarn(factor, *_correction_range(rope, _rotary_dim(text, head_dim), theta, original), _mscale(rope, factor))
+    return yarn, max(most, int(original * factor))
+
+
+def _correction_range(rope: _Fields, rotary_dim: int, theta: float, original: int) -> tuple[float, float]:
+    """The pairs that turn beta_fast and beta_slow times over the original context."""
+    fast, slow = rope.real("beta_fast", default=32.0), rope.real("beta_slow", default=1.0)
+
+    def pair(turns: float) -> float:
+        return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(fast), pair(slow)
+    if rope.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    return (low, high) if low != high else (low, high + 0.001)
+
+
+def _mscale(rope: _Fields, factor: float) -> float:
+    def scale(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope.real("attention_factor")
+    share, of_all = (rope.get(name) for name in ("mscale", "mscale_all_dim"))
+    if share and of_all:
+        return scale(rope.real("mscale")) / scale(rope.real("mscale_all_dim"))
+    return scale(1.0)
 
 
 def _rotary_dim(text: _Fields, head_dim: int) -> int:

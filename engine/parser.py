@@ -26,6 +26,8 @@ VLLM = {
     "--enable-chunked-prefill": _FIXED_CUTS,
     "--enable-prefix-caching": _NO_PREFIX_CACHE,
     "--no-enable-prefix-caching": _NO_PREFIX_CACHE,
+    "--hf-overrides": "config.json says all that is served; change it there, in a folder of its own",
+    "--rope-scaling": "config.json says it, in rope_parameters",
     "--disable-log-requests": _NOT_LOGGED,
     "--no-enable-log-requests": _NOT_LOGGED,
 }

@@ -8,10 +8,24 @@ from __future__ import annotations
 import torch
 
 
-def inverse_frequencies(rotary_dim: int, theta: float, device: torch.device | str = "cpu") -> torch.Tensor:
-    """theta^(-2i / rotary_dim), fp32 [rotary_dim / 2]."""
+def inverse_frequencies(
+    rotary_dim: int,
+    theta: float,
+    device: torch.device | str = "cpu",
+    ramp: tuple[float, float, float] | None = None,
+) -> torch.Tensor:
+    """theta^(-2i / rotary_dim), fp32 [rotary_dim / 2].
+
+    ramp (factor, low, high): YaRN's, arXiv:2309.00071: pair i is slowed by the factor to the share (i - low) /
+    (high - low), within 0 .. 1.
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    return 1.0 / theta**exponents
+    periods = theta**exponents
+    if ramp is None:
+        return 1.0 / periods
+    factor, low, high = ramp
+    share = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device=device) - low) / (high - low)).clamp(0, 1)
+    return share / (factor * periods) + (1.0 - share) / periods
 
 
 def rope_angles(positions_R: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

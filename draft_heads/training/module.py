@@ -134,13 +134,17 @@ class TrainableHead(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = Norm(width, eps), Norm(width, eps)
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = Norm(width, eps)
-        self.register_buffer("inv_freq", inverse_frequencies(config.rotary_dim, config.rope_theta), persistent=False)
+        ramp = config.yarn.ramp if config.yarn else None
+        inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, ramp=ramp)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.attention_factor = config.yarn.attention_factor if config.yarn else 1.0
 
     def step(self, embedding: torch.Tensor, hidden: torch.Tensor, depth: int, chain: Chain) -> torch.Tensor:
         """Depth 1, 2, .. for all positions at once: fp32 [B, T, H], from embeddings and hidden states of that shape."""
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)), -1)).float()
         assert isinstance(self.inv_freq, torch.Tensor)
-        angles = rope_angles(torch.arange(x.shape[1], device=x.device) + depth - 1, self.inv_freq)
+        cos, sin = rope_angles(torch.arange(x.shape[1], device=x.device) + depth - 1, self.inv_freq)
+        angles = cos * self.attention_factor, sin * self.attention_factor
         return self.norm(self.layers[0](x, angles, chain))
 
     def unroll(

@@ -92,7 +92,8 @@ class Checkpoint:
         head = f"with MTP head{origin}" if self.has_mtp else f"without MTP head ({self.mtp_problem or 'none declared'})"
         parts = [
             f"{self.path}: {config.model_type} {kind}, {config.num_hidden_layers} layers"
-            f" ({len(config.full_layers)} full attention), hidden {config.hidden_size}, {head}",
+            f" ({len(config.full_layers)} full attention), hidden {config.hidden_size}, {head}"
+            + (f", positions by YaRN, factor {config.yarn.factor:g}" if config.yarn else ""),
             f"{self.num_bytes / 1e6:.1f} MB in {self.num_files} file(s): {layouts}",
         ]
         for what, (count, size) in self.dropped.items():

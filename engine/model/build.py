@@ -120,7 +120,8 @@ class Builder:
         trunk = Trunk(embedded, layers, self.norm("model.norm"), lm_head, kv, state)
         head = self.mtp_head(trunk) if "mtp.fc.weight" in self.weights else None
         assert not self.weights, f"weights that no module took: {sorted(self.weights)[:3]}"
-        inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
+        ramp = config.yarn.ramp if config.yarn else None
+        inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device, ramp)
         return Model(config, trunk, head, inv_freq, self.dtype, self.device, draft_vocabulary)
 
     def tied(self, embedding: torch.Tensor) -> tuple[Embedding, AnyLinear]:
@@ -156,6 +157,10 @@ class Builder:
         q, gate = _split_heads(self.take(f"{name}.q_proj.weight"), heads, dim)
         qkvg = [q, self.take(f"{name}.k_proj.weight"), self.take(f"{name}.v_proj.weight"), gate]
         q_norm, k_norm = (self.scale(f"{name}.{part}_norm.weight") for part in "qk")
+        if config.yarn:
+            # what YaRN multiplies cosine and sine by: a rotation is linear, and every path reads these norms
+            for norm in (q_norm, k_norm):
+                norm[: config.rotary_dim] *= config.yarn.attention_factor
         return GatedAttention(
             self.product(qkvg),
             self.linear(f"{name}.o_proj"),

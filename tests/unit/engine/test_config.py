@@ -9,9 +9,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import ConfigError
+from pilotfish.kernels.rope import inverse_frequencies
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3_5_text",
@@ -40,6 +42,16 @@ MOE = {name: value for name, value in DENSE.items() if name != "intermediate_siz
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+
+
+YARN = DENSE["rope_parameters"] | {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 262144,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+"""As Qwen's model cards give it."""
 
 
 def wrap(text: dict[str, Any], **outer: Any) -> dict[str, Any]:
@@ -115,6 +127,62 @@ def test_rotary_share_defaults_to_a_quarter_but_theta_is_required():
         ModelConfig.from_dict(raw)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"factor": 2.0, "original_max_position_embeddings": 4096},
+        {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+        {"attention_factor": 1.5},
+        {"mscale": 0.7, "mscale_all_dim": 0.4},
+        {"factor": None},
+        {"factor": 1.0},
+        {"rope_theta": 1e4, "original_max_position_embeddings": 64},
+    ],
+)
+def test_yarn_is_what_transformers_computes(change):
+    """At the released models' sizes, 64 of 256 dimensions, bit for bit or within two roundings."""
+    from transformers import Qwen3_5TextConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = YARN | change
+    raw = DENSE | {"head_dim": 256, "max_position_embeddings": 1048576, "rope_parameters": rope}
+    config = ModelConfig.from_dict(raw)
+    assert config.yarn is not None
+    fields = {name: raw[name] for name in ("head_dim", "max_position_embeddings", "hidden_size", "num_attention_heads")}
+    theirs = Qwen3_5TextConfig(**fields, rope_parameters=dict(rope))
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    got = inverse_frequencies(config.rotary_dim, config.rope_theta, ramp=config.yarn.ramp)
+    torch.testing.assert_close(got, wanted, rtol=3e-7, atol=0)
+    assert config.yarn.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+
+
+def test_yarn_stretches_the_most_positions():
+    """A card's edit leaves max_position_embeddings as it is."""
+    config = ModelConfig.from_dict(DENSE | {"max_position_embeddings": 262144, "rope_parameters": YARN})
+    assert config.max_position_embeddings == 1048576
+    longer = DENSE | {"max_position_embeddings": 2000000, "rope_parameters": YARN}
+    assert ModelConfig.from_dict(longer).max_position_embeddings == 2000000
+    assert ModelConfig.from_dict(DENSE).yarn is None
+
+
+def test_yarn_in_older_spelling():
+    raw = without(DENSE, "rope_parameters") | {"rope_theta": 1e7}
+    older = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+    new = ModelConfig.from_dict(DENSE | {"rope_parameters": YARN})
+    assert ModelConfig.from_dict(raw | {"rope_scaling": older}) == new
+    assert ModelConfig.from_dict(DENSE | {"rope_parameters": YARN, "rope_scaling": older}) == new
+
+
+def test_scaling_that_nobody_reads_is_refused():
+    """In a wrapper it belongs into text_config."""
+    for name in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(ConfigError, match=f"^{name}: want it in text_config, where it counts"):
+            ModelConfig.from_dict(wrap(DENSE, **{name: YARN}))
+        assert ModelConfig.from_dict(wrap(DENSE, **{name: {"rope_type": "default"}})).yarn is None
+        assert ModelConfig.from_dict(wrap(DENSE | {"rope_parameters": YARN}, **{name: YARN})).yarn is not None
+
+
 def test_end_ids_are_those_of_wrapper_and_text_without_repeats():
     raw = wrap(DENSE | {"eos_token_id": 7}, eos_token_id=[9, 7])
     assert ModelConfig.from_dict(raw).eos_token_ids == (9, 7)
@@ -152,9 +220,32 @@ def test_harmless_fields_of_released_configs_are_accepted():
     [
         (
             {"rope_parameters": DENSE["rope_parameters"] | {"rope_type": "yarn"}},
-            r"rope_parameters.rope_type: want 'default', got 'yarn'",
+            r"rope_parameters.factor: want a number above 0",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling.type: want 'default', got 'linear'"),
+        *(
+            (
+                {"rope_scaling": {"type": kind, "factor": 2.0}},
+                f"rope_scaling.type: want 'default' or 'yarn', got '{kind}'",
+            )
+            for kind in ("linear", "dynamic", "longrope", "llama3", "proportional", "su", "ntk")
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}},
+            r"rope_parameters.rope_type: want 'yarn' with a factor, got None",
+        ),
+        ({"rope_parameters": YARN | {"factor": 0.5}}, r"rope_parameters.factor: want at least 1 for YaRN, got 0.5"),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 1.0}},
+            r"rope_parameters.rope_theta: want at least 1 for YaRN, got 1.0",
+        ),
+        (
+            {"rope_parameters": YARN | {"attention_factor": -1.0}},
+            r"rope_parameters.attention_factor: want a number above 0",
+        ),
+        ({"rope_parameters": YARN | {"beta_fast": "32"}}, r"rope_parameters.beta_fast: want a number above 0"),
+        ({"rope_parameters": YARN | {"truncate": 1}}, r"rope_parameters.truncate: want true or false"),
+        ({"rope_parameters": YARN | {"attn_factor": 2.0}}, r"rope_parameters.attn_factor: want 1, got 2.0"),
+        ({"rope_scaling": YARN}, r"rope_scaling: want it in rope_parameters, which says otherwise"),
         ({"attention_bias": True}, r"attention_bias: want false, got True"),
         ({"hidden_act": "gelu"}, r"hidden_act: want 'silu', got 'gelu'"),
         ({"output_gate_type": "sigmoid"}, r"output_gate_type: want 'silu' or 'swish', got 'sigmoid'"),

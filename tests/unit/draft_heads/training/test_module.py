@@ -10,11 +10,10 @@ from pilotfish.draft_heads.training.loss import ARGMAX_SHARE, LEAST_REACH, ROWS_
 from pilotfish.draft_heads.training.module import TrainableHead
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
-from pilotfish.engine.model.build import with_head
+from pilotfish.engine.model.build import CacheSizes, build_model, with_head
 from pilotfish.engine.model.window import Span, Window
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import padded_rows
-from tests.support.rounds import make_engine
 from tests.support.tiny_models import build_tiny
 
 LENGTH, DEPTHS, NUM_PAGES = PAGE + 20, 4, 3
@@ -22,14 +21,26 @@ LENGTH, DEPTHS, NUM_PAGES = PAGE + 20, 4, 3
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
-@pytest.fixture(scope="module", params=["hv_gt_hk", "moe"])
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "partial_rotary_factor": 0.25,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module", params=["hv_gt_hk", "moe", "yarn"])
 def heads(request, tmp_path_factory):
     """The trainable head with the checkpoint's weights, and the served model with the same."""
-    checkpoint = open_checkpoint(build_tiny(tmp_path_factory.mktemp("model"), request.param))
-    own = {n: w for n, w in load_weights(checkpoint, progress=False).items() if n.startswith("mtp.")}
+    kind, rope = ("dense", {"rope_parameters": YARN}) if request.param == "yarn" else (request.param, {})
+    checkpoint = open_checkpoint(build_tiny(tmp_path_factory.mktemp("model"), kind, **rope))
+    weights = load_weights(checkpoint, progress=False)
+    own = {name: weights.pop(name) for name in list(weights) if name.startswith("mtp.")}
     trainable = TrainableHead(checkpoint.config)
     trainable.load_state_dict({name.removeprefix("mtp."): weight for name, weight in own.items()})
-    return trainable, with_head(make_engine(request.param, depth=0).runner.model, own, NUM_PAGES)
+    trunk = build_model(weights, checkpoint.config, CacheSizes(2, 2, 1), torch.float32, torch.device("cpu"))
+    return trainable, with_head(trunk, own, NUM_PAGES)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ other, while each known mistake (norm offset, gate split, head repeat, convoluti
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,17 @@ from tests.support.tiny_models import KINDS, VOCAB_SIZE, build_tiny, write_check
 TOLERANCE = 1e-4
 NUM_TOKENS = 130  # two whole chunks of 64 and a rest
 CPU = torch.device("cpu")
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e3,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+"""As Qwen's cards have it, with fewer positions than the texts here."""
+ALL = (*KINDS, "yarn", "yarn_moe")
 SLOT, TABLE = 1, [3, 1]  # not the first of anything, and pages out of order
 
 
@@ -80,7 +92,9 @@ def reference(tmp_path_factory) -> Callable[[str], Reference]:
 
     def get(kind: str) -> Reference:
         if kind not in made:
-            made[kind] = run_reference(build_tiny(tmp_path_factory.mktemp(kind), kind), token_ids(NUM_TOKENS))
+            plain = kind.replace("yarn_", "").replace("yarn", "dense")
+            rope = {"rope_parameters": YARN} if "yarn" in kind else {}
+            made[kind] = run_reference(build_tiny(tmp_path_factory.mktemp(kind), plain, **rope), token_ids(NUM_TOKENS))
         return made[kind]
 
     return get
@@ -140,7 +154,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 # The trunk.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 63, 64, 65, NUM_TOKENS])
 @torch.no_grad()
 def test_prefill_in_chunks(reference, kind, chunk):
@@ -151,7 +165,7 @@ def test_prefill_in_chunks(reference, kind, chunk):
     assert_close(logits_of(model, hidden), wanted.logits[:end])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("prompt", [1, 2, 65])
 @torch.no_grad()
 def test_decode_token_by_token(reference, kind, prompt):
@@ -162,7 +176,7 @@ def test_decode_token_by_token(reference, kind, prompt):
     assert_close(logits_of(model, hidden), wanted.logits[prompt:end])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_windows_with_rejected_rows(reference, kind):
     """Windows of changing width, of which a part is accepted: the rest held noise, and leaves no trace."""
@@ -305,10 +319,24 @@ class Formula:
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         width = self.config.rotary_dim
         half = width // 2
-        angles = torch.arange(len(x))[:, None, None] * self.config.rope_theta ** (-torch.arange(half) / half)
+        frequencies, factor = self.config.rope_theta ** (-torch.arange(half) / half), 1.0
+        if self.config.yarn:
+            frequencies, factor = self.yarn(frequencies)
+        angles = torch.arange(len(x))[:, None, None] * frequencies
         first, second, rest = x[..., :half], x[..., half:width], x[..., width:]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    def yarn(self, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Pairs that turn more than 32 times over the original context stay, those below one turn are slowed."""
+        turns = YARN["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        places = torch.arange(len(turns))
+        # where the curve of turns, continuous over pairs, passes 32 and 1, to whole pairs outwards
+        step = math.log(self.config.rope_theta) / len(turns)
+        low = max(0, math.floor(math.log(turns[0] / 32) / step))
+        high = min(self.config.rotary_dim - 1, math.ceil(math.log(turns[0]) / step))
+        slowed = ((places - low) / (high - low)).clamp(0, 1)
+        return frequencies * (1 - slowed) + frequencies / YARN["factor"] * slowed, 0.1 * math.log(YARN["factor"]) + 1
 
     def mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if not self.config.is_moe:
@@ -340,7 +368,7 @@ def fill(model: Model, next_tokens: torch.Tensor, hidden: torch.Tensor, chunk: i
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_head_equals_transformers(reference, kind):
     wanted = reference(kind)
@@ -350,7 +378,7 @@ def test_head_equals_transformers(reference, kind):
     assert_close(drafts, transformers_head(wanted))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_formula_equals_transformers(reference, kind):
     """Both oracles say the same, so that the formula can be trusted where transformers offers none."""
@@ -369,7 +397,7 @@ def test_head_fill_in_chunks(reference, kind, chunk):
     assert_close(got, formula(wanted.hidden[:-1], wanted.ids[1:]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_head_repair_over_windows(reference, kind):
     """Windows of which a part counts; the next one overwrites what the rest left in the head's cache."""
@@ -388,7 +416,7 @@ def test_head_repair_over_windows(reference, kind):
         position += accepted
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_recursion(reference, kind):
     """Drafts 1 to 4: from the second on, the head's own normed output and the token just drafted go back in."""
