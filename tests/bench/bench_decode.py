@@ -63,7 +63,8 @@ def decode(core: EngineLoop, prompts: list[list[int]], params: SamplingParams, s
     texts: dict[int, list[int]] = {number: [] for number in ids.values()}
     while core.has_work():
         report = core.step()
-        assert report is not None
+        if report is None:
+            continue  # the first round of a run-ahead loop has been launched, and nothing read
         for output in report.outputs:
             assert output.error is None, output.error
             texts[ids[output.request_id]] += output.token_ids
@@ -72,8 +73,9 @@ def decode(core: EngineLoop, prompts: list[list[int]], params: SamplingParams, s
                 series.rounds += 1
                 series.drafted += output.num_drafted
                 series.accepted += output.num_accepted
-        if "verify" in report.stats.phases:
-            seconds += report.stats.step_seconds
+        # a round that was waited for, or read one behind
+        if "verify" in report.stats.phases or "wait" in report.stats.phases:
+            seconds += report.stats.step_seconds - report.stats.phases.get("prefill", 0.0)
             for phase, spent in report.stats.phases.items():
                 series.phases[phase].append(spent)
     series.rates.append(counted / seconds)
