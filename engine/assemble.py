@@ -10,7 +10,7 @@ import torch
 from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
-from pilotfish.engine.grammar import GrammarLibrary
+from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.options import MAX_DEPTH

@@ -34,15 +34,17 @@ class TokenRule(Protocol):
 
 class Guarded:
     """A rule whose faults end its own request. `fault` is the first of them; the rule is not asked again after it: any
-    token is allowed, and the loop ends the request before one is shown."""
+    token is allowed, and the loop ends the request before one is shown. `overrun` says that the rule has used up its
+    time; it is left alone then, since a thread may still be in it."""
 
     def __init__(self, rule: TokenRule, request_id: str):
         self._rule, self._request_id = rule, request_id
         self.fault: str | None = None
+        self.overrun: str | None = None
 
     @property
     def error(self) -> str | None:
-        return self.fault or self._rule.error
+        return self.fault or self.overrun or self._rule.error
 
     def mask_rows(self, drafts: list[int], bits: np.ndarray) -> None:
         """See Constraint."""

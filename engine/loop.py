@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from time import perf_counter
 
+import msgspec
 import torch
 
 from pilotfish.engine import ledger
@@ -13,8 +14,8 @@ from pilotfish.engine.assemble import Engine
 from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
 from pilotfish.engine.check.self_audit import SelfAudit
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.grammar import GrammarLibrary
-from pilotfish.engine.guard import Guarded, TokenRule, tell
+from pilotfish.engine.grammar.library import GrammarLibrary, Ticket
+from pilotfish.engine.guard import Guarded, tell
 from pilotfish.engine.link.messages import (
     ErrorCode,
     FinishReason,
@@ -35,6 +36,8 @@ from pilotfish.kernels.attention import PAGE
 logger = logging.getLogger(__name__)
 
 MAX_COUNT = 1 << 31
+IDLE_SECONDS = 0.005
+"""Where every request waits for its grammar, new ones are looked for this often."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class EngineLoop:
         self.depth = engine.ready.num_speculative_tokens
         self.self_audit = SelfAudit(engine.audit_rate)
         self._sequences: dict[str, Sequence] = {}
+        self._coming: dict[str, tuple[Sequence, Ticket]] = {}
         self._ended: list[RequestOutput] = []
         self._in_flight: InFlight | None = None
         self._read_graph = False
@@ -72,7 +76,9 @@ class EngineLoop:
         """See EngineCore."""
         try:
             sequence = self._check(request)
-            self.scheduler.add(sequence)
+            ticket = self._ask_grammar(request.sampling)
+            if ticket is None:
+                self.scheduler.add(sequence, len(self._coming))
         except RequestError as error:
             self._refuse(request.request_id, str(error), "invalid")
         except QueueFull as error:
@@ -83,6 +89,9 @@ class EngineLoop:
             self._refuse(request.request_id, tell(error, request.request_id), None)
         else:
             self._interrupt_self_audit()
+            if ticket is not None:
+                self._coming[request.request_id] = sequence, ticket
+                return
             self._sequences[request.request_id] = sequence
             self.self_audit.on_submit(request)
 
@@ -93,12 +102,18 @@ class EngineLoop:
             self._finish(sequence)
             self.self_audit.on_end(sequence.request, failed=False)
             self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
+        elif (coming := self._coming.pop(request_id, None)) is not None:
+            assert self.grammars is not None
+            self.grammars.drop(coming[1])
+            self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
 
     def has_work(self) -> bool:
         """See EngineCore."""
-        return bool(self._sequences or self._ended or self._in_flight or self.self_audit.has_work)
+        return bool(self._sequences or self._coming or self._ended or self._in_flight or self.self_audit.has_work)
 
     def _finish(self, sequence: Sequence) -> None:
+        if sequence in self.scheduler.running:
+            self.runner.release_grammar(sequence.slot)
         self.scheduler.finish(sequence, self._in_flight is not None and sequence in self._in_flight.sequences)
 
     def _refuse(self, request_id: str, error: str, code: ErrorCode | None) -> None:
@@ -108,7 +123,7 @@ class EngineLoop:
 
     def _check(self, request: Submit) -> Sequence:
         prompt, params, vocab = request.prompt_token_ids, request.sampling, self.ready.vocab_size
-        if request.request_id in self._sequences:
+        if request.request_id in self._sequences or request.request_id in self._coming:
             raise RequestError(f"request_id: {request.request_id} is in use")
         if not 0 < len(prompt) < self.ready.max_model_len:
             raise RequestError(f"prompt: want 1..{self.ready.max_model_len - 1} tokens, got {len(prompt)}")
@@ -144,19 +159,63 @@ class EngineLoop:
             raise RequestError(
                 f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"
             )
-        rule, allowed = self._constraint(params), allowed_ids(params)
-        guarded = Guarded(rule, request.request_id) if rule is not None else None
-        return Sequence(request, limit, own_k, num_pages, guarded, allowed)
-
-    def _constraint(self, params: SamplingParams) -> TokenRule | None:
-        if params.grammar is None:
-            return None
-        if params.min_tokens:
+        if params.grammar is not None and params.min_tokens:
             # a finished grammar allows the end alone
             raise RequestError("min_tokens: want 0 with a grammar")
+        return Sequence(request, limit, own_k, num_pages, None, allowed_ids(params))
+
+    # -- grammars ---------------------------------------------------------------------------------------------------
+
+    def _ask_grammar(self, params: SamplingParams) -> Ticket | None:
+        """What a request's grammar will come by, if it has one; it waits outside the queue, but counts there. Raises
+        QueueFull."""
+        if params.grammar is None:
+            return None
         if self.grammars is None:
             raise RequestError("grammar: this engine has no tokenizer to read grammars with")
-        return self.grammars.constraint(params.grammar, params.eos_token_ids)
+        self.scheduler.check_room(len(self._coming))
+        return self.grammars.ask(params.grammar, params.eos_token_ids)
+
+    def _take_grammars(self) -> list[RequestOutput]:
+        """Queues the requests whose grammars have come, and refuses those whose grammars are refused."""
+        for request_id, (sequence, ticket) in list(self._coming.items()):
+            if not ticket.done:
+                continue
+            del self._coming[request_id]
+            check = self.self_audit.running
+            is_check = check is not None and check.request.request_id == request_id
+            if ticket.constraint is not None:
+                sequence.constraint = Guarded(ticket.constraint, request_id)
+                self.scheduler.add(sequence, len(self._coming))
+                if not is_check:
+                    self._sequences[request_id] = sequence
+                    self.self_audit.on_submit(sequence.request)
+            elif is_check:
+                self.self_audit.give_up()
+            elif ticket.fault is not None:
+                self._refuse(request_id, tell(ticket.fault, request_id), None)
+            else:
+                self._refuse(request_id, ticket.error or "grammar: it cannot be read", "invalid")
+        outputs, self._ended = self._ended, []
+        return outputs
+
+    def _with_masks(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[RequestOutput]]:
+        """Those that the next round can take: it is not held up by a slow grammar. What ends those of broken ones."""
+        outputs = []
+        for sequence in sequences:
+            if sequence.constraint is not None and sequence.constraint.error is not None:
+                outputs += self._fail_grammar(sequence, sequence.constraint)
+        going = [sequence for sequence in sequences if sequence in self.scheduler.running]
+        ready = set(self.runner.settle_grammars([sequence.slot for sequence in going]))
+        if going and not ready and not outputs:
+            self.runner.grammar_steps.wait(going[0].slot, IDLE_SECONDS)
+        return [sequence for sequence in going if sequence.slot in ready], outputs
+
+    def _fail_grammar(self, sequence: Sequence, constraint: Guarded) -> list[RequestOutput]:
+        outputs = self._fail(sequence, constraint.error or "")
+        if constraint.fault is not None:
+            return outputs
+        return [msgspec.structs.replace(output, error_code="invalid") for output in outputs]
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -164,8 +223,8 @@ class EngineLoop:
     def step(self) -> StepReport | None:
         """See EngineCore."""
         started = perf_counter()
-        outputs, self._ended = self._ended, []
-        if not self._sequences:
+        outputs = self._take_grammars()
+        if not self._sequences and not self._coming:
             self._start_self_audit()
         for sequence in self.scheduler.admit():
             sequence.admitted()
@@ -183,6 +242,9 @@ class EngineLoop:
             num_prefilled = step.end - step.start
             phases["prefill"] = perf_counter() - began
         elif not (phases or outputs):
+            if self._coming and step is None:
+                assert self.grammars is not None
+                self.grammars.wait(IDLE_SECONDS)
             return None
         if not self._sequences:
             self.scheduler.check()
@@ -218,11 +280,14 @@ class EngineLoop:
             outputs = self._read(before, phases)
             before = None
             sequences = [sequence for sequence in sequences if sequence in self.scheduler.running]
-            if not sequences:
-                return outputs
+        if any(sequence.constraint is not None for sequence in sequences):
+            sequences, failed = self._with_masks(sequences)
+            outputs = outputs + failed
+        if not sequences:
+            return outputs + self._read(before, phases)
         launched = InFlight(sequences, self._launch(sequences))
         if not self.rounds.asynchronous:
-            return self._read(launched, phases)
+            return outputs + self._read(launched, phases)
         self._in_flight = launched
         return outputs + self._read(before, phases)
 
@@ -304,7 +369,12 @@ class EngineLoop:
         """The engine is idle: one finished request is decoded again."""
         if self.self_audit.running is None and (request := self.self_audit.start()) is not None:
             try:
-                self.scheduler.add(self._check(request))
+                sequence = self._check(request)
+                ticket = self._ask_grammar(request.sampling)
+                if ticket is not None:
+                    self._coming[request.request_id] = sequence, ticket
+                else:
+                    self.scheduler.add(sequence)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -314,8 +384,12 @@ class EngineLoop:
     def _interrupt_self_audit(self) -> None:
         if self.self_audit.running is not None:
             checked = self.self_audit.running.request.request_id
-            others = (*self.scheduler.running, *self.scheduler.waiting)
-            self._finish(next(sequence for sequence in others if sequence.request_id == checked))
+            if (coming := self._coming.pop(checked, None)) is not None:
+                assert self.grammars is not None
+                self.grammars.drop(coming[1])
+            else:
+                others = (*self.scheduler.running, *self.scheduler.waiting)
+                self._finish(next(sequence for sequence in others if sequence.request_id == checked))
             self.self_audit.interrupt()
 
     def _stats(self, phases: dict[str, float], seconds: float, num_prefilled: int) -> StepStats:
@@ -331,7 +405,7 @@ class EngineLoop:
             num_audit_mismatches=mismatches,
             memory_bytes=0 if self._sequences else ledger.used(self.runner.model.device),
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._coming),
             kv_pages_used=scheduler.pages.num_used,
             kv_pages_total=scheduler.pages.capacity,
             state_slots_used=scheduler.slots.num_used,

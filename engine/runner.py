@@ -6,7 +6,6 @@ B = sequences, W = window rows, R = B * W rows padded to whole tiles, K = drafts
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 
 from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.batch_state import BatchState, Features
-from pilotfish.engine.guard import TokenRule
+from pilotfish.engine.grammar.steps import Masks, Steps
+from pilotfish.engine.guard import Guarded
 from pilotfish.engine.link.messages import SamplingParams, TokenLogprob
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.window import Span, Window
@@ -41,8 +41,7 @@ class Batch:
 class Verified:
     """hidden [R, H] and raw logits fp32 [B * W, V] of a window, and the drafts int64 [B, K] it held.
 
-    `masks`, where a sequence has a grammar: what it allows each row, int32 words [B * W, ceil(V / 32)], computed
-    meanwhile.
+    `masks`, where a sequence has a grammar: what it allows each row, computed meanwhile.
     """
 
     window: Window
@@ -50,7 +49,7 @@ class Verified:
     drafts: torch.Tensor
     hidden: torch.Tensor
     logits: torch.Tensor
-    masks: Future[np.ndarray] | None
+    masks: Masks | None
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ class Runner:
         assert not head_on or model.head is not None
         self.model, self.state, self.head_on = model, state, head_on
         self.observers: list[Observer] = []
-        self.constraints: dict[int, TokenRule] = {}
-        self._mask_thread = ThreadPoolExecutor(1, "grammar")
+        self.constraints: dict[int, Guarded] = {}
+        self.grammar_steps = Steps(state.vocab_size)
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -89,12 +88,13 @@ class Runner:
         params: SamplingParams,
         limit: int,
         own_k: int,
-        constraint: TokenRule | None = None,
+        constraint: Guarded | None = None,
     ) -> None:
         """Takes a free slot for a request; its caches start empty."""
-        self.constraints.pop(slot, None)
+        self.release_grammar(slot)
         if constraint is not None:
             self.constraints[slot] = constraint
+            self.grammar_steps.begin(slot, constraint, [], [])
         self.state.admit(slot, prompt, params, limit, own_k)
         self.model.trunk.state.reset(slot)
 
@@ -139,12 +139,12 @@ class Runner:
         """The trunk over every sequence's last token and drafts."""
         state, width = self.state, batch.depth + 1
         slots = torch.tensor(batch.slots, device=self.model.device)
+        masks = self.start_masks(batch.slots, batch.depth)
         starts, counts = state.length[slots].tolist(), state.pending_count[slots].tolist()
         window = Window.build(width, slots, starts, batch.tables, self.model.inv_freq)
         drafts = state.drafts[slots, : batch.depth]
         tokens = drafts.new_zeros(padded_rows(window.num_rows))
         tokens[: window.num_rows] = torch.cat((state.last_token[slots][:, None], drafts), dim=1).flatten()
-        masks = self.start_masks(batch.slots, batch.depth)
         trace = (lambda name, rows: self._see(name, rows, window)) if self.observers else None
         hidden = self.model.trunk.rows(tokens, window, counts, trace)
         logits = self.model.trunk.logits(hidden)[: window.num_rows]
@@ -196,22 +196,19 @@ class Runner:
         """The round's outcome on the host; the one place that waits for the device."""
         return self._reports(batch.slots, chosen, verdict, offered, verified.logits, batch.logprobs)
 
-    def start_masks(self, slots: list[int], depth: int) -> Future[np.ndarray] | None:
-        """What grammars allow each row of a window, as words with a bit for each token, computed on another thread
-        while the trunk runs. None without a grammar."""
-        if not any(slot in self.constraints for slot in slots):
-            return None
-        return self._mask_thread.submit(self._masks, slots, self.state.drafts[slots, :depth].tolist())
+    def settle_grammars(self, slots: list[int]) -> list[int]:
+        """Those that a round can take now: what their grammars force is drafted in place of what the head drafted."""
+        ready = [slot for slot in slots if self.grammar_steps.ready(slot)]
+        for slot in ready:
+            self.state.force_drafts(slot, self.grammar_steps.settle(slot))
+        return ready
 
-    def _masks(self, slots: list[int], drafts: list[list[int]]) -> np.ndarray:
-        width = len(drafts[0]) + 1
-        words = np.full((len(slots) * width, -(-self.state.vocab_size // 32)), -1, dtype=np.int32)
-        for b, slot in enumerate(slots):
-            if slot in self.constraints:
-                self.constraints[slot].mask_rows(drafts[b], words[b * width : (b + 1) * width])
-        return words
+    def start_masks(self, slots: list[int], depth: int) -> Masks | None:
+        """What grammars allow each row of a window over settled slots, computed on other threads while the trunk runs.
+        None without a grammar."""
+        return self.grammar_steps.masks(slots, depth)
 
-    def _forbidden(self, masks: Future[np.ndarray] | None) -> torch.Tensor | None:
+    def _forbidden(self, masks: Masks | None) -> torch.Tensor | None:
         """Tokens that each row must not choose, bool [B * W, V]."""
         if masks is None:
             return None
@@ -284,12 +281,20 @@ class Runner:
         return reports
 
     def advance_grammars(self, reports: list[SequenceReport]) -> None:
-        """Tells each grammar what was committed; what it then forces is drafted in place of what the head drafted."""
-        for report in reports:
-            if (constraint := self.constraints.get(report.slot)) is not None:
-                constraint.advance(report.token_ids)
-                if not report.done:
-                    self.state.force_drafts(report.slot, constraint.forced())
+        """Starts each grammar on what was committed, and on the masks of the next round."""
+        going = [report for report in reports if not report.done and report.slot in self.constraints]
+        if not going:
+            return
+        drafts = self.state.drafts[[report.slot for report in going]].tolist()
+        for report, own in zip(going, drafts, strict=True):
+            constraint = self.constraints[report.slot]
+            if constraint.error is None:
+                self.grammar_steps.begin(report.slot, constraint, report.token_ids, own)
+
+    def release_grammar(self, slot: int) -> None:
+        """The slot's grammar is needed no more, or was another sequence's."""
+        self.constraints.pop(slot, None)
+        self.grammar_steps.release(slot)
 
     def _see(self, name: str, rows: torch.Tensor, window: Window) -> None:
         if self.observers:

@@ -50,11 +50,18 @@ class Scheduler:
         self.retired: list[Sequence] = []
         self._last_was_prefill = False
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises QueueFull when max_waiting already wait beyond those that could run at once."""
+    def check_room(self, num_coming: int) -> None:
+        """Raises QueueFull when max_waiting already wait beyond those that could run at once.
+
+        num_coming: those that will be added later for sure (their grammars are being read) wait too.
+        """
         free_places = max(0, self.max_num_seqs - len(self.running))
-        if len(self.waiting) >= self.max_waiting + free_places:
-            raise QueueFull(f"{len(self.waiting)} requests wait, at most {self.max_waiting} may")
+        if len(self.waiting) + num_coming >= self.max_waiting + free_places:
+            raise QueueFull(f"{len(self.waiting) + num_coming} requests wait, at most {self.max_waiting} may")
+
+    def add(self, sequence: Sequence, num_coming: int = 0) -> None:
+        """Queues a sequence. Raises QueueFull, see check_room."""
+        self.check_room(num_coming)
         self.waiting.add(sequence)
 
     def admit(self) -> list[Sequence]:

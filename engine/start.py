@@ -22,7 +22,7 @@ from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import CheckpointError, OptionError
-from pilotfish.engine.grammar import GrammarLibrary
+from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import HeadCheck
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model

@@ -25,11 +25,13 @@ for ever."""
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the text must match. `source` is a JSON schema, a regular expression, a JSON list of strings (choice), a
-    grammar in Lark ("lark") or one of Lark and GBNF ("grammar"); unused for json_object. `after_token_id`: in force
-    once that token has been generated (the end of thinking)."""
+    grammar in Lark ("lark") or one of Lark and GBNF ("grammar"); unused for json_object. `schemas` are further rules of
+    a "lark" grammar, (name, JSON schema, a simpler one to take where the library cannot read the first).
+    `after_token_id`: in force once that token has been generated (the end of thinking)."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "lark"]
     source: str = ""
+    schemas: tuple[tuple[str, str, str], ...] = ()
     after_token_id: int | None = None
 
 

@@ -27,7 +27,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer
 
-from pilotfish.engine.grammar import JSON_OPTIONS
+from pilotfish.engine.link.messages import JSON_OPTIONS
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 WIDTH = 4

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pilotfish.engine.errors import RequestError
-from pilotfish.engine.grammar import GrammarLibrary
+from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Grammar, SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
@@ -130,7 +130,8 @@ def run(depth: int, batch: int, requests: list[Submit]) -> dict[str, list[int]]:
     accepted = 0
     while core.has_work():
         report = core.step()
-        for output in report.outputs:
+        # none while it waits for grammars
+        for output in report.outputs if report is not None else ():
             assert output.error is None, output.error
             texts[output.request_id] += output.token_ids
             accepted += output.num_accepted
@@ -192,13 +193,14 @@ def test_forced_tokens_as_drafts_save_rounds_and_change_no_text(tokenizer, monke
         core.submit(Submit(request_id="x", prompt_token_ids=prompt, sampling=params))
         tokens, count = [], 0
         while core.has_work():
-            for output in core.step().outputs:
+            report = core.step()
+            for output in report.outputs if report is not None else ():
                 tokens += output.token_ids
                 count += output.round
         return tokens, count
 
     forced = rounds()
-    monkeypatch.setattr("pilotfish.engine.grammar.MIN_FORCED", 1000)
+    monkeypatch.setattr("pilotfish.engine.grammar.constraint.MIN_FORCED", 1000)
     free = rounds()
     assert forced[0] == free[0] and json.loads(tokenizer.decode(forced[0]))
     assert forced[1] < free[1]

@@ -16,8 +16,9 @@ if str(SUPPORT) not in sys.path:
 
 from byte_model import IM_END, write_model  # noqa: E402  (the path above makes it importable)
 
-from pilotfish.engine import grammar as grammar_module  # noqa: E402
-from pilotfish.engine.grammar import GrammarLibrary  # noqa: E402
+from pilotfish.engine.grammar import constraint, form, library  # noqa: E402
+from pilotfish.engine.grammar.library import GrammarLibrary  # noqa: E402
+from pilotfish.engine.grammar.trials import Trials  # noqa: E402
 from pilotfish.engine.guard import MAX_REASON, reason  # noqa: E402
 from pilotfish.engine.link.messages import Grammar  # noqa: E402
 from tests.support.loops import LoopDriver, assert_alone  # noqa: E402
@@ -37,9 +38,12 @@ LIBRARY = [
     found
     for module in (llguidance, llguidance.numpy)
     for found in vars(module).values()
-    if isinstance(found, type | ModuleType | FunctionType)
+    if isinstance(found, type | ModuleType | FunctionType) and getattr(found, "__name__", "") != "numpy"
 ]
 """What the package offers."""
+
+
+MASKS = "LLMatcher.deep_copy.unsafe_compute_mask_ptr_with_draft_token"
 
 
 class Panic(BaseException):
@@ -84,20 +88,30 @@ class Calls:
         return Watched(found, name, self) if callable(found) or type(found) in LIBRARY else found
 
     def patch(self, monkeypatch):
-        for name, found in list(vars(grammar_module).items()):
-            if found in LIBRARY:
-                monkeypatch.setattr(grammar_module, name, Watched(found, name, self))
+        # trials are in a process of their own: see test_worker.py
+        for module in (constraint, form, library):
+            for name, found in list(vars(module).items()):
+                if found in LIBRARY:
+                    monkeypatch.setattr(module, name, Watched(found, name, self))
+
+
+@functools.cache
+def trials(tokenizer_file):
+    """One worker for all libraries."""
+    return Trials(tokenizer_file, VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("guard")) / "tokenizer.json"
+    file = write_model(tmp_path_factory.mktemp("guard")) / "tokenizer.json"
+    yield file
+    trials(file).close()
 
 
 def driven(tokenizer_file, kind, **options):
     """A request under a grammar beside one without, both at their end."""
     driver = LoopDriver(depth=3, agreeing="own", **options)
-    driver.loop.grammars = GrammarLibrary(tokenizer_file, VOCAB_SIZE)
+    driver.loop.grammars = GrammarLibrary(tokenizer_file, VOCAB_SIZE, trials=trials(tokenizer_file))
     plain = driver.ask("plain", 21)
     asked = Grammar(kind=kind, source=GRAMMARS[kind])
     masked = driver.ask("masked", 40, seed=2, grammar=asked, eos_token_ids=(IM_END,), max_tokens=12)
@@ -115,7 +129,10 @@ def test_where_the_library_is_called(tokenizer_file, monkeypatch):
             assert_alone(plain)
             assert masked.finish in ("stop", "length") and masked.tokens
     called = {name.rsplit(".", 1)[-1] for name in calls.numbers}
-    assert called >= {"LLMatcher", "LLTokenizer", "fill_next_token_bitmask", "consume_token", "compute_ff_tokens"}
+    assert called >= {
+        *("LLMatcher", "LLTokenizer", "fill_next_token_bitmask", "deep_copy", "consume_token", "compute_ff_tokens"),
+        "unsafe_compute_mask_ptr_with_draft_token",
+    }
 
 
 @functools.cache
@@ -150,7 +167,7 @@ def test_a_fault_at_any_call_into_the_library_is_that_request_s_error(tokenizer_
 
 def test_the_next_request_under_a_grammar_is_served(tokenizer_file, monkeypatch):
     with monkeypatch.context() as patched:
-        Calls(("fill_next_token_bitmask", 2), Panic()).patch(patched)
+        Calls((MASKS, 2), Panic()).patch(patched)
         driver, _, masked = driven(tokenizer_file, "regex")
         assert (masked.finish, masked.last.error) == ("error", "Panic")
         again = Grammar(kind="regex", source=GRAMMARS["regex"])
@@ -199,10 +216,10 @@ def test_a_fault_while_a_request_gets_its_slot_is_its_own(monkeypatch, run_ahead
 
 def test_a_check_that_meets_a_fault_is_given_up_and_is_no_mismatch(tokenizer_file, monkeypatch):
     calls = calls_of("regex", tokenizer_file)
-    for place in (("LLMatcher", 2), ("fill_next_token_bitmask", calls["fill_next_token_bitmask"] + 2)):
+    for place in (("LLMatcher.deep_copy", 2), (MASKS, calls[MASKS] + 2)):
         driver = LoopDriver(depth=3, agreeing="own")
         loop = driver.loop
-        loop.grammars = GrammarLibrary(tokenizer_file, VOCAB_SIZE)
+        loop.grammars = GrammarLibrary(tokenizer_file, VOCAB_SIZE, trials=trials(tokenizer_file))
         loop.self_audit.rate = 1.0
         # they know no checks
         loop.runner.observers.clear()

@@ -19,6 +19,7 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.plan import FAST_ROWS, Plan
 from pilotfish.kernels.cuda.slots import FILTERED
 from tests.support.device_operators import ReferenceOperators
+from tests.support.grammars import MadeGrammars
 from tests.support.loops import LoopDriver
 from tests.support.rounds import CPU, MAX_DEPTH, MODES, make_engine, random_prompt
 from tests.support.tiny_models import VOCAB_SIZE
@@ -191,7 +192,7 @@ class Multiples:
 def test_masks_of_a_grammar_meet_their_rows_and_no_others():
     texts = []
     for driver in (LoopDriver("moe", depth=3, agreeing="own"), DeviceDriver("moe", 3, agreeing="own", observed=False)):
-        driver.loop._constraint = lambda params: Multiples() if params.grammar else None
+        driver.loop.grammars = MadeGrammars(Multiples)
         plain = driver.ask("plain", 21)
         masked = driver.ask("masked", 40, seed=2, grammar=Grammar(kind="regex", source="x"))
         driver.run()
@@ -266,7 +267,7 @@ def test_launches_for_filters_are_left_out_of_rounds_that_have_none():
     """Which graph a batch takes, by what its slots ask for; all of them were captured."""
     driver = DeviceDriver("hv_gt_hk", 3, agreeing="own", observed=False)
     loop, taken, launched = driver.loop, [], []
-    loop._constraint = lambda params: Multiples() if params.grammar else None
+    loop.grammars = MadeGrammars(Multiples)
     rounds, state = loop.rounds, loop.runner.state
     replay, choose = rounds.graphs.replay, rounds.body.ops.choose
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pilotfish.engine.grammar import GrammarLibrary
+from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parser import AnswerParser, AnswerRules, CallArguments, CallOpened
 from pilotfish.server.model_files import load_model_files

@@ -1,0 +1,63 @@
+"""One request's grammar: which tokens may come next, for every row of a window. llguidance does the parsing; no torch.
+
+A row's mask is a function of the committed tokens and the drafts before it, so what speculation writes is what plain
+decoding under the same grammar writes. Bits are packed 32 to an int32, bit i of word w for token 32 w + i, as the
+library writes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher
+
+from pilotfish.engine.grammar.form import first_words
+
+MIN_FORCED = 2
+"""Fewer forced tokens than this are left to the head: it often knows one, and then more after it."""
+
+
+class Constraint:
+    """How far a text is in its grammar. `error` says why it cannot go on. Not for two threads at a time."""
+
+    def __init__(self, matcher: LLMatcher, after_token_id: int | None):
+        self._matcher, self._after = matcher, after_token_id
+        self._active = after_token_id is None
+        self.error: str | None = None
+
+    def mask_rows(self, drafts: list[int], bits: np.ndarray) -> None:
+        """Fills bits int32 [len(drafts) + 1, words]: row j allows what may follow the committed tokens and j drafts.
+
+        Rows after a draft that the grammar forbids allow everything: that draft cannot be accepted, nor they be read.
+        """
+        bits[:] = -1
+        first = 0
+        if not self._active:
+            if self._after not in drafts:
+                return
+            first = drafts.index(self._after) + 1
+        rows = bits[first:]
+        assert rows.dtype == np.int32 and rows.flags.c_contiguous
+        # one call for all rows, which keeps no other thread of ours from running
+        fill: Any = self._matcher  # the library's stub leaves this method out
+        fill.unsafe_compute_mask_ptr_with_draft_token(rows.ctypes.data, rows.strides[0], drafts[first:])
+        if self._matcher.is_error():
+            self.error = first_words(self._matcher.get_error())
+
+    def forced(self) -> list[int]:
+        """Tokens whose text must come next, at least MIN_FORCED, else none; other tokens may spell the same text."""
+        if not self._active or self.error is not None or self._matcher.is_stopped():
+            return []
+        tokens = self._matcher.compute_ff_tokens()
+        return tokens if len(tokens) >= MIN_FORCED else []
+
+    def advance(self, tokens: list[int]) -> None:
+        """Takes committed tokens; sets `error` at one that the grammar forbids (no token at all was allowed)."""
+        for token in tokens:
+            if not self._active:
+                self._active = token == self._after
+            elif not self._matcher.is_stopped() and not self._matcher.consume_token(token):
+                error = first_words(self._matcher.get_error())
+                self.error = error or f"the grammar allows no token here, got {token}"
+                return

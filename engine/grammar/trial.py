@@ -1,0 +1,112 @@
+"""The trial of one grammar: it is compiled and some texts of it are walked, and what that took is told.
+
+Runs in a process that may be lost (worker.py), which sets limits of CPU time, memory and stack before it calls this.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+from pilotfish.engine.errors import RequestError
+from pilotfish.engine.grammar.bounds import check
+from pilotfish.engine.grammar.form import compile_form, first_words, library_form
+from pilotfish.engine.link.messages import Grammar
+
+NUM_WALKS = 3
+WALK_TOKENS = 16
+WALKS_SECONDS = 0.1
+"""CPU time after which no further token is walked."""
+STEP_SECONDS = 0.1
+"""CPU time that one mask, or one token's step, may take."""
+PAGE_BYTES = 4096
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker is asked: to try a grammar, or, without one, to give up the trial of that number."""
+
+    number: int
+    grammar: Grammar | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """`form` is the grammar in the library's own form, or `error` says why it is refused.
+
+    `seconds` of CPU and `num_bytes` of memory is what compiling took.
+    """
+
+    number: int
+    form: str = ""
+    error: str | None = None
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class TooSlow(Exception):
+    """A step of a walk took longer than it may."""
+
+
+def attempt(task: Task, tokenizer: LLTokenizer, vocab_size: int) -> Verdict:
+    """Raises nothing that a grammar can cause, but may never return: see the worker's limits."""
+    assert task.grammar is not None
+    kind = task.grammar.kind
+    try:
+        check(task.grammar)
+        before, began = resident_bytes(), time.thread_time()
+        form = library_form(task.grammar)
+        matcher = compile_form(form, tokenizer)
+        seconds = time.thread_time() - began
+        _walk_all(matcher, vocab_size, random.Random(0))
+    except RequestError as error:
+        return Verdict(number=task.number, error=str(error))
+    except MemoryError:
+        return Verdict(number=task.number, error=f"{kind}: it needs more memory than a grammar may")
+    except BaseException as error:  # the library's converters raise plain Exception, its panics no Exception at all
+        return Verdict(number=task.number, error=f"{kind}: {first_words(str(error))}")
+    return Verdict(number=task.number, form=form, seconds=seconds, num_bytes=max(0, resident_bytes() - before))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE_BYTES
+
+
+def _walk_all(matcher: LLMatcher, vocab_size: int, generator: random.Random) -> None:
+    """Raises TooSlow, or ValueError where no text can begin."""
+    began = time.thread_time()
+    for walk in range(NUM_WALKS):
+        copy = _timed("a copy", matcher.deep_copy)
+        for place in range(WALK_TOKENS):
+            bits = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+            _timed("a mask", fill_next_token_bitmask, copy, bits)
+            if copy.is_error():
+                if walk == place == 0:
+                    raise ValueError(first_words(copy.get_error()))
+                break
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little"))
+            if walk == place == 0 and not len(allowed):
+                raise ValueError("no text fits it")
+            if not len(allowed) or copy.is_stopped():
+                break
+            token = int(allowed[generator.randrange(len(allowed))])
+            _timed("a token", copy.consume_token, token)
+            _timed("what must come", copy.compute_ff_tokens)
+            if time.thread_time() - began > WALKS_SECONDS:
+                return
+
+
+def _timed(what: str, step: Callable[..., Any], *arguments: Any) -> Any:
+    began = time.thread_time()
+    result = step(*arguments)
+    took = time.thread_time() - began
+    if took > STEP_SECONDS:
+        raise TooSlow(f"{what} took {took:.2f} s, at most {STEP_SECONDS:g} s may go into it")
+    return result

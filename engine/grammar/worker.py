@@ -1,0 +1,244 @@
+"""The process that tries grammars: it forks a child for each, which may take so much and no more, and may die of it.
+
+Started by trials.py as `python -m pilotfish.engine.grammar.worker TOKENIZER_JSON VOCAB_SIZE`; tasks come in on stdin
+and verdicts go out on stdout, msgpack behind a 4-byte length. It imports no torch, and reads the tokenizer once: a
+child has it by being forked, in about a millisecond. Nothing that a client wrote is looked at outside a child.
+
+Two at a time run on the quick lane; what needs more CPU time than that allows starts again on the slow lane, one at a
+time, so that costly grammars wait for each other and small ones pass them. The end of stdin ends everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from llguidance import LLTokenizer
+
+from pilotfish.engine.grammar.form import load_tokenizer
+from pilotfish.engine.grammar.trial import PAGE_BYTES, Task, Verdict, attempt
+
+NICE = 10
+"""Children leave the processors to rounds."""
+STACK_BYTES = 32 << 20
+"""Less than the engine's own threads have (threads.py), so that what passes here has room there."""
+MEMORY_BYTES = 256 << 20
+"""Beside stack and what the process holds before it begins."""
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Seconds of CPU time, and by the clock, that a trial may take; how many run at a time."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    num_places: int
+
+
+QUICK = Lane(0.15, 15.0, 2)
+SLOW = Lane(1.0, 30.0, 1)
+
+
+@dataclass
+class Child:
+    pid: int
+    task: Task
+    lane: Lane
+    deadline: float
+    answer: bytearray = field(default_factory=bytearray)
+
+
+def frame(message: Task | Verdict) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+class Worker:
+    """Everything of one worker process but its children."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, inbox: int, outbox: int):
+        self.file, self.vocab_size, self.inbox, self.outbox = tokenizer_file, vocab_size, inbox, outbox
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+        self._waiting: dict[Lane, deque[Task]] = {QUICK: deque(), SLOW: deque()}
+        self._children: dict[int, Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(inbox, selectors.EVENT_READ)
+        self._unread = bytearray()
+
+    def run(self) -> None:
+        """Until stdin ends."""
+        while True:
+            for key, _ in self._selector.select(self._patience()):
+                if key.fd != self.inbox:
+                    self._read_child(key.fd)
+                elif not self._read_tasks():
+                    for child in self._children.values():
+                        os.kill(child.pid, signal.SIGKILL)
+                    return
+            self._end_late()
+            for lane in (QUICK, SLOW):
+                self._fill(lane)
+
+    def _patience(self) -> float | None:
+        if not self._children:
+            return None
+        return max(0.0, min(child.deadline for child in self._children.values()) - time.monotonic())
+
+    def _read_tasks(self) -> bool:
+        """False at the end of the stream."""
+        data = os.read(self.inbox, 1 << 20)
+        self._unread += data
+        while len(self._unread) >= 4 and len(self._unread) >= 4 + (size := int.from_bytes(self._unread[:4], "big")):
+            task = msgspec.msgpack.decode(self._unread[4 : 4 + size], type=Task)
+            del self._unread[: 4 + size]
+            if task.grammar is None:
+                self._give_up(task.number)
+            else:
+                self._waiting[QUICK].append(task)
+        return bool(data)
+
+    def _give_up(self, number: int) -> None:
+        """Nobody waits for it any more; no verdict follows."""
+        for lane, tasks in self._waiting.items():
+            self._waiting[lane] = deque(task for task in tasks if task.number != number)
+        for fd, child in list(self._children.items()):
+            if child.task.number == number:
+                os.kill(child.pid, signal.SIGKILL)
+                self._reap(fd)
+
+    def _fill(self, lane: Lane) -> None:
+        tasks = self._waiting[lane]
+        while tasks and sum(child.lane is lane for child in self._children.values()) < lane.num_places:
+            self._start(tasks.popleft(), lane)
+
+    def _start(self, task: Task, lane: Lane) -> None:
+        try:
+            tokenizer = self._tokenizer(task.eos_token_ids)
+            read, write = os.pipe()
+            pid = os.fork()
+        except (OSError, ValueError) as error:
+            self._tell(Verdict(number=task.number, error=f"grammar: it cannot be tried: {error}"))
+            return
+        if pid == 0:
+            _be_child(task, lane, tokenizer, self.vocab_size, write)
+        os.close(write)
+        self._children[read] = Child(pid, task, lane, time.monotonic() + lane.wall_seconds)
+        self._selector.register(read, selectors.EVENT_READ)
+
+    def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+        if eos_token_ids not in self._tokenizers:
+            text = self.file.read_text(encoding="utf-8")
+            self._tokenizers[eos_token_ids] = load_tokenizer(text, self.vocab_size, eos_token_ids)
+        return self._tokenizers[eos_token_ids]
+
+    def _read_child(self, fd: int) -> None:
+        if fd not in self._children:
+            # given up since the selector spoke
+            return
+        data = os.read(fd, 1 << 20)
+        if data:
+            self._children[fd].answer += data
+            return
+        child = self._children[fd]
+        status = self._reap(fd)
+        if status == 0:
+            self._write(child.answer)
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF and child.lane is QUICK:
+            self._waiting[SLOW].append(child.task)
+        else:
+            self._tell(_death(child, status))
+
+    def _reap(self, fd: int) -> int:
+        """Waits for a child that is ending; its status."""
+        self._selector.unregister(fd)
+        os.close(fd)
+        return os.waitpid(self._children.pop(fd).pid, 0)[1]
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for fd, child in list(self._children.items()):
+            if now >= child.deadline:
+                os.kill(child.pid, signal.SIGKILL)
+                self._reap(fd)
+                seconds = child.lane.wall_seconds
+                self._tell(Verdict(number=child.task.number, error=f"grammar: not tried within {seconds:g} s"))
+
+    def _tell(self, verdict: Verdict) -> None:
+        self._write(frame(verdict))
+
+    def _write(self, data: bytes | bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.outbox, view) :]
+
+
+def _death(child: Child, status: int) -> Verdict:
+    assert child.task.grammar is not None
+    kind, ended = child.task.grammar.kind, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if ended == signal.SIGPROF:
+        why = f"it takes more than {child.lane.cpu_seconds:g} s of CPU time to compile"
+    elif ended in (signal.SIGSEGV, signal.SIGBUS):
+        why = "its parts are nested or follow one another too deeply to compile"
+    else:
+        why = f"it needs more than the {MEMORY_BYTES >> 20} MiB that a grammar may to compile"
+    return Verdict(number=child.task.number, error=f"{kind}: {why}")
+
+
+def _be_child(task: Task, lane: Lane, tokenizer: LLTokenizer, vocab_size: int, answer: int) -> None:
+    """Never returns."""
+    try:
+        _limit(lane)
+        verdicts: list[Verdict] = []
+        threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=lambda: verdicts.append(attempt(task, tokenizer, vocab_size)))
+        thread.start()
+        thread.join()
+        view = memoryview(frame(verdicts[0]))
+        while view:
+            view = view[os.write(answer, view) :]
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _limit(lane: Lane) -> None:
+    """What this process may take from here on, and that it dies with its parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # what the library says when it panics is of no use to anybody
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.nice(NICE)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        # where memory runs out, the kernel takes this process first
+        file.write("1000")
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+    room, most = mapped + STACK_BYTES + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]
+    room = room if most == resource.RLIM_INFINITY else min(room, most)
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    signal.setitimer(signal.ITIMER_PROF, lane.cpu_seconds)
+
+
+def main() -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # nothing else may write where the verdicts go
+    outbox = os.dup(1)
+    os.dup2(2, 1)
+    with contextlib.suppress(BrokenPipeError):
+        Worker(Path(sys.argv[1]), int(sys.argv[2]), 0, outbox).run()
+
+
+if __name__ == "__main__":
+    main()
