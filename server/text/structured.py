@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pilotfish.engine.errors import RequestError
+from pilotfish.engine.grammar import bounds
 from pilotfish.engine.link.messages import Grammar
 from pilotfish.server.errors import BadRequest
 
-MAX_SOURCE_BYTES = 256 << 10
 GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -32,9 +33,12 @@ def grammar_of(fields: dict[str, Any], after_token_id: int | None = None) -> Gra
     if not asked:
         return None
     name, (kind, source) = asked[0]
-    if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
-        raise BadRequest(f"Want a grammar of at most {MAX_SOURCE_BYTES} bytes.", param=name)
-    return Grammar(kind=kind, source=source, after_token_id=after_token_id)
+    made = Grammar(kind=kind, source=source, after_token_id=after_token_id)
+    try:
+        bounds.check(made)
+    except RequestError as error:
+        raise BadRequest(str(error), param=name) from None
+    return made
 
 
 def _read(name: str, value: Any) -> tuple[Any, str] | None:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from pilotfish.engine.grammar.bounds import MAX_SOURCE_BYTES
 from pilotfish.engine.link.messages import Grammar
 from pilotfish.server.errors import BadRequest
-from pilotfish.server.text.structured import MAX_SOURCE_BYTES, grammar_of
+from pilotfish.server.text.structured import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
