@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 from aiohttp import web
@@ -28,13 +28,14 @@ from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.http.bodies import JSON, Bodies, read_body
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.request_log import note_choices, note_error
-from pilotfish.server.lane import SMALL_BODY, Lane
+from pilotfish.server.lane import Lane, run_steps
 from pilotfish.server.messages import request as messages_request
 from pilotfish.server.messages.answer import MessagesFormat, TokenCount
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.plan import Context, Plan, count_prompt, plan_chat, plan_completion
+from pilotfish.server.plan import Context, Plan, completion_steps, count_prompt, plan_chat
 from pilotfish.server.protocol import (
+    MAX_VALUES,
     AnyRequest,
     DetokenizeRequest,
     Text,
@@ -54,6 +55,10 @@ HEARTBEAT_SECONDS = 15.0
 """Relays cut connections that are silent for long, and a queue or a prompt may take long."""
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
+SMALL_BODY = 1024
+"""Bodies up to this size are worked on by the event loop: about a millisecond."""
+LARGE_BODY = 256 << 10
+"""Larger ones of a key have turns of their own: its others need not wait for all of them."""
 
 Prepared = TypeVar("Prepared")
 
@@ -127,9 +132,9 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+    def prepare(body: bytearray, context: Context) -> Generator[None, None, tuple[Plan, Format]]:
         wanted, context = _decode(request, body, CompletionRequest, context)
-        plan = plan_completion(wanted, context)
+        plan = yield from completion_steps(wanted, context)
         return plan, CompletionFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
 
     return await _answer(request, *await _prepared(request, prepare))
@@ -200,10 +205,20 @@ async def detokenize(request: web.Request) -> web.Response:
     return json_answer(await _prepared(request, prepare))
 
 
-async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Prepared]) -> Prepared:
-    """What `prepare` makes of the body: a large one off the event loop, where keys take turns. Raises ApiError.
+@overload
+async def _prepared(
+    request: web.Request, prepare: Callable[[bytearray, Context], Generator[None, None, Prepared]]
+) -> Prepared: ...
 
-    The request is counted before anything of it is read, so that one that is refused counts too.
+
+@overload
+async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Prepared]) -> Prepared: ...
+
+
+async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Any]) -> Any:
+    """What `prepare` makes of the body: a small one here, others off the event loop, where keys take turns.
+
+    The request is counted before anything of it is read, so that one that is refused counts too. Raises ApiError.
     """
     arrived, service, label = time.monotonic(), request.app[SERVICE], KEY.get()
     service.limiter.count(label)
@@ -212,15 +227,20 @@ async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context]
         context = service.context(arrived, label)
         request[NOTES] = context.notes
         if len(body) <= SMALL_BODY:
-            return prepare(body, context)
-        return await service.lane.run(label, prepare, body, context)
+            prepared = prepare(body, context)
+            return run_steps(prepared) if isinstance(prepared, Generator) else prepared
+        turn = label if len(body) <= LARGE_BODY else f"{label}, large"
+        prepared = await service.lane.run(turn, prepare, body, context)
+        return await service.lane.run_steps(turn, prepared) if isinstance(prepared, Generator) else prepared
 
 
 def _decode(
     request: web.Request, body: bytearray, kind: type[AnyRequest], context: Context
 ) -> tuple[AnyRequest, Context]:
     """The body, and what it is planned against: the model that it names. Raises ApiError."""
-    wanted = decode_request(body, kind, context.notes)
+    # a prompt of ids may be as long as the context
+    most_values = max(MAX_VALUES, 2 * context.ready.max_model_len)
+    wanted = decode_request(body, kind, context.notes, most_values=most_values)
     return wanted, msgspec.structs.replace(context, model=request.app[SERVICE].check_model(wanted.model))
 
 

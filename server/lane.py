@@ -1,8 +1,9 @@
 """A way off the event loop for work that grows with what a client sends: few threads, in which keys take turns.
 
-Reading, checking, rendering and tokenising a large body takes seconds; streams go on meanwhile, since Python code gives
-the interpreter's lock away every few milliseconds and the tokenizer does not hold it. Single calls of C code that do
-hold it are bounded by their callers.
+Reading, checking, rendering and tokenising a large body takes seconds; streams go on meanwhile. Python code gives the
+interpreter's lock away every few milliseconds, but the loop wants it back several times for each token: so only one of
+the threads runs Python code at a time, and the tokenizer, which needs no lock, works beside it. Single calls of C code
+that hold the lock are bounded by their callers.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import functools
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -20,8 +23,33 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 NUM_THREADS = 2
-SMALL_BODY = 4096
-"""Bodies up to this size are worked on where they are: a few milliseconds at most."""
+TRIM_SECONDS = 1.0
+"""After so much rest the allocator gives back what the work took: it keeps it by itself."""
+
+_python = threading.Lock()
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def without_lock() -> Iterator[None]:
+    """Around a call that gives the interpreter's lock away: another thread of a lane may run Python code meanwhile."""
+    if not getattr(_thread, "holds", False):
+        yield
+        return
+    _python.release()
+    try:
+        yield
+    finally:
+        _python.acquire()
+
+
+def _run_alone(function: Callable[[], Result]) -> Result:
+    with _python:
+        _thread.holds = True
+        try:
+            return function()
+        finally:
+            _thread.holds = False
 
 
 class Lane:
@@ -29,8 +57,9 @@ class Lane:
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")
-        self._free = num_threads
+        self._num_threads = self._free = num_threads
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._trim: asyncio.TimerHandle | None = None
 
     async def run(
         self, label: str, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
@@ -39,13 +68,21 @@ class Lane:
         await self._turn(label)
         loop = asyncio.get_running_loop()
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
-        work = loop.run_in_executor(self._executor, call)
+        work = loop.run_in_executor(self._executor, _run_alone, call)
         work.add_done_callback(self._release)
         # whoever leaves does not free the thread that still works for him
         return await asyncio.shield(work)
 
+    async def run_steps(self, label: str, steps: Generator[None, None, Result]) -> Result:
+        """The generator's result. Others may have their turn wherever it yields."""
+        while not (ended := await self.run(label, _advance, steps)):
+            pass
+        return ended[0]
+
     def close(self) -> None:
         """Work that has begun may end by itself."""
+        if self._trim is not None:
+            self._trim.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, label: str) -> None:
@@ -88,3 +125,31 @@ class Lane:
                 turn.set_result(None)
                 return
         self._free += 1
+        if self._trim is None and self._free == self._num_threads:
+            self._trim = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._give_back)
+
+    def _give_back(self) -> None:
+        self._trim = None
+        if self._free == self._num_threads:
+            asyncio.get_running_loop().run_in_executor(self._executor, _trim_memory)
+
+
+def run_steps(steps: Generator[None, None, Result]) -> Result:
+    """The generator's result, here and now."""
+    while not (ended := _advance(steps)):
+        pass
+    return ended[0]
+
+
+def _advance(steps: Generator[None, None, Result]) -> tuple[Result] | None:
+    try:
+        next(steps)
+    except StopIteration as end:
+        return (end.value,)
+    return None
+
+
+def _trim_memory() -> None:
+    """glibc's own; other allocators do without."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from pilotfish.server.chat.request import ChatRequest, chat_prompt
 from pilotfish.server.completions.request import CompletionRequest, prompt_entries, read_prompts
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
+from pilotfish.server.lane import run_steps
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import SamplingFields
 from pilotfish.server.text.prompts import (
@@ -90,11 +91,16 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_completion(request: CompletionRequest, context: Context) -> Plan:
     """Raises BadRequest naming the field."""
+    return run_steps(completion_steps(request, context))
+
+
+def completion_steps(request: CompletionRequest, context: Context) -> Generator[None, None, Plan]:
+    """The plan, of which others may have their turn between two prompts."""
     if request.echo and request.logprobs is not None:
         raise BadRequest("Log-probabilities of an echoed prompt are not supported yet.", param="echo")
     entries = prompt_entries(request)
     _check_num_sequences(len(entries), request.n or 1, context)
-    prompts = read_prompts(request, entries, context.files.tokenizer, context.ready)
+    prompts = yield from read_prompts(request, entries, context.files.tokenizer, context.ready)
     sampling = _sampling(request, context, request.logprobs, _grammar(request))
     limit = request.max_tokens or context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
     limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]

@@ -18,6 +18,8 @@ NOT_YET = frozenset({"tool_calls", "function_call", "tool_call_id", "audio", "re
 """Refused unless empty, where the role does not have them: answers come back in histories with these fields empty."""
 CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 MAX_MESSAGES = 65536
+MAX_ARGUMENT_VALUES = 100_000
+"""Of one call, as protocol.py counts them."""
 
 
 def check_messages(messages: list[dict[str, Any]], notes: FieldNotes) -> list[dict[str, Any]]:
@@ -91,7 +93,7 @@ def _call(call: Any, where: str, notes: FieldNotes) -> dict[str, Any]:
 def _arguments(given: Any, where: str) -> dict[str, Any]:
     if isinstance(given, str):
         try:
-            check_num_values(given.encode("utf-8", "surrogatepass"))
+            check_num_values(given.encode("utf-8", "surrogatepass"), MAX_ARGUMENT_VALUES)
             given = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError):
             raise BadRequest("Want the JSON of an object.", param=where) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -33,9 +34,14 @@ def prompt_entries(request: CompletionRequest) -> list[Any]:
     return entries
 
 
-def read_prompts(request: CompletionRequest, entries: list[Any], tokenizer: Tokenizer, ready: Ready) -> list[Prompt]:
-    echo, prompts = bool(request.echo), []
+def read_prompts(
+    request: CompletionRequest, entries: list[Any], tokenizer: Tokenizer, ready: Ready
+) -> Generator[None, None, list[Prompt]]:
+    """Each entry as ids; others may have their turn between two of them."""
+    echo, prompts = bool(request.echo), list[Prompt]()
     for index, entry in enumerate(entries):
+        if prompts:
+            yield
         where = "prompt" if entry is request.prompt else f"prompt[{index}]"
         if isinstance(entry, str):
             special = request.add_special_tokens is not False

@@ -109,6 +109,7 @@ def make_app(
         limiter=Limiter(keys.limits),
         bodies=Bodies(shared=bool(options.api_keys) or options.api_key_file is not None),
     )
+    app[status.SCRAPE] = status.Shared(metrics.exposition)
     app[openapi.DOCUMENT] = encode(openapi.openapi_document(options.root_path))
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -16,6 +18,30 @@ from pilotfish.server.protocol import Model, ModelList
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STALLED_SECONDS = 60.0
 """An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
+
+
+class Shared:
+    """A function called in a thread for all who ask: one call at a time, and everyone gets one that began after he
+    asked."""
+
+    def __init__(self, function: Callable[[], bytes]) -> None:
+        self._function = function
+        self._running: asyncio.Task[bytes] | None = None
+        self._next: asyncio.Task[bytes] | None = None
+
+    async def __call__(self) -> bytes:
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._call(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _call(self, before: asyncio.Task[bytes] | None) -> bytes:
+        if before is not None:
+            await asyncio.wait([before])
+        self._running, self._next = self._next, None
+        return await asyncio.to_thread(self._function)
+
+
+SCRAPE: web.AppKey[Shared] = web.AppKey("scrape", Shared)
 
 
 class KvCache(Struct, frozen=True, kw_only=True):
@@ -174,9 +200,10 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
+    """Written in a thread, and one text at a time: scrapes come without a key, and in any number."""
     service = request.app[SERVICE]
     service.metrics.on_engine(service.client.state == "ready" and not _hangs(service.client))
-    return web.Response(body=service.metrics.exposition(), headers={"Content-Type": METRICS_TYPE})
+    return web.Response(body=await request.app[SCRAPE](), headers={"Content-Type": METRICS_TYPE})
 
 
 async def version(request: web.Request) -> web.Response:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 
 from pilotfish.engine.checkpoint.tokenizer import TokenizerError, read_tokenizer
+from pilotfish.server.lane import without_lock
 from pilotfish.server.text.detokenize import decode
 
 
@@ -50,8 +52,7 @@ class Tokenizer:
         return cls(raw, frozenset(special))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # a batch of one: the library gives the lock away for batches only
-        return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._encode(text, add_special_tokens).ids
 
     def at_least(self, text: str, limit: int) -> int:
         """A number of tokens that the text has at least, looked for until it passes `limit`.
@@ -64,11 +65,16 @@ class Tokenizer:
             return count
         found = 0
         for start in range(0, len(text), WINDOW):
-            window = self._raw.encode_batch_fast([text[start : start + WINDOW]], add_special_tokens=False)[0]
+            window = self._encode(text[start : start + WINDOW], False)
             found += max(0, len(window) - 2 * self.longest_token)
             if found > limit:
                 break
         return max(count, found)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        # a batch of one: the library gives the lock away for batches only
+        with without_lock():
+            return self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return decode(token_ids, self.token_bytes, self.special_ids if skip_special_tokens else frozenset())

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from pilotfish.server.lane import Lane
+from pilotfish.server.lane import Lane, run_steps, without_lock
 
 
 class Held:
@@ -79,3 +79,49 @@ def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next():
         lane.close()
 
     asyncio.run(story())
+
+
+def test_only_one_thread_runs_python_code_and_gives_way_where_no_lock_is_needed():
+    async def story():
+        lane, held = Lane(2), Held()
+        inside = []
+
+        def tokenise():
+            with without_lock():
+                held("tokenised")
+
+        def count():
+            inside.append(1)
+            assert len(inside) == 1
+            inside.clear()
+
+        waiting = asyncio.create_task(lane.run("a", tokenise))
+        await asyncio.gather(*(lane.run("b", count) for _ in range(20)))
+        assert not waiting.done()
+        held.go.set()
+        await waiting
+        lane.close()
+
+    asyncio.run(story())
+
+
+def test_others_have_their_turn_between_the_steps_of_one():
+    async def story():
+        lane, held = Lane(1), Held()
+
+        def steps():
+            for number in range(3):
+                held(f"a{number}")
+                yield
+            return "done"
+
+        tasks = [asyncio.create_task(lane.run_steps("a", steps())), asyncio.create_task(lane.run("b", held, "b0"))]
+        await settle()
+        held.go.set()
+        assert await tasks[0] == "done"
+        await tasks[1]
+        lane.close()
+        assert run_steps(steps()) == "done"
+        return held.order[:4]
+
+    assert asyncio.run(story()) == ["a0", "b0", "a1", "a2"]
