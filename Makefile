@@ -45,7 +45,8 @@ fuzz: $(VENV)/.installed  ## hostile requests to the server, on the scripted eng
 	$(BIN)/python -m tests.fuzz.campaign --requests 10000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.campaign --requests 1000 --seed $(SEED) --model $(MODEL)
 
-soak: $(VENV)/.installed  ## 64 streaming clients: 10 minutes on the model, then one at 200 tokens/s of the scripted engine
+soak: $(VENV)/.installed  ## attacks beside a victim's stream, then 64 streaming clients: 10 minutes on the model, one at 200 tokens/s
+	$(BIN)/python -m tests.soak.attacks --seconds 10 --model $(MODEL)
 	$(BIN)/python -m tests.soak.soak --seconds 600 --model $(MODEL)
 	$(BIN)/python -m tests.soak.soak --seconds 60 --rate 200
 
