@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import json
 import statistics
 import sys
@@ -54,7 +55,7 @@ class Target:
     async def post(self, path: str, body: bytes, allowed: tuple[int, ...] = (200, 400, 413, 429, 503)) -> None:
         headers = {"Content-Type": "application/json"}
         try:
-            async with self.session.post(self.running.url + path, data=body, headers=headers) as response:
+            async with self.session.post(self.running.url + path, data=io.BytesIO(body), headers=headers) as response:
                 text = await response.read()
                 self.answers[str(response.status)] += 1
                 if response.status not in allowed:
