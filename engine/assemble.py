@@ -11,7 +11,7 @@ from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.grammar.library import GrammarLibrary
-from pilotfish.engine.link.messages import Execution, HeadCheck, Ready
+from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.options import MAX_DEPTH
 from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan
@@ -36,11 +36,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What drafts and from where, how it did on a known text, and its weights: loaded, and of a whole one."""
+    """What drafts and from where, how it did on a known text, its weights (loaded, and of a whole one), and how the
+    trunk did on the text."""
 
     origin: str | None
     check: HeadCheck | None
     weights: tuple[int, int] = (0, 0)
+    trunk: TrunkCheck | None = None
 
 
 def assemble(
@@ -82,6 +84,7 @@ def assemble(
         bytes_per_sequence=ledger.bytes_per_sequence(account, slots.total),
         draft_head=head.origin if head else None,
         head_check=head.check if head else None,
+        trunk_check=head.trunk if head else None,
         execution=Execution(
             num_layers=len(model.trunk.layers),
             kv_dtype=_shared_dtype(cache.k for cache in ledger.caches_of(model)),

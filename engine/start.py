@@ -14,16 +14,17 @@ import torch
 
 from pilotfish.engine import ledger
 from pilotfish.engine.assemble import Engine, HeadReport, assemble
-from pilotfish.engine.check import cost_table, probe
+from pilotfish.engine.check import cost_table, probe, trunk_check
 from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
+from pilotfish.engine.checkpoint.findings import NOT_FINITE, ZEROS, findings
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import CheckpointError, OptionError
 from pilotfish.engine.grammar.library import GrammarLibrary
-from pilotfish.engine.link.messages import HeadCheck
+from pilotfish.engine.link.messages import HeadCheck, TrunkCheck
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import EngineOptions
@@ -90,7 +91,8 @@ def start_engine(options: EngineOptions) -> Engine:
     model = build_model(weights, checkpoint.config, plan.cache_sizes, plan.dtype, plan.device, plan.fused, draft_ids)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
-    report = HeadReport(_origin(checkpoint, plan), _test_head(model, plan, options), head_weights)
+    head_check, trunk = _self_test(model, plan, options, checkpoint)
+    report = HeadReport(_origin(checkpoint, plan), head_check, head_weights, trunk)
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started, report)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     tokenizer = Path(options.model) / "tokenizer.json"
@@ -124,13 +126,29 @@ def _origin(checkpoint: Checkpoint, plan: Plan) -> str | None:
     return f"MTP head from {checkpoint.head.path}" if checkpoint.head else "MTP head of the checkpoint"
 
 
-def _test_head(model: Model, plan: Plan, options: EngineOptions) -> HeadCheck | None:
-    """Raises CheckpointError for a dead head unless the options say otherwise."""
-    if plan.depth == 0 or plan.lookup is not None or options.head_check == "off":
+def _self_test(
+    model: Model, plan: Plan, options: EngineOptions, checkpoint: Checkpoint
+) -> tuple[HeadCheck | None, TrunkCheck | None]:
+    """How head and trunk do on a known text. Raises CheckpointError for a dead head unless options say otherwise."""
+    if options.head_check == "off":
+        return None, None
+    ids = text_of(Path(options.model), model.config.vocab_size, longest_text(plan.max_model_len, plan.depth))
+    head = _test_head(model, plan, options, checkpoint, ids)
+    trunk = trunk_check.check_trunk(model, ids, checkpoint, head)
+    logger.log(logging.WARNING if trunk.verdict == "failed" else logging.INFO, trunk_check.describe(trunk))
+    return head, trunk
+
+
+def _test_head(
+    model: Model, plan: Plan, options: EngineOptions, checkpoint: Checkpoint, ids: list[int]
+) -> HeadCheck | None:
+    if plan.depth == 0 or plan.lookup is not None:
         return None
-    num_tokens = longest_text(plan.max_model_len, plan.depth)
-    ids = text_of(Path(options.model), model.config.vocab_size, num_tokens)
     check = check_head(model, ids, plan.depth)
+    if check.verdict in ("dead", "weak"):
+        found = findings(module for name, module in checkpoint.modules.items() if is_mtp(name))
+        reasons = [found.get(NOT_FINITE) or check.reason, found.get(ZEROS)]
+        check = msgspec.structs.replace(check, reason="; ".join(filter(None, reasons)))
     line = describe(check, model.config.vocab_size)
     if check.verdict == "dead" and options.head_check == "refuse":
         where = options.draft_head or options.model

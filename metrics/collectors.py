@@ -65,6 +65,9 @@ class Collector:
         if ready.execution is not None:
             for sequences, tokens in ready.execution.break_even.items():
                 series["spec_decode_break_even_acceptance_length"].labels(str(sequences)).set(tokens)
+        for part, check in (("trunk", ready.trunk_check), ("head", ready.head_check)):
+            if check is not None and check.verdict != "untested":
+                series["self_test_failed"].labels(part).set(int(check.verdict != "ok"))
         self._on_capacity(ready)
         self._rounds["0"].prepare(ready.num_speculative_tokens)
         self.on_engine(True)

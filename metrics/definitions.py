@@ -215,6 +215,12 @@ DEFINITIONS = (
     Definition(PREFIX + "engine_up", "gauge", "1 while the engine process serves."),
     Definition(PREFIX + "engine_restarts_total", "counter", "Times the engine was started again after it had failed."),
     Definition(PREFIX + "engine_ready_timestamp_seconds", "gauge", "When the engine became ready, in Unix time."),
+    Definition(
+        PREFIX + "self_test_failed",
+        "gauge",
+        "1 where the part (trunk, head) could not tell a known text at load, 0 where it could; absent where untested.",
+        ("part",),
+    ),
     Definition(PREFIX + "engine_load_seconds", "gauge", "Time the engine took to load."),
     Definition(
         PREFIX + "build_info",

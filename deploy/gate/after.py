@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from pilotfish.deploy.gate.gate import Found, Subject
-from pilotfish.deploy.gate.requests import COMPLETIONS
+from pilotfish.deploy.gate.requests import COMPLETIONS, ask
+
+SETTLE_SECONDS = 3.0
 
 
 def metrics(subject: Subject) -> Found:
     """The scraped counters moved by what the clients were told, and none that must stay 0 did."""
+    ask(subject)
+    return settled(lambda: _counted(subject))
+
+
+def settled(look: Callable[[], Found]) -> Found:
+    """What is found once the last request is counted everywhere, or after some seconds."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not (found := look()).passed and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
+
+
+def _counted(subject: Subject) -> Found:
     server, before = subject.server, subject.before
     after = server.metrics()
 

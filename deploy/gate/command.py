@@ -38,6 +38,7 @@ GATES = (
     ANSWERS,
     Gate("version", facts.version),
     Gate("k served", requests.k_served),
+    Gate("trunk", facts.trunk_text),
     Gate("head weights", facts.head_weights),
     Gate("head rank", facts.head_rank),
     Gate("kernel routes", facts.routes),
@@ -126,7 +127,7 @@ def show(result: Result) -> None:
 
 
 def run_gates(report: Report, server: Server, expected: Expected) -> Subject:
-    """A server that does not answer fails them all, by name."""
+    """A server that does not answer, or that is none, fails them all, by name."""
     subject = Subject(server, expected, time.monotonic())
     for gate in GATES:
         if gate is ANSWERS or gate.name in report.wanted:
@@ -136,7 +137,7 @@ def run_gates(report: Report, server: Server, expected: Expected) -> Subject:
 
 
 def _not_run() -> Found:
-    raise CannotRun("the server does not answer")
+    raise CannotRun(f"the gate {ANSWERS.name!r} did not pass")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from pilotfish.deploy.gate.gate import CannotRun, Found, Subject
+from pilotfish.deploy.gate.requests import ask
+from pilotfish.deploy.gate.server import Refused
 
 ROUTES = {
     ("cpu", "bfloat16"): "mkldnn::_linear_pointwise bfloat16",
@@ -11,19 +15,39 @@ ROUTES = {
 """The kernel that the weights' products should take. Elsewhere any will do, and the report says which."""
 PRODUCTS = ("linear", "mm", "addmm", "_linear_pointwise")
 """Kernels that multiply with weights; the other matrix products are attention's."""
+NUM_LOOKS = 4
+IDLE_SECONDS = 3.0
+DIRECT = "gates want the server itself, not a relay before it; give the server's own address"
 WORKING_MEMORY = 512 << 20
 """What requests need for a while, and libraries keep: the ledger was made before the first of them."""
 
 
 def answers(subject: Subject) -> Found:
+    """Somebody does, and it is one server: its counters and its memory are looked at, which a relay keeps to itself."""
     ready = subject.server.get("/ready")
-    subject.before = subject.server.metrics()
+    try:
+        scrapes = [subject.server.metrics() for _ in range(NUM_LOOKS)]
+    except Refused as error:
+        raise CannotRun(f"{error}: {DIRECT}") from None
+    if len({scrape.total("engine_ready_timestamp_seconds") for scrape in scrapes}) > 1:
+        raise CannotRun(f"several servers answer in turn: {DIRECT}")
+    subject.before = scrapes[-1]
     return Found(ready.get("ready") is True, "/ready says ready", f"ready: {ready.get('ready')}")
 
 
 def version(subject: Subject) -> Found:
     came = subject.server.get("/version")["version"]
     return Found(came == subject.expected.version, subject.expected.version, came)
+
+
+def trunk_text(subject: Subject) -> Found:
+    """The model tells a plain text: one that does not answers nonsense, however fast."""
+    check = subject.server.get("/health").get("trunk_check")
+    if check is None:
+        raise CannotRun("the trunk was not tested (--head-check off)")
+    came = f"{check['verdict']}: {check.get('top1', 0):.0%} of a known text's tokens ranked first"
+    reason = f"; {check['reason']}" if check.get("reason") else ""
+    return Found(check["verdict"] == "ok", "a trunk that knows a plain text of English and code", came + reason)
 
 
 def head_weights(subject: Subject) -> Found:
@@ -87,6 +111,7 @@ def _layers(names: list[str]) -> str:
 
 def graphs(subject: Subject) -> Found:
     """No round missed the captured graphs. On a GPU there must be some: without, it serves by its slow path."""
+    ask(subject)
     captured = subject.execution.get("num_graphs", 0)
     metrics = subject.server.metrics()
     eager, replayed = (int(metrics.total("rounds_total", path=path)) for path in ("eager", "graph"))
@@ -102,6 +127,7 @@ def graphs(subject: Subject) -> Found:
 
 def compiled(subject: Subject) -> Found:
     """Nothing was left to compile once the server was ready: somebody's round would have waited for it."""
+    ask(subject)
     metrics = subject.server.metrics()
     if not metrics.has("kernels_compiled_total"):
         raise CannotRun("the server does not count pilotfish_kernels_compiled_total")
@@ -114,12 +140,21 @@ def memory(subject: Subject) -> Found:
     ledger = subject.capacity["memory"]
     accounted = ledger["total_bytes"] - ledger["free_bytes"]
     most = accounted * (1 + subject.expected.memory_margin) + WORKING_MEMORY
-    used = subject.server.metrics().total("memory_used_bytes")
+    ask(subject)
+    used = _memory_used(subject)
     if not used:
         raise CannotRun("pilotfish_memory_used_bytes is 0: the engine was never idle, or cannot measure")
     least = ledger["weights_bytes"]
     wanted = f"{_mib(least)} (weights) to {_mib(most)} (the ledger's {_mib(accounted)} and what requests need)"
     return Found(least <= used <= most, wanted, f"{_mib(used)} in use")
+
+
+def _memory_used(subject: Subject) -> float:
+    """Measured whenever the engine is idle, so some time after the last request."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while not (used := subject.server.metrics().total("memory_used_bytes")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return used
 
 
 def _mib(count: float) -> str:

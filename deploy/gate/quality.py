@@ -16,12 +16,14 @@ def look(subject: Subject) -> Found:
     share = quality.score(asked, served)
     differing = sum(one != other for one, other in zip(served, plain, strict=True))
     recorded, margin = subject.expected.score, subject.expected.score_margin
-    wanted = f"{len(asked)} answers the same at k = 0 and k = {subject.k}"
+    wanted = f"{len(asked)} answers the same at k = 0 and k = {subject.k}, one of them right"
     came = f"score {share:.2f}, {differing} answers differ at k = 0 ({client})"
+    # a model that knows none of them writes nonsense, the same at every k
+    sound = differing == 0 and share > 0
     if recorded is None:
-        return Found(differing == 0, wanted + " (no recorded score was given)", came)
+        return Found(sound, wanted + " (no recorded score was given)", came)
     # a hair for decimal fractions
-    passed = differing == 0 and abs(share - recorded) <= margin + 1e-9
+    passed = sound and abs(share - recorded) <= margin + 1e-9
     return Found(passed, f"{wanted}, score {recorded:.2f} within {margin:.2f}", came)
 
 

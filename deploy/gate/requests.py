@@ -40,15 +40,22 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7},
 }
+PROBE = {"prompt": "one two three one two three one two", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+"""A request that any head drafts for, the look-up too."""
 PROMPT_CHARS = 120
 EXACT_TOKENS = 32
+
+
+def ask(subject: Subject) -> None:
+    """One request, where no gate before has made one: traces of requests are what some gates look at."""
+    if not subject.server.requests:
+        subject.server.post(COMPLETIONS, PROBE)
 
 
 def k_served(subject: Subject) -> Found:
     """The drafts that a request was really offered, by position, against what was asked for."""
     before = subject.server.metrics()
-    body = {"prompt": "one two three one two three one two", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    subject.server.post(COMPLETIONS, body)
+    subject.server.post(COMPLETIONS, PROBE)
     after = subject.server.metrics()
     name = "spec_decode_num_draft_tokens_per_pos_total"
     positions = {int(p): n - before.total(name, position=p) for p, n in after.by(name, "position").items()}

@@ -103,6 +103,14 @@ ALERTS = (
         "{{ $labels.instance }} serves without speculation: {{ $labels.reason }}.",
     ),
     Alert(
+        "PilotfishSelfTestFailed",
+        RULE.gauge("self_test_failed", by=("part",)),
+        "== 1",
+        "1m",
+        "ticket",
+        "The {{ $labels.part }} of {{ $labels.instance }} could not tell a known text at load: see /health.",
+    ),
+    Alert(
         "PilotfishQueueFull",
         RULE.rate("request_rejected_total", 'reason="queue_full"'),
         "> 0",

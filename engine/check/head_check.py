@@ -102,6 +102,14 @@ def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
     )
 
 
+@torch.inference_mode()
+def trunk_share(model: Model, ids: list[int]) -> tuple[int, float]:
+    """Places of the text, and the share of them whose token the trunk ranks first; writes to slot 1 and page 1."""
+    tokens = torch.tensor(ids, device=model.device)
+    ranks = _ranks(model, trunk_rows(model, tokens)[1:-1], tokens[2:])
+    return len(ranks), _share(ranks)
+
+
 def describe(check: HeadCheck, vocab_size: int) -> str:
     """One line for the log and for a refusal."""
     if check.verdict == "untested" and not check.num_positions:

@@ -184,6 +184,16 @@ class HeadCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     head_median_rank: tuple[int, ...] = ()
 
 
+class TrunkCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the trunk made of the same text. `top1`: the share of its tokens ranked first; "failed" is too small a share
+    for a model that writes sense, and `reason` says what was found or is likely."""
+
+    verdict: Literal["ok", "failed", "untested"]
+    reason: str = ""
+    num_positions: int = 0
+    top1: float = 0.0
+
+
 class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is loaded and what was seen to run, none of it read from options.
 
@@ -212,7 +222,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     `num_speculative_tokens` is the k really served: 0 when the head is missing, and then
     `speculation_disabled_reason` says why. `binding_limit` names what set `max_num_seqs`; `limits` has the sequences
     that each limit would allow (KV pages: sequences of the full context). `ledger` is engine/ledger.py's, in bytes.
-    `draft_head` says what drafts, and from where; `head_check` how it did on a known text; `execution` what runs.
+    `draft_head` says what drafts, and from where; `head_check` how it did on a known text, `trunk_check` how the trunk
+    did; `execution` what runs.
     """
 
     model_type: str
@@ -234,6 +245,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     bytes_per_sequence: int = 0
     draft_head: str | None = None
     head_check: HeadCheck | None = None
+    trunk_check: TrunkCheck | None = None
     execution: Execution | None = None
 
 

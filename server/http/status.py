@@ -11,7 +11,7 @@ from msgspec import Struct
 
 import pilotfish
 from pilotfish.engine.link.client import EngineClient
-from pilotfish.engine.link.messages import Execution, HeadCheck, Ready
+from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
 from pilotfish.server.handlers import SERVICE, Service, json_answer
 from pilotfish.server.protocol import Model, ModelList
 
@@ -92,13 +92,14 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """`speculation` is null until the engine has loaded."""
+    """`speculation` and `trunk_check` are null until the engine has loaded; the latter too where nothing was tested."""
 
     status: str
     version: str
     http: Part
     engine: EnginePart
     speculation: Speculation | None
+    trunk_check: TrunkCheck | None
 
 
 class Readiness(Struct, frozen=True):
@@ -174,6 +175,7 @@ async def health(request: web.Request) -> web.Response:
             seconds_silent=round(client.seconds_silent, 3),
         ),
         speculation=_speculation(ready) if ready else None,
+        trunk_check=ready.trunk_check if ready else None,
     )
     return json_answer(body, status=200 if client.healthy and not stalled else 503)
 

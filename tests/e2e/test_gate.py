@@ -48,7 +48,7 @@ def test_a_sound_server_passes_every_gate(sound, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(requests, "EXACT_TOKENS", 8)
     status, gates = gate(tmp_path, sound.url, "--k", "3", "--score", "0.5", "--score-margin", "0.1")
     assert failed(gates) == [] and status == 0
-    assert len(gates) == 19 and "all gates passed" in capsys.readouterr().out
+    assert len(gates) == 20 and "all gates passed" in capsys.readouterr().out
     assert re.search(r"\b8 layers", gates["kernel routes"]["came"])
 
 
@@ -61,6 +61,13 @@ def test_lm_eval_scores_as_our_own_client_does(sound, tmp_path):
         assert evaluate([sound.url, "--json", str(file), *flags]) == 0
         values.append(json.loads(file.read_text())["scores"][-1]["value"])
     assert len(set(values)) == 1 and values[0] == pytest.approx(0.38, abs=0.05)
+
+
+def test_a_gate_alone_passes_on_a_server_that_nobody_has_asked(tmp_path):
+    with serving_in_thread(DEMO, core=CORE, engine=ENGINE) as server:
+        for name in ("metrics", "graphs", "memory"):
+            status, gates = gate(tmp_path, server.url, "--only", name)
+            assert status == 0 and list(gates) == ["answers", name], gates
 
 
 def test_what_was_not_asked_for_is_named(sound, tmp_path):
@@ -134,11 +141,11 @@ def test_a_model_is_served_gated_and_audited(tmp_path, capfd):
     folder = tmp_path / "tiny"
     folder.mkdir()
     model = build_tiny(write_model(folder), "dense")
-    only = "k served,head rank,kernel routes,KV dtype,metrics,full audit"
+    only = "k served,trunk,head rank,kernel routes,KV dtype,metrics,full audit"
     flags = ["--num-speculative-tokens", "1", "--max-num-seqs", "1", "--max-model-len", "1024", "--num-threads", "1"]
     flags += ["--kv-cache-dtype", "fp8"]
     status, gates = gate(tmp_path, model, "--k", "1", "--only", only, "--", *flags)
-    assert status == 1 and failed(gates) == ["head rank"] and list(gates) == ["answers", *only.split(",")]
+    assert status == 1 and failed(gates) == ["trunk", "head rank"] and list(gates) == ["answers", *only.split(",")]
     assert gates["head rank"]["came"].startswith("untested")
     assert gates["KV dtype"]["came"] == "KV float8_e4m3fn, state float32"
     assert gates["full audit"]["came"].startswith("2 runs") and "0 differ" in gates["full audit"]["came"]

@@ -167,13 +167,17 @@ def test_a_checkpoint_without_a_head_is_served_and_says_so(tmp_path):
         async def story():
             async with aiohttp.ClientSession() as http:
                 async with http.get(server.url + "/health") as response:
-                    speculation = (await response.json())["speculation"]
+                    health = await response.json()
                 async with http.post(server.v1 + "/completions", json={"prompt": "x", "max_tokens": 3}) as response:
                     assert response.status == 200
                 async with http.get(server.url + "/metrics") as response:
-                    return speculation, await response.text()
+                    return health, await response.text()
 
-        speculation, metrics = asyncio.run(story())
+        health, metrics = asyncio.run(story())
+    speculation = health["speculation"]
+    # a random model knows no text
+    assert health["trunk_check"]["verdict"] == "failed" and "likely causes" in health["trunk_check"]["reason"]
+    assert 'pilotfish_self_test_failed{part="trunk"} 1.0' in metrics
     assert speculation["enabled"] is False and speculation["disabled_reason"]
     reason = json.dumps(speculation["disabled_reason"])
     assert f"pilotfish_spec_decode_disabled{{reason={reason}}} 1.0" in metrics

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from pilotfish.deploy.gate import after, audit, command, facts, requests
+from pilotfish.deploy.gate import after, audit, command, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Subject
 from pilotfish.deploy.gate.server import Metrics, Refused, Unreachable
 
@@ -55,17 +55,19 @@ def exposition(values):
 class Fake:
     """A server that answers by path from a table; a function gets the body. Metrics come one scrape after the other."""
 
-    def __init__(self, answers=None, scrapes=({},)):
+    def __init__(self, answers=None, scrapes=({},), asked=1):
         self.answers = {"/v1/capacity": copy.deepcopy(CAPACITY), "/health": {"speculation": dict(SPECULATION)}}
         self.answers |= answers or {}
         self.scrapes = [METRICS | scrape for scrape in scrapes]
-        self.requests = self.tokens = 0
+        self.requests, self.tokens, self.asked = asked, 0, []
 
     def get(self, path):
         answer = self.answers[path]
         return answer() if callable(answer) else answer
 
     def post(self, path, body):
+        self.asked.append(path)
+        self.requests += 1
         answer = self.answers[path]
         return answer(body) if callable(answer) else answer
 
@@ -73,13 +75,80 @@ class Fake:
         return Metrics(exposition(self.scrapes.pop(0) if len(self.scrapes) > 1 else self.scrapes[0]))
 
 
-def subject(answers=None, scrapes=({},), *, execution=None, speculation=None, before=None, **expected):
-    server = Fake(answers, scrapes)
+def subject(answers=None, scrapes=({},), *, execution=None, speculation=None, before=None, asked=1, **expected):
+    server = Fake(answers, scrapes, asked)
     server.answers["/v1/capacity"]["execution"] |= execution or {}
     server.answers["/health"]["speculation"] |= speculation or {}
     found = Subject(server, Expected(**{"version": "1.0", "watch_seconds": 0.0} | expected), began=0.0)
     found.before = Metrics(exposition(METRICS | (before or {})))
     return found
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch):
+    """For counters that settle, and for an idle engine."""
+    monkeypatch.setattr(after, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(facts, "IDLE_SECONDS", 0.0)
+
+
+def refusing(text):
+    def answer(*_):
+        raise Refused(text)
+
+    return answer
+
+
+def test_a_relay_is_told_from_the_server_itself():
+    """The shipped ones keep /metrics to the machine; another one may send each look to another server."""
+    direct = subject({"/ready": {"ready": True}})
+    assert facts.answers(direct).passed and direct.before.has("engine_up")
+    behind = subject({"/ready": {"ready": True}})
+    behind.server.metrics = refusing("/metrics: 403 Forbidden")
+    with pytest.raises(CannotRun, match=r"/metrics: 403 Forbidden: gates want the server itself, not a relay"):
+        facts.answers(behind)
+    several = subject({"/ready": {"ready": True}}, [{"engine_ready_timestamp_seconds": when} for when in (1, 2, 1, 2)])
+    with pytest.raises(CannotRun, match=r"several servers answer in turn: gates want the server itself"):
+        facts.answers(several)
+
+
+@pytest.mark.parametrize(("look", "path"), [(after.metrics, "metrics"), (facts.graphs, "graphs")])
+def test_a_fresh_server_is_asked_before_its_traces_are_looked_at(look, path):
+    """`--only metrics` of a server that nobody has asked yet."""
+    moved = {
+        "generation_tokens_total": 24,
+        'request_finished_total{finish_reason="stop"}': 1,
+        "spec_decode_num_draft_tokens_total": 18,
+    }
+    fresh = subject(scrapes=[moved], asked=0)
+
+    def complete(body):
+        fresh.server.tokens += body["max_tokens"]
+        return {"usage": {"completion_tokens": body["max_tokens"]}}
+
+    fresh.server.answers[requests.COMPLETIONS] = complete
+    assert look(fresh).passed and fresh.server.asked == [requests.COMPLETIONS]
+    look(fresh)
+    assert fresh.server.asked == [requests.COMPLETIONS], "once is enough"
+
+
+@pytest.mark.parametrize("verdict", ["ok", "failed", "untested"])
+def test_trunk(verdict):
+    check = {"verdict": verdict, "top1": 0.02, "reason": "NaN or infinite values in lm_head.weight"}
+    found = facts.trunk_text(subject({"/health": {"trunk_check": check, "speculation": {}}}))
+    assert found.passed == (verdict == "ok") and "2% of a known text" in found.came and "NaN" in found.came
+    with pytest.raises(CannotRun, match="not tested"):
+        facts.trunk_text(subject())
+
+
+@pytest.mark.parametrize("recorded", [None, 0.0, 0.02])
+def test_a_model_that_knows_no_answer_has_not_passed(monkeypatch, recorded):
+    monkeypatch.setattr(quality.harness, "is_installed", lambda: False)
+    items = quality.quality.items()
+    for right, passed in ((0, False), (1, True)):
+        texts = [item.answer if number < right else "!!!!" for number, item in enumerate(items)]
+        monkeypatch.setattr(quality.quality, "answers", lambda *_, texts=texts: texts)
+        found = quality.look(subject(score=recorded))
+        assert found.passed == passed and f"score {right / len(items):.2f}" in found.came
 
 
 def test_version():
@@ -517,7 +586,7 @@ def test_nobody_there_fails_every_gate_by_name(tmp_path, capsys):
     report = json.loads(file.read_text())
     assert [g["name"] for g in report["gates"]] == [n for n in command.NAMES if n != command.FULL_AUDIT]
     assert not any(g["passed"] for g in report["gates"])
-    assert "19 of 19 gates FAILED: answers" in capsys.readouterr().out
+    assert "20 of 20 gates FAILED: answers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pilotfish.engine.link.messages import Execution, RequestOutput, StepReport, StepStats
+from pilotfish.engine.link.messages import Execution, HeadCheck, RequestOutput, StepReport, StepStats, TrunkCheck
 from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.metrics.definitions import DEFINITIONS, SPEC
 from tests.support.loaded import ready
@@ -147,6 +147,18 @@ def test_missing_head_is_a_series(registry):
     assert value(registry, "pilotfish_max_num_seqs", limit="fast_path") == 4
     labels = {"version": "1.2", "model_type": "scripted", "device": "none", "dtype": "none"}
     assert value(registry, "pilotfish_build_info", **labels, kv_dtype="float8_e4m3fn") == 1
+
+
+def test_the_self_test_is_a_series_where_there_was_one(registry):
+    trunk, head = TrunkCheck(verdict="failed", top1=0.01), HeadCheck(verdict="untested")
+    Collector(registry).on_ready(ready(trunk_check=trunk, head_check=head))
+    assert value(registry, "pilotfish_self_test_failed", part="trunk") == 1
+    assert registry.get_sample_value("pilotfish_self_test_failed", {"part": "head"}) is None
+    sound = ready(trunk_check=TrunkCheck(verdict="ok", top1=0.4), head_check=HeadCheck(verdict="weak"))
+    other = CollectorRegistry()
+    Collector(other).on_ready(sound)
+    assert value(other, "pilotfish_self_test_failed", part="trunk") == 0
+    assert value(other, "pilotfish_self_test_failed", part="head") == 1
 
 
 def test_capacity_becomes_series(registry):
