@@ -154,6 +154,14 @@ def _add_serve(parser: Parser) -> None:
         help="restarts of a failed engine in 10 minutes, then the server ends with status 1 (default: %(default)s)",
     )
     group.add_argument(
+        "--engine-timeout",
+        type=_seconds,
+        default=300,
+        metavar="SECONDS",
+        help="an engine that does not answer for so long, longer than any step takes, has failed; 0: never "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         type=_seconds,
         default=30,

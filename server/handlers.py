@@ -81,13 +81,15 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         """Raises Unavailable unless the engine can take requests."""
         ready, failure = self.client.ready, self.client.failure
         if failure is not None:
-            retry_after = 5 if self.client.state == "restarting" else None
             message = f"The engine has failed ({failure.part}): {failure.message}"
-            raise Unavailable(message, code="engine_failed", retry_after=retry_after)
+            raise Unavailable(message, code="engine_failed", retry_after=5)
         if self.client.state == "closed":
             raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
         if ready is None:
             raise Unavailable("The model is loading.", code="loading", retry_after=5)
+        if self.client.stalled:
+            message = f"The engine has not answered for {self.client.seconds_silent:.0f} s."
+            raise Unavailable(message, code="engine_stalled", retry_after=5)
         return ready
 
     def context(self, arrived: float, label: str) -> Context:
@@ -269,7 +271,8 @@ async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.Stream
                 return await _stream(request, service, plan, shape, generation)
             return await _whole(plan, shape, generation)
     except EngineUnavailable as error:
-        raise Unavailable(f"The engine has failed ({error.part}): {error}", code="engine_failed") from error
+        message = f"The engine has failed ({error.part}): {error}"
+        raise Unavailable(message, code="engine_failed", retry_after=5) from error
     finally:
         service.metrics.on_key(KEY.get(), sum(choice.num_tokens for choice in generation.choices))
 

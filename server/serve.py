@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +22,7 @@ from aiohttp import web
 from pilotfish.server.handlers import SERVICE
 from pilotfish.server.http.app import SUPERVISOR, ServerOptions, make_app, make_runner
 from pilotfish.server.http.cors import Cors
+from pilotfish.server.http.drain import DRAIN
 from pilotfish.server.http.tls import TlsError, TlsFiles, make_context, refresh
 from pilotfish.server.model_files import load_model_files
 
@@ -30,6 +33,8 @@ logger = logging.getLogger("pilotfish")
 
 LAST_WORDS_SECONDS = 1.0
 """For the error of a request that has not ended in time to reach its client."""
+CLOSE_SECONDS = 10.0
+"""For the engine to end, before it is killed."""
 BACKLOG = 1024
 """Connections that wait to be accepted: a burst of clients meets our queue and its 503, not the kernel's."""
 
@@ -68,6 +73,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             strict_fields=args.strict_fields,
             core=args.core,
             restart_engine=args.restart_engine,
+            engine_timeout=args.engine_timeout or math.inf,
             log_requests=args.log_requests or args.log_prompts,
             log_prompts=args.log_prompts,
             cors=cors,
@@ -124,7 +130,7 @@ class Address(NamedTuple):
 
 
 async def _run(app: web.Application, address: Address, shutdown_seconds: float) -> int:
-    runner = make_runner(app, shutdown_seconds=shutdown_seconds + LAST_WORDS_SECONDS)
+    runner = make_runner(app, shutdown_seconds=LAST_WORDS_SECONDS)
     stop = asyncio.Event()
     _stop_on_signals(stop)
     await runner.setup()
@@ -143,15 +149,31 @@ async def _run(app: web.Application, address: Address, shutdown_seconds: float) 
             "listening on %s, loading the model", ", ".join(_url(place, address.tls) for place in runner.addresses)
         )
         try:
-            return await _until_stopped(app, stop)
+            status = await _until_stopped(app, stop)
+            await _drain(app, runner, shutdown_seconds)
+            return status
         finally:
             if address.socket is not None:
                 address.socket.unlink(missing_ok=True)
     finally:
         if watching is not None:
             watching.cancel()
-        asyncio.get_running_loop().call_later(shutdown_seconds, app[SERVICE].client.abort_all)
         await runner.cleanup()
+
+
+async def _drain(app: web.Application, runner: web.AppRunner, shutdown_seconds: float) -> None:
+    """Running work ends, or is ended; new work is refused. Probes and scrapes are answered until the engine is gone."""
+    drain, began = app[DRAIN], time.monotonic()
+    drain.begin()
+    if not await drain.wait(shutdown_seconds):
+        app[SERVICE].client.abort_all()
+        await drain.wait(LAST_WORDS_SECONDS)
+    await app[SUPERVISOR].close(CLOSE_SECONDS)
+    left = began + shutdown_seconds + LAST_WORDS_SECONDS - time.monotonic()
+    if runner.server is not None:
+        # connections that wait for a next request, then whole answers that are still being read; 0 would be without end
+        runner.server.pre_shutdown()
+        await runner.server.shutdown(max(0.1, left))
 
 
 async def _until_stopped(app: web.Application, stop: asyncio.Event) -> int:

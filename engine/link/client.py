@@ -2,8 +2,11 @@
 
 Everything runs on one event loop; no torch. Every accepted request ends in exactly one output with a
 `finish_reason`: the engine's own, the receiver's (a stop string), or "error" when the engine has gone. `restart` puts a
-new process in a failed one's place; it gets new requests only.
-After `abort` nothing more is delivered. Nothing polls: the socket's end and the child's exit are events.
+new process in a failed one's place; it gets new requests only. After `abort` nothing more is delivered.
+
+The socket's end and the child's exit are events. An engine that is there and does nothing is found by asking: it
+answers a ping when it is idle, and between its steps. One that has not answered for STALLED_SECONDS takes no requests
+until it speaks again; after `timeout` it is killed, and has failed like one that died.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -27,6 +31,7 @@ from pilotfish.engine.link.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
     Fatal,
+    Ping,
     Ready,
     RequestOutput,
     Shutdown,
@@ -46,6 +51,15 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_SECONDS = 5.0
 """A failed engine that has not exited by then is killed."""
 
+PING_SECONDS = 1.0
+"""Between two questions, the first of which has been answered."""
+STALLED_SECONDS = 20.0
+"""Without an answer for so long the engine takes no requests: a step takes milliseconds, a slow one a second."""
+STACKS_SECONDS = 1.0
+"""For an engine that hangs to write where, before it is killed."""
+UNDEAD_SECONDS = 60.0
+"""After which a killed process that is still there is given up: it waits in the kernel, most likely for its device."""
+
 State = Literal["loading", "ready", "failed", "restarting", "closed"]
 """Restarting is loading after a failure, which stays known until the engine is ready again."""
 
@@ -63,14 +77,18 @@ class EngineUnavailable(Exception):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why the engine cannot serve: load, prefill, round or protocol (its own word), or process (it died)."""
+    """Why the engine cannot serve: load, prefill, round or protocol (its own word), process (it died), or hang (it does
+    not answer)."""
 
     part: str
     message: str
 
 
 class EngineClient:
-    """Owns the engine process. `start`, then `wait_ready`; `close` ends it."""
+    """Owns the engine process. `start`, then `wait_ready`; `close` ends it.
+
+    `timeout`: seconds without an answer after which a loaded engine is killed; longer than any step may take.
+    """
 
     def __init__(
         self,
@@ -79,6 +97,7 @@ class EngineClient:
         core: str = DEFAULT_CORE,
         on_report: Callable[[StepReport], None] | None = None,
         environment: Mapping[str, str] | None = None,
+        timeout: float = math.inf,
     ) -> None:
         self._options = options
         self._core = core
@@ -92,7 +111,9 @@ class EngineClient:
         self._watcher: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
         self._ended = asyncio.Event()
-        self._last_news = 0.0
+        self._timeout = timeout
+        self._asking: asyncio.Task[None] | None = None
+        self._silence: float | None = None
         self.state: State = "loading"
         self.failure: Failure | None = None
 
@@ -119,8 +140,13 @@ class EngineClient:
 
     @property
     def seconds_silent(self) -> float:
-        """How long requests have been open without any report; 0 when none is. Each step reports."""
-        return time.monotonic() - self._last_news if self._open else 0.0
+        """How long the engine has owed an answer."""
+        return self._silence or 0.0
+
+    @property
+    def stalled(self) -> bool:
+        """Loaded, and silent for longer than it should be."""
+        return self.state == "ready" and self.seconds_silent > STALLED_SECONDS
 
     @property
     def pid(self) -> int | None:
@@ -153,11 +179,16 @@ class EngineClient:
         await self._ended.wait()
 
     async def restart(self) -> None:
-        """Starts another process once the failed one is gone, and returns; loading goes on."""
+        """Starts another process once the failed one is gone, and returns; loading goes on.
+
+        Raises EngineUnavailable if the failed one does not go.
+        """
         assert self.state == "failed", f"want a failed engine, got {self.state}"
-        if self._watcher:
-            # the timer that `_fail` set bounds this
-            await asyncio.shield(self._watcher)
+        if not await self._process_ended(UNDEAD_SECONDS):
+            # it may hold the device's memory: nothing is started beside it
+            message = f"the engine process {self.pid} was killed and does not end"
+            logger.error(message)
+            raise EngineUnavailable("process", message)
         self._close_socket()
         self._connection = None
         self._ended.clear()
@@ -174,15 +205,24 @@ class EngineClient:
         if self._alive:
             self.state = "closed"
             self._ended.set()
+        if self._asking:
+            self._asking.cancel()
             self.abort_all()
         self._settle_ready(EngineUnavailable("process", "the engine is closed"))
         self._send(Shutdown())
         if self._process and self._watcher:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._watcher), timeout if polite else 0)
+            await self._process_ended(timeout if polite else 0)
             _kill(self._process)
-            await self._watcher
+            if not await self._process_ended(LAST_WORDS_SECONDS):
+                logger.error("the engine process %s was killed and does not end", self.pid)
         self._close_socket()
+
+    async def _process_ended(self, timeout: float) -> bool:
+        """Whether the process is gone, within so long."""
+        if self._watcher is None:
+            return True
+        done, _ = await asyncio.wait({self._watcher}, timeout=timeout)
+        return bool(done)
 
     def _close_socket(self) -> None:
         if self._connection:
@@ -210,12 +250,40 @@ class EngineClient:
         """The first reason stands; every open request ends with it."""
         if not self._alive:
             return
-        self.state, self.failure = "failed", failure
+        self.state, self.failure, self._silence = "failed", failure, None
         self._ended.set()
         logger.error("engine failed (%s): %s", failure.part, failure.message)
         self._settle_ready(EngineUnavailable(failure.part, failure.message))
         self._end_all("error", f"engine failed ({failure.part}): {failure.message}")
-        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, _kill, self._process)
+        patience = STACKS_SECONDS if failure.part == "hang" else LAST_WORDS_SECONDS
+        asyncio.get_running_loop().call_later(patience, _kill, self._process)
+
+    async def _ask(self) -> None:
+        """Asks the engine, as long as it serves, whether it still does."""
+        while self.state == "ready":
+            if self._silence is None:
+                self._silence = 0.0
+                self._send(Ping())
+            began = time.monotonic()
+            await asyncio.sleep(PING_SECONDS)
+            if self._silence is not None:
+                # time for which this process itself was held up is not the engine's
+                self._on_silence(self._silence + min(time.monotonic() - began, 2 * PING_SECONDS))
+
+    def _on_silence(self, seconds: float) -> None:
+        was_stalled, self._silence = self.stalled, seconds
+        if self.stalled and not was_stalled:
+            logger.warning("the engine has not answered for %.0f s: no requests are taken until it does", seconds)
+        if seconds >= self._timeout and self.state == "ready":
+            self._fail(Failure("hang", f"the engine has not answered for {seconds:.0f} s"))
+            if self._process and self._process.returncode is None:
+                self._process.send_signal(signal.SIGUSR1)
+
+    def _heard(self) -> None:
+        """The engine has spoken."""
+        if self.stalled:
+            logger.warning("the engine answers again, after %.0f s", self.seconds_silent)
+        self._silence = None
 
     def _settle_ready(self, error: EngineUnavailable) -> None:
         if self._ready and not self._ready.done():
@@ -236,8 +304,6 @@ class EngineClient:
         if request.request_id in self._open:
             raise ValueError(f"want a new request id, got {request.request_id!r} twice")
         self._send(request)
-        if not self._open:
-            self._last_news = time.monotonic()
         self._open[request.request_id] = receive
 
     def abort(self, request_id: str) -> None:
@@ -272,17 +338,25 @@ class EngineClient:
         except msgspec.DecodeError as error:
             self._fail(Failure("protocol", f"cannot read a message from the engine: {error}"))
             return
+        self._heard()
         if isinstance(message, StepReport):
             self._dispatch(message)
         elif isinstance(message, Fatal):
             self._fail(Failure(message.part, message.message))
-        elif self.state in ("loading", "restarting") and self._ready and not self._ready.done():
+        elif isinstance(message, Ready):
+            self._on_ready(message)
+
+    def _on_ready(self, ready: Ready) -> None:
+        if self.state in ("loading", "restarting") and self._ready and not self._ready.done():
             self.state, self.failure = "ready", None
-            self._ready.set_result(message)
+            self._ready.set_result(ready)
+            if self._asking:
+                # of the engine before it
+                self._asking.cancel()
+            self._asking = asyncio.get_running_loop().create_task(self._ask())
 
     def _dispatch(self, report: StepReport) -> None:
         """Outputs of requests that have ended here are over-produced: neither delivered nor reported."""
-        self._last_news = time.monotonic()
         counted = []
         for output in report.outputs:
             receive = self._open.get(output.request_id)

@@ -3,7 +3,7 @@
 Frozen msgspec structs, tagged by type, msgpack on the wire, each message behind a
 4-byte big-endian length. This file imports no torch: both sides read it.
 
-HTTP -> engine: `Submit`, `Abort`, `Shutdown`.  Engine -> HTTP: `Ready`, `StepReport`, `Fatal`.
+HTTP -> engine: `Submit`, `Abort`, `Ping`, `Shutdown`.  Engine -> HTTP: `Ready`, `StepReport`, `Pong`, `Fatal`.
 Every submitted request ends in exactly one `RequestOutput` whose `finish_reason` is not None.
 """
 
@@ -98,6 +98,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answered by a `Pong`: at once where there is no work, else between two steps."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the engine process; what still runs is aborted."""
 
@@ -167,6 +171,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
     outputs: list[RequestOutput]
     stats: StepStats
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The answer to a `Ping`, by the thread that runs the steps."""
 
 
 class HeadCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -256,8 +264,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = Submit | Abort | Shutdown
-FromEngine = Ready | StepReport | Fatal
+ToEngine = Submit | Abort | Ping | Shutdown
+FromEngine = Ready | StepReport | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

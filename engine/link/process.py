@@ -2,7 +2,8 @@
 
 Its life is tied to the HTTP process: when the socket closes, whatever the reason, it exits at once, also while it
 loads or computes. SIGINT and SIGTERM are ignored: a terminal's Ctrl-C and a service manager's stop reach both
-processes, and the HTTP process decides when requests have drained and sends `Shutdown`.
+processes, and the HTTP process decides when requests have drained and sends `Shutdown`. SIGUSR1 writes the stacks of
+all threads to stderr.
 
 Started as `python -m pilotfish.engine.link.process --socket PATH --core MODULE:FACTORY --options JSON`, where FACTORY
 takes `EngineOptions` and returns an `EngineCore`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -34,6 +36,8 @@ from pilotfish.engine.link.messages import (
     Abort,
     Fatal,
     FromEngine,
+    Ping,
+    Pong,
     Shutdown,
     Submit,
     ToEngine,
@@ -135,6 +139,8 @@ def _serve(core: EngineCore, inbox: Inbox, channel: Channel) -> int:
                 core.submit(message)
             elif isinstance(message, Abort):
                 core.abort(message.request_id)
+            elif isinstance(message, Ping):
+                channel.send(Pong())
             elif isinstance(message, Shutdown):
                 return 0
             else:
@@ -168,6 +174,8 @@ def load_factory(name: str) -> Callable:
 def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # where it hangs: the HTTP process asks before it kills
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     _tie_to_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(prog="pilotfish.engine.link.process")

@@ -6,6 +6,7 @@ Requests are never taken over: those of the dead engine have ended with an error
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -61,6 +62,21 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_restart = on_restart
         self._gave_up = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Starts the engine, and watches it until `close`."""
+        await self._client.start()
+        self._watching = asyncio.create_task(self.run())
+
+    async def close(self, timeout: float) -> None:
+        """Ends the engine, within `timeout` if it listens. May be called twice."""
+        if self._watching is not None:
+            # first, or it would start what is being closed
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        await self._client.close(timeout)
 
     async def wait_gave_up(self) -> None:
         """Returns when the engine has failed and will not be started again."""
@@ -77,7 +93,11 @@ class Supervisor:
             shown = f"{budget.num_taken} of {budget.limit} restarts in {budget.window / 60:g} minutes"
             logger.warning("starting the engine again (%s)", shown)
             self._on_restart()
-            await self._client.restart()
+            try:
+                await self._client.restart()
+            except EngineUnavailable:
+                self._give_up()
+                return
             await self._serve_once()
 
     async def _serve_once(self) -> bool:

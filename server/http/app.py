@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from pilotfish.server.http import openapi, status
 from pilotfish.server.http.auth import Keys
 from pilotfish.server.http.bodies import JSON, MAX_BODY_BYTES, Bodies
 from pilotfish.server.http.cors import Cors
+from pilotfish.server.http.drain import DRAIN, Drain
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.request_log import REQUEST_ID, RequestLog, client_id, note_error
 from pilotfish.server.http.routing import guarded
@@ -56,7 +56,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the application itself is told. `core` names another engine core (tests do).
 
     `root_path` is a prefix under which a relay may forward, stripped or not; "" for none.
-    `restart_engine` is how often within 10 minutes a failed engine is started again.
+    `restart_engine` is how often within 10 minutes a failed engine is started again; one that has not answered for
+    `engine_timeout` seconds has failed.
     """
 
     served_names: tuple[str, ...]
@@ -68,6 +69,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_environment: Mapping[str, str] | None = None
     close_seconds: float = 10.0
     restart_engine: int = 0
+    engine_timeout: float = math.inf
     log_requests: bool = False
     log_prompts: bool = False
     cors: Cors = msgspec.field(default_factory=Cors)
@@ -87,9 +89,16 @@ def make_app(
         metrics.on_report(report)
         throughput.on_report(report)
 
-    client = EngineClient(engine, core=options.core, on_report=on_report, environment=options.engine_environment)
+    client = EngineClient(
+        engine,
+        core=options.core,
+        on_report=on_report,
+        environment=options.engine_environment,
+        timeout=options.engine_timeout,
+    )
     keys = Keys(options.api_keys, options.api_key_file)
-    middlewares = [_errors(metrics, options.root_path), _auth(keys, options.root_path)]
+    drain = Drain()
+    middlewares = [_errors(metrics, options.root_path), _auth(keys, options.root_path), drain.middleware()]
     if options.log_requests:
         log = RequestLog(handlers.KEY.get, files.tokenizer, prompts=options.log_prompts)
         middlewares.insert(0, log.middleware(options.root_path))
@@ -110,11 +119,13 @@ def make_app(
         bodies=Bodies(shared=bool(options.api_keys) or options.api_key_file is not None),
     )
     app[status.SCRAPE] = status.Shared(metrics.exposition)
+    app[DRAIN] = drain
     app[openapi.DOCUMENT] = encode(openapi.openapi_document(options.root_path))
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
-    app.on_response_prepare.extend([_add_request_id, handlers.tell_ignored_fields, options.cors.add_headers])
+    prepare = [_add_request_id, handlers.tell_ignored_fields, options.cors.add_headers, drain.close_connections]
+    app.on_response_prepare.extend(prepare)
     app.add_routes(guarded([*_routes(""), *(_routes(options.root_path) if options.root_path else ())]))
     return app
 
@@ -156,18 +167,12 @@ def make_runner(app: web.Application, *, shutdown_seconds: float) -> web.AppRunn
 
 def _engine(close_seconds: float) -> Callable[[web.Application], AsyncIterator[None]]:
     async def context(app: web.Application) -> AsyncIterator[None]:
-        service = app[SERVICE]
-        await service.client.start()
-        watching = asyncio.create_task(app[SUPERVISOR].run())
+        await app[SUPERVISOR].start()
         try:
             yield
         finally:
-            # first, or it would start what is being closed
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
-            await service.client.close(close_seconds)
-            service.lane.close()
+            await app[SUPERVISOR].close(close_seconds)
+            app[SERVICE].lane.close()
 
     return context
 

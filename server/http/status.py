@@ -10,14 +10,12 @@ from aiohttp import web
 from msgspec import Struct
 
 import pilotfish
-from pilotfish.engine.link.client import EngineClient
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
 from pilotfish.server.handlers import SERVICE, Service, json_answer
+from pilotfish.server.http.drain import DRAIN
 from pilotfish.server.protocol import Model, ModelList
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STALLED_SECONDS = 60.0
-"""An engine that has requests and reports nothing for so long hangs: a step takes milliseconds, a slow one a second."""
 
 
 class Shared:
@@ -75,7 +73,7 @@ class Part(Struct, frozen=True):
 
 
 class EnginePart(Struct, frozen=True, kw_only=True):
-    """`part` and `message` after a failure: what failed, and how."""
+    """`part` and `message` after a failure: what failed, and how. `seconds_silent`: how long it has owed an answer."""
 
     status: str
     part: str | None
@@ -162,10 +160,9 @@ async def capacity(request: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """200 while the engine loads or serves; the body says which part fails."""
     service = request.app[SERVICE]
-    client, ready = service.client, service.client.ready
-    stalled = _hangs(client)
+    client, ready, state = service.client, service.client.ready, _state(request)
     body = Health(
-        status="stalled" if stalled else "ok" if client.state == "ready" else client.state,
+        status="ok" if state == "ready" else state,
         version=pilotfish.__version__,
         http=Part("ok"),
         engine=EnginePart(
@@ -177,11 +174,15 @@ async def health(request: web.Request) -> web.Response:
         speculation=_speculation(ready) if ready else None,
         trunk_check=ready.trunk_check if ready else None,
     )
-    return json_answer(body, status=200 if client.healthy and not stalled else 503)
+    return json_answer(body, status=200 if state in ("loading", "ready") else 503)
 
 
-def _hangs(client: EngineClient) -> bool:
-    return client.healthy and client.seconds_silent > STALLED_SECONDS
+def _state(request: web.Request) -> str:
+    """The engine's, but for a server that takes no more work, and an engine that does not answer."""
+    client = request.app[SERVICE].client
+    if request.app[DRAIN].begun and client.state != "failed":
+        return "draining"
+    return "stalled" if client.stalled else client.state
 
 
 def _speculation(ready: Ready) -> Speculation:
@@ -196,15 +197,14 @@ def _speculation(ready: Ready) -> Speculation:
 
 async def ready(request: web.Request) -> web.Response:
     """200 when requests are taken and move on, else 503 and why: a relay looks here."""
-    client = request.app[SERVICE].client
-    state = "stalled" if _hangs(client) else client.state
+    state = _state(request)
     return json_answer(Readiness(state == "ready", state), 200 if state == "ready" else 503)
 
 
 async def metrics(request: web.Request) -> web.Response:
     """Written in a thread, and one text at a time: scrapes come without a key, and in any number."""
     service = request.app[SERVICE]
-    service.metrics.on_engine(service.client.state == "ready" and not _hangs(service.client))
+    service.metrics.on_engine(service.client.state == "ready" and not service.client.stalled)
     return web.Response(body=await request.app[SCRAPE](), headers={"Content-Type": METRICS_TYPE})
 
 

@@ -149,30 +149,6 @@ def test_a_stream_without_news_sends_comments(folder, monkeypatch):
     run(story())
 
 
-def test_an_engine_that_hangs_turns_health_red(folder, monkeypatch):
-    monkeypatch.setattr("pilotfish.server.http.status.STALLED_SECONDS", 0.3)
-
-    async def story():
-        async with serving(folder, close_seconds=0.2) as server, aiohttp.ClientSession() as http:
-            asked = asyncio.create_task(http.post(server.url + "/v1/completions", json=body(fault="hang")))
-            async with asyncio.timeout(PATIENCE):
-                while True:
-                    async with http.get(server.url + "/health") as response:
-                        health = await response.json()
-                    if response.status == 503:
-                        break
-                    await asyncio.sleep(0.05)
-            assert health["status"] == "stalled" and health["engine"]["seconds_silent"] > 0.3
-            # the relay sends it nothing more, and the alert on engine_up sees it
-            async with http.get(server.url + "/ready") as response:
-                assert response.status == 503 and (await response.json())["engine"] == "stalled"
-            async with http.get(server.url + "/metrics") as response:
-                assert "pilotfish_engine_up 0.0" in await response.text()
-            asked.cancel()
-
-    run(story())
-
-
 def test_while_it_loads_health_is_green_ready_is_not_and_requests_are_told_to_wait(folder):
     async def story():
         core = "scripted_core:make_core_that_loads_forever"

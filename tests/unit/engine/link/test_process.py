@@ -20,9 +20,11 @@ if str(SUPPORT) not in sys.path:
 from byte_model import IM_END, write_model  # noqa: E402  (the path above makes it importable)
 from serving import ENVIRONMENT, script  # noqa: E402
 
-from pilotfish.engine.link.client import EngineClient, EngineUnavailable  # noqa: E402
+from pilotfish.engine.link.client import EngineClient, EngineUnavailable, Failure  # noqa: E402
 from pilotfish.engine.link.messages import (  # noqa: E402
     Fatal,
+    Ping,
+    Pong,
     RequestOutput,
     SamplingParams,
     Submit,
@@ -315,6 +317,37 @@ def bare_engine(folder, core="scripted_core:make_core"):
 
 def read(stream):
     return decode_from_engine(stream.read(int.from_bytes(stream.read(4), "big")))
+
+
+def test_a_ping_is_answered_when_idle_and_between_the_steps_of_a_busy_engine(folder):
+    with bare_engine(folder) as (_, connection, stream):
+        read(stream)
+        connection.sendall(frame(Ping()))
+        assert read(stream) == Pong()
+        connection.sendall(frame(request(reply="x" * 50, delay=0.05)))
+        reports = [read(stream)]
+        connection.sendall(frame(Ping()))
+        while not isinstance(message := read(stream), Pong):
+            reports.append(message)
+        # it still had work
+        assert len(reports) < 50 and reports[-1].outputs[0].finish_reason is None
+
+
+def test_a_failed_process_that_does_not_go_is_given_up(folder, monkeypatch):
+    """As one that waits in its driver, and cannot be killed."""
+    monkeypatch.setattr("pilotfish.engine.link.client.UNDEAD_SECONDS", 0.2)
+
+    async def body():
+        async with engine(folder) as client:
+            watcher = client._watcher
+            client._watcher = asyncio.get_running_loop().create_future()
+            client._fail(Failure("hang", "the engine has not answered"))
+            with pytest.raises(EngineUnavailable, match="does not end"):
+                await client.restart()
+            assert client.state == "failed"
+            client._watcher = watcher
+
+    run(body())
 
 
 def test_the_end_of_the_socket_ends_a_computing_process(folder):

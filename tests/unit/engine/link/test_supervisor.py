@@ -32,7 +32,8 @@ def test_a_budget_of_none_and_of_less():
 
 
 class Client:
-    """Each life is "load" (fails to load) or "serve" (serves, then fails); after the last the engine is closed."""
+    """Each life is "load" (fails to load), "serve" (serves, then fails) or "undead" (the same, and its process stays);
+    after the last the engine is closed."""
 
     def __init__(self, *lives):
         self.lives = list(lives)
@@ -47,10 +48,11 @@ class Client:
         return SimpleNamespace()
 
     async def wait_ended(self):
-        self.state = "failed" if self.lives[1:] or self.lives[0] == "serve" else "closed"
+        self.state = "failed" if self.lives[1:] or self.lives[0] in ("serve", "undead") else "closed"
 
     async def restart(self):
-        self.lives.pop(0)
+        if self.lives.pop(0) == "undead":
+            raise EngineUnavailable("process", "it does not end")
         self.state = "restarting"
 
 
@@ -87,6 +89,8 @@ def supervise(limit, *lives):
         # once it has served, a load that fails is worth another try
         (3, ["serve", "load", "close"], (2, 2, False)),
         (2, ["serve", "load", "load"], (1, 2, True)),
+        # nothing is started beside a process that holds the device
+        (3, ["undead", "close"], (1, 1, True)),
     ],
 )
 def test_restarts_and_gives_up(limit, lives, expected):
