@@ -3,17 +3,24 @@
 import contextlib
 import getpass
 import http.client
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import urllib.error
+import urllib.parse
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from byte_model import write_model
-from processes import ask, backend, events, running, status, until
+from processes import PATIENCE, ask, backend, events, running, status, until
+from serving import script
 
 from pilotfish.deploy.ports import free_port
 
@@ -32,7 +39,7 @@ def filled_in(name, changes):
     """The configuration as it is shipped, but for its addresses and folders."""
     text = (CONFIGURATIONS / name).read_text()
     for old, new in changes.items():
-        assert text.count(old) == 1, (name, old)
+        assert text.count(old) == (2 if name == "nginx.conf" and old.startswith("127.0.0.1:") else 1), (name, old)
         text = text.replace(old, new)
     return text
 
@@ -63,13 +70,13 @@ RELAYS = {"haproxy": haproxy, "nginx": nginx}
 
 
 @contextlib.contextmanager
-def relayed(relay, folder):
+def relayed(relay, folder, *flags):
     binary(relay)
-    with contextlib.ExitStack() as stack:
-        names = ("one", "two")
+    with ExitStack() as stack:
+        names, flags = ("one", "two"), ("--max-model-len", "25000", *flags)
         for name in names:
             (folder / name).mkdir()
-        servers = {name: stack.enter_context(backend(write_model(folder / name), name)) for name in names}
+        servers = {name: stack.enter_context(backend(write_model(folder / name), name, *flags)) for name in names}
         port = free_port()
         command, check = RELAYS[relay](folder, port, [server.port for server in servers.values()])
         checked = subprocess.run(check, capture_output=True, text=True, check=False)
@@ -135,11 +142,39 @@ def test_requests_run_on_both_and_metrics_stay_inside(steady):
         assert status(busy.url + "/metrics") == 200
 
 
-def test_a_client_that_leaves_frees_its_sequence(steady):
-    server, _, response, _ = open_stream(steady, reply="x", times=2900, delay=0.02)
-    response.close()
-    marker = '"finish_reason":"abort"'
-    until(lambda: marker in server.folder.joinpath("transcript.jsonl").read_text(), "the engine was told to stop")
+def num_aborted(cluster):
+    texts = [server.folder.joinpath("transcript.jsonl").read_text() for server in cluster.servers.values()]
+    return sum(text.count('"finish_reason":"abort"') for text in texts)
+
+
+def num_running(cluster):
+    """As the servers count them."""
+    found = 0.0
+    for server in cluster.servers.values():
+        with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE) as response:
+            lines = response.read().decode().splitlines()
+        found += sum(float(line.split()[1]) for line in lines if line.startswith("pilotfish_num_requests_running "))
+    return found
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before its first byte", "after it"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_frees_its_sequence(steady, stream, begun):
+    """Of a whole answer, which comes in one piece, the first byte is late: what is read then is nothing."""
+    until(lambda: num_running(steady) == 0, "nothing else runs")
+    aborted = num_aborted(steady)
+    # the second step, and with it the first byte of a stream that has one, may be long in coming
+    commands = {"reply": "x", "times": 2900, "delay": 0.02 if begun else 1.0}
+    body = json.dumps({"prompt": script(**commands), "max_tokens": 3000, "stream": stream}).encode()
+    address = urllib.parse.urlsplit(steady.url)
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        if stream and begun:
+            assert client.recv(1)
+        else:
+            until(lambda: num_running(steady) == 1, "it runs")
+    until(lambda: num_aborted(steady) == aborted + 1, "the engine was told to stop")
 
 
 def test_a_server_that_dies_breaks_its_stream_and_the_other_answers(cluster):
@@ -170,14 +205,33 @@ def test_a_server_that_drains_ends_its_streams_and_gets_no_new_ones(cluster):
     draining, other, response, coming = open_stream(cluster, reply="x", **LONG)
     draining.process.send_signal(signal.SIGTERM)
     until(lambda: not answers(draining), "it is not ready any more")
+    assert status(draining.url + "/metrics") == 200
     with response:
-        for _ in range(4):
-            assert name_of(ask(cluster.url, stream=True, reply="y")) == other.name
+        for size in (1, 1, 20_000, 1):
+            # the relay may still take it for the one with fewer streams, and ask the other one then
+            assert name_of(ask(cluster.url, stream=True, reply="y", note="z" * size)) == other.name
         assert draining.process.poll() is None
         rest = [event["choices"][0] for event in coming]
     assert "".join(choice["text"] for choice in rest) == "x" * (LONG["times"] - 1)
     assert rest[-1]["finish_reason"] == "stop"
     assert draining.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("relay", RELAYS)
+def test_what_both_servers_refuse_is_their_own_503(tmp_path, relay):
+    """Neither is taken for broken."""
+    with relayed(relay, tmp_path, "--max-num-seqs", "1", "--max-waiting", "1") as cluster, ExitStack() as held:
+        # those that wait get their status line after a while
+        with ThreadPoolExecutor(4) as pool:
+            asked = pool.map(lambda _: ask(cluster.url, stream=True, reply="x", times=2900, delay=0.1), range(4))
+            for response in asked:
+                held.enter_context(response)
+        for _ in range(3):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                ask(cluster.url, reply="y")
+            with refused.value as error:
+                assert error.code == 503
+                assert json.load(error)["error"]["code"] == "queue_full"
 
 
 def answers(server):
