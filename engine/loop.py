@@ -21,7 +21,6 @@ from pilotfish.engine.link.messages import (
     FinishReason,
     Ready,
     RequestOutput,
-    SamplingParams,
     StepReport,
     StepStats,
     Submit,
@@ -76,7 +75,7 @@ class EngineLoop:
         """See EngineCore."""
         try:
             sequence = self._check(request)
-            ticket = self._ask_grammar(request.sampling)
+            ticket = self._ask_grammar(request)
             if ticket is None:
                 self.scheduler.add(sequence, len(self._coming))
         except RequestError as error:
@@ -166,15 +165,16 @@ class EngineLoop:
 
     # -- grammars ---------------------------------------------------------------------------------------------------
 
-    def _ask_grammar(self, params: SamplingParams) -> Ticket | None:
+    def _ask_grammar(self, request: Submit) -> Ticket | None:
         """What a request's grammar will come by, if it has one; it waits outside the queue, but counts there. Raises
         QueueFull."""
+        params = request.sampling
         if params.grammar is None:
             return None
         if self.grammars is None:
             raise RequestError("grammar: this engine has no tokenizer to read grammars with")
         self.scheduler.check_room(len(self._coming))
-        return self.grammars.ask(params.grammar, params.eos_token_ids)
+        return self.grammars.ask(params.grammar, params.eos_token_ids, request.key)
 
     def _take_grammars(self) -> list[RequestOutput]:
         """Queues the requests whose grammars have come, and refuses those whose grammars are refused."""
@@ -370,7 +370,7 @@ class EngineLoop:
         if self.self_audit.running is None and (request := self.self_audit.start()) is not None:
             try:
                 sequence = self._check(request)
-                ticket = self._ask_grammar(request.sampling)
+                ticket = self._ask_grammar(request)
                 if ticket is not None:
                     self._coming[request.request_id] = sequence, ticket
                 else:

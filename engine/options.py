@@ -29,6 +29,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of max_model_len, at most 2 GiB, on a CPU.
     `kv_cache_dtype` is of keys and values, the head's too: the model's ("auto"), bfloat16, or FP8 (e4m3), which holds
     twice as many tokens in the same memory and changes the text, though not with k, batch or the cut of a prompt.
+    `eos_token_ids`: the end ids that requests will bring; grammars read the tokenizer with them before the engine is
+    ready, which would hold up every stream later.
     `kernels`: "fused" multiplies packed weights on the GPU and runs rounds from captured graphs, "torch" expands each
     weight for each product; "auto" is fused wherever that runs. `enforce_eager` captures no graphs.
     """
@@ -51,6 +53,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
     num_threads: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
     audit_rate: float = 0.0
     cost_table: bool = False
     kernels: Literal["auto", "torch", "fused"] = "auto"

@@ -82,6 +82,7 @@ def start_engine(options: EngineOptions) -> Engine:
         checkpoint = attach_head(checkpoint, options.draft_head)
     logger.info(checkpoint.summary())
     plan = make_plan(options, checkpoint)
+    grammars = _grammars(options, checkpoint)
     weights = load_weights(checkpoint, plan.device)
     weight_bytes = checkpoint.num_bytes
     if plan.depth == 0 or plan.lookup is not None:
@@ -95,9 +96,16 @@ def start_engine(options: EngineOptions) -> Engine:
     report = HeadReport(_origin(checkpoint, plan), head_check, head_weights, trunk)
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started, report)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
-    tokenizer = Path(options.model) / "tokenizer.json"
-    grammars = GrammarLibrary(tokenizer, checkpoint.config.vocab_size) if tokenizer.exists() else None
+    if grammars is not None:
+        grammars.wait_read()
     return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate, plan=plan)
+
+
+def _grammars(options: EngineOptions, checkpoint: Checkpoint) -> GrammarLibrary | None:
+    """Begins to read the tokenizer for grammars."""
+    tokenizer, vocab_size = Path(options.model) / "tokenizer.json", checkpoint.config.vocab_size
+    eos_token_ids = tuple(token_id for token_id in options.eos_token_ids if 0 <= token_id < vocab_size)
+    return GrammarLibrary(tokenizer, vocab_size, eos_token_ids) if tokenizer.exists() else None
 
 
 def _draft_ids(options: EngineOptions, plan: Plan, checkpoint: Checkpoint) -> list[int] | None:

@@ -6,6 +6,7 @@ what passed is compiled by a thread of its own, cheap ones first; every ticket g
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -23,7 +24,10 @@ from pilotfish.engine.grammar.form import compile_form, load_tokenizer
 from pilotfish.engine.grammar.threads import Threads
 from pilotfish.engine.grammar.trial import Verdict
 from pilotfish.engine.grammar.trials import Trials
+from pilotfish.engine.guard import reason
 from pilotfish.engine.link.messages import Grammar
+
+logger = logging.getLogger(__name__)
 
 MAX_KEPT = 512
 MAX_KEPT_BYTES = 256 << 20
@@ -59,7 +63,8 @@ class Entry:
 
 
 class GrammarLibrary:
-    """Makes constraints for one tokenizer.json. With `eos_token_ids` it is read now, else when a grammar needs it."""
+    """Makes constraints for one tokenizer.json. With `eos_token_ids` it is read at once, here and by the worker, else
+    when a grammar needs it."""
 
     def __init__(
         self,
@@ -77,11 +82,28 @@ class GrammarLibrary:
         self._compiler = Threads(1, "grammar-compiler", NICE)
         self._copier = Threads(1, "grammar-copier")
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+        self._read = threading.Event()
         if eos_token_ids:
-            self._tokenizer(eos_token_ids)
+            self._trials.warm_up(eos_token_ids)
+            self._compiler.submit(lambda: self._read_first(eos_token_ids))
+        else:
+            self._read.set()
 
-    def ask(self, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> Ticket:
-        """Never waits."""
+    def wait_read(self) -> None:
+        """Until the tokenizer is read, if end ids were given: other threads stand still meanwhile."""
+        self._read.wait()
+
+    def _read_first(self, eos_token_ids: tuple[int, ...]) -> None:
+        try:
+            self._tokenizer(eos_token_ids)
+        except BaseException as error:
+            # without grammars everything else is served; each of them will tell the reason
+            logger.warning("%s cannot be used for grammars: %s", self.file.name, reason(error))
+        finally:
+            self._read.set()
+
+    def ask(self, grammar: Grammar, eos_token_ids: tuple[int, ...], api_key: str = "") -> Ticket:
+        """Never waits. API keys take turns with what is not known yet."""
         ticket = Ticket(grammar.after_token_id)
         key = (msgspec.structs.replace(grammar, after_token_id=None), eos_token_ids)
         with self._news:
@@ -92,7 +114,7 @@ class GrammarLibrary:
             entry = self._entries.get(key)
             if entry is None:
                 entry = self._entries[key] = Entry(key)
-                entry.number = self._trials.start(*key, self._on_verdict)
+                entry.number = self._trials.start(*key, api_key, self._on_verdict)
                 self._numbered[entry.number] = entry
             self._entries.move_to_end(key)
             if entry.error is not None:

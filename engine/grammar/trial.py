@@ -30,11 +30,16 @@ PAGE_BYTES = 4096
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker is asked: to try a grammar, or, without one, to give up the trial of that number."""
+    """What the worker is asked: to try a grammar, or, without one, to give up the trial of that number, or, where end
+    ids are given, to read the tokenizer with them.
+
+    API keys take turns; `key` is the label of one.
+    """
 
     number: int
     grammar: Grammar | None = None
     eos_token_ids: tuple[int, ...] = ()
+    key: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,17 +53,27 @@ class Trials:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def start(self, grammar: Grammar, eos_token_ids: tuple[int, ...], on_verdict: Callable[[Verdict], None]) -> int:
+    def start(
+        self, grammar: Grammar, eos_token_ids: tuple[int, ...], key: str, on_verdict: Callable[[Verdict], None]
+    ) -> int:
         """The trial's number."""
         with self._lock:
             self._num_started += 1
-            task = Task(number=self._num_started, grammar=grammar, eos_token_ids=eos_token_ids)
+            task = Task(number=self._num_started, grammar=grammar, eos_token_ids=eos_token_ids, key=key)
             self._open[task.number] = Open(task, on_verdict)
+        self._put(task)
+        return task.number
+
+    def _put(self, task: Task) -> None:
+        with self._lock:
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write_all, name="grammar-tasks", daemon=True)
                 self._writer.start()
         self._todo.put(task)
-        return task.number
+
+    def warm_up(self, eos_token_ids: tuple[int, ...]) -> None:
+        """Starts the worker, which reads the tokenizer."""
+        self._put(Task(number=0, eos_token_ids=eos_token_ids))
 
     def give_up(self, number: int) -> None:
         """Ends a trial, wherever it is, without a verdict."""

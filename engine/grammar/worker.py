@@ -5,7 +5,8 @@ and verdicts go out on stdout, msgpack behind a 4-byte length. It imports no tor
 child has it by being forked, in about a millisecond. Nothing that a client wrote is looked at outside a child.
 
 Two at a time run on the quick lane; what needs more CPU time than that allows starts again on the slow lane, one at a
-time, so that costly grammars wait for each other and small ones pass them. The end of stdin ends everything.
+time, so that costly grammars wait for each other and small ones pass them. On both, API keys take turns. The end of
+stdin ends everything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +61,36 @@ class Child:
     answer: bytearray = field(default_factory=bytearray)
 
 
+class Line:
+    """Tasks that wait: one of each key in turn, those of a key in order."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[str, deque[Task]] = OrderedDict()
+
+    def add(self, task: Task) -> None:
+        self._by_key.setdefault(task.key, deque()).append(task)
+
+    def next(self) -> Task | None:
+        """Takes out the next one."""
+        if not self._by_key:
+            return None
+        key, tasks = next(iter(self._by_key.items()))
+        task = tasks.popleft()
+        if tasks:
+            self._by_key.move_to_end(key)
+        else:
+            del self._by_key[key]
+        return task
+
+    def drop(self, number: int) -> None:
+        for key, tasks in list(self._by_key.items()):
+            kept = deque(task for task in tasks if task.number != number)
+            if kept:
+                self._by_key[key] = kept
+            else:
+                del self._by_key[key]
+
+
 def frame(message: Task | Verdict) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
@@ -71,7 +102,7 @@ class Worker:
     def __init__(self, tokenizer_file: Path, vocab_size: int, inbox: int, outbox: int):
         self.file, self.vocab_size, self.inbox, self.outbox = tokenizer_file, vocab_size, inbox, outbox
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
-        self._waiting: dict[Lane, deque[Task]] = {QUICK: deque(), SLOW: deque()}
+        self._waiting = {QUICK: Line(), SLOW: Line()}
         self._children: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(inbox, selectors.EVENT_READ)
@@ -103,32 +134,37 @@ class Worker:
         while len(self._unread) >= 4 and len(self._unread) >= 4 + (size := int.from_bytes(self._unread[:4], "big")):
             task = msgspec.msgpack.decode(self._unread[4 : 4 + size], type=Task)
             del self._unread[: 4 + size]
-            if task.grammar is None:
+            if task.grammar is None and task.eos_token_ids:
+                # what cannot be read is told to whoever asks for more
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    self._tokenizer(task.eos_token_ids)
+            elif task.grammar is None:
                 self._give_up(task.number)
             else:
-                self._waiting[QUICK].append(task)
+                self._waiting[QUICK].add(task)
         return bool(data)
 
     def _give_up(self, number: int) -> None:
         """Nobody waits for it any more; no verdict follows."""
-        for lane, tasks in self._waiting.items():
-            self._waiting[lane] = deque(task for task in tasks if task.number != number)
+        for line in self._waiting.values():
+            line.drop(number)
         for fd, child in list(self._children.items()):
             if child.task.number == number:
                 os.kill(child.pid, signal.SIGKILL)
                 self._reap(fd)
 
     def _fill(self, lane: Lane) -> None:
-        tasks = self._waiting[lane]
-        while tasks and sum(child.lane is lane for child in self._children.values()) < lane.num_places:
-            self._start(tasks.popleft(), lane)
+        while sum(child.lane is lane for child in self._children.values()) < lane.num_places:
+            if (task := self._waiting[lane].next()) is None:
+                return
+            self._start(task, lane)
 
     def _start(self, task: Task, lane: Lane) -> None:
         try:
             tokenizer = self._tokenizer(task.eos_token_ids)
             read, write = os.pipe()
             pid = os.fork()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             self._tell(Verdict(number=task.number, error=f"grammar: it cannot be tried: {error}"))
             return
         if pid == 0:
@@ -156,7 +192,7 @@ class Worker:
         if status == 0:
             self._write(child.answer)
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF and child.lane is QUICK:
-            self._waiting[SLOW].append(child.task)
+            self._waiting[SLOW].add(child.task)
         else:
             self._tell(_death(child, status))
 

@@ -89,6 +89,7 @@ def make_app(
         metrics.on_report(report)
         throughput.on_report(report)
 
+    engine = msgspec.structs.replace(engine, eos_token_ids=files.eos_token_ids)
     client = EngineClient(
         engine,
         core=options.core,

@@ -14,7 +14,7 @@ class MadeGrammars:
     def __init__(self, make: Callable[[], Any]):
         self.make = make
 
-    def ask(self, grammar: Any, eos_token_ids: Any) -> Ticket:
+    def ask(self, grammar: Any, eos_token_ids: Any, api_key: str = "") -> Ticket:
         return Ticket(None, constraint=self.make(), done=True)
 
     def drop(self, ticket: Ticket) -> None: ...
