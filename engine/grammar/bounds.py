@@ -8,10 +8,11 @@ hand, well above what people write.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from pilotfish.engine.errors import RequestError
@@ -127,8 +128,8 @@ def _count_object(value: dict[str, Any], counts: Counter[str], targets: set[str]
     counts["items that each have a schema"] += _length(value, "prefixItems") + _length(value, "items")
     counts["as the sum of all multipleOf, digits alone"] += _digits(value.get("multipleOf"))
     for key in ("minLength", "minItems", "minProperties", "minContains"):
-        least = value.get(key)
-        if isinstance(least, int | float):
+        least: Any = value.get(key)
+        if least is not None and _is_number(least):
             _largest(counts, "as a least number of characters, items or properties", min(least, 10**18))
     for pattern in (*patterns, value.get("pattern"), value.get("whitespace_pattern")):
         if isinstance(pattern, str):
@@ -156,16 +157,22 @@ def _length(value: dict[str, Any], key: str) -> int:
 
 def _digits(number: Any) -> int:
     """The number without its point and zeros: an automaton that divides by it has about so many states."""
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if not _is_number(number):
         return 0
-    try:
-        digits = Decimal(repr(number)).normalize().as_tuple()
-    except InvalidOperation:
-        return 0
-    exponent = digits.exponent if isinstance(digits.exponent, int) else 0
-    if len(digits.digits) + max(exponent, 0) > 12:
+    if abs(number) >= 10**12:
         return 10**12
-    return int("".join(map(str, digits.digits))) * 10 ** max(exponent, 0)
+    digits = Decimal(repr(number)).normalize().as_tuple()
+    assert isinstance(digits.exponent, int)
+    if len(digits.digits) + max(digits.exponent, 0) > 12:
+        return 10**12
+    return int("".join(map(str, digits.digits))) * 10 ** max(digits.exponent, 0)
+
+
+def _is_number(value: Any) -> bool:
+    """Any but NaN and the infinities, which some JSON has."""
+    return not isinstance(value, bool) and (
+        isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    )
 
 
 # -- regular expressions -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Tasks may come from any thread and never wait: one thread writes them, another r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -23,6 +24,7 @@ from pilotfish.engine.link.messages import Grammar
 
 logger = logging.getLogger(__name__)
 
+WORKER = "pilotfish.engine.grammar.worker"
 NUM_TRIES = 2
 """Workers that a task may be lost with before it is refused."""
 
@@ -39,9 +41,8 @@ class Open:
 class Trials:
     """One worker process. Verdicts are told from a thread of this class, one for each task that is not given up."""
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int):
-        self._command = [sys.executable, "-P", "-m", "pilotfish.engine.grammar.worker"]
-        self._command += [str(tokenizer_file), str(vocab_size)]
+    def __init__(self, tokenizer_file: Path, vocab_size: int, module: str = WORKER):
+        self._command = [sys.executable, "-P", "-m", module, str(tokenizer_file), str(vocab_size)]
         self._todo: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[int, Open] = {}
@@ -104,12 +105,18 @@ class Trials:
             except OSError:
                 # its reader sees the end too, and asks again
                 continue
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """A worker ends with its input. Only the writing thread comes here."""
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
     def _worker(self) -> subprocess.Popen[bytes]:
         """The running one, or a new one. Only the writing thread comes here."""
         if self._process is None or self._process.poll() is not None:
+            self._hang_up()
             # one thread and one arena: it forks, and its children's memory is limited
             single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
             self._process = subprocess.Popen(

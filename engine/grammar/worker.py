@@ -60,6 +60,10 @@ class Child:
     deadline: float
     answer: bytearray = field(default_factory=bytearray)
 
+    def is_answered(self) -> bool:
+        """Whether the whole of a verdict has come."""
+        return len(self.answer) > 4 and len(self.answer) == 4 + int.from_bytes(self.answer[:4], "big")
+
 
 class Line:
     """Tasks that wait: one of each key in turn, those of a key in order."""
@@ -189,7 +193,7 @@ class Worker:
             return
         child = self._children[fd]
         status = self._reap(fd)
-        if status == 0:
+        if status == 0 and child.is_answered():
             self._write(child.answer)
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF and child.lane is QUICK:
             self._waiting[SLOW].add(child.task)

@@ -20,3 +20,26 @@ class MadeGrammars:
     def drop(self, ticket: Ticket) -> None: ...
 
     def wait(self, seconds: float) -> None: ...
+
+
+class HeldGrammars(MadeGrammars):
+    """Grammars that come when the test says so."""
+
+    def __init__(self, make: Callable[[], Any]):
+        super().__init__(make)
+        self.tickets: list[Ticket] = []
+        self.dropped: list[Ticket] = []
+
+    def ask(self, grammar: Any, eos_token_ids: Any, api_key: str = "") -> Ticket:
+        self.tickets.append(Ticket(None))
+        return self.tickets[-1]
+
+    def drop(self, ticket: Ticket) -> None:
+        self.dropped.append(ticket)
+
+    def come(self, number: int, **fields: Any) -> None:
+        """The ticket of that number is done: with a constraint, or with what `fields` say."""
+        ticket = self.tickets[number]
+        for name, value in ({"constraint": self.make()} | fields).items():
+            setattr(ticket, name, value)
+        ticket.done = True

@@ -8,6 +8,7 @@ import pytest
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parser import AnswerParser, AnswerRules, CallArguments, CallOpened
+from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import load_model_files
 
 DEMO = Path(__file__).resolve().parents[4] / "demo" / "model"
@@ -47,7 +48,9 @@ def demo():
 
 @pytest.fixture(scope="module")
 def library():
-    return GrammarLibrary(DEMO / "tokenizer.json", 8192)
+    library = GrammarLibrary(DEMO / "tokenizer.json", 8192)
+    yield library
+    library.close()
 
 
 def takes(demo, library, text, named="", single=False):
@@ -132,3 +135,47 @@ def test_a_named_function_is_called_once(demo, library):
     text = body(**CITY) + END
     assert takes(demo, library, text, named="get_weather")
     assert not takes(demo, library, f"{text}\n<tool_call>\n<function=get_weather>\n{text}", named="get_weather")
+
+
+def chain(count):
+    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)} | {f"d{count}": {"type": "integer"}}
+    return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "required": ["a"], "$defs": definitions}
+
+
+def test_schemas_that_are_too_large_are_a_refusal_of_tools(demo):
+    with pytest.raises(BadRequest, match="500 definitions referred to, got 1301") as refused:
+        call_grammar({"f": chain(1300)}, "", False, demo.tokenizer)
+    assert refused.value.param == "tools"
+    definition = {"properties": {f"p{i}": {"enum": [i]} for i in range(400)}}
+    parameters = {f"p{i}": {"anyOf": [{"$ref": "#/$defs/big"}, {"const": i}]} for i in range(400)}
+    with pytest.raises(BadRequest, match="bytes for a demanded call"):
+        call_grammar({"f": {"properties": parameters, "$defs": {"big": definition}}}, "f", True, demo.tokenizer)
+
+
+def test_parameters_take_along_what_they_refer_to_and_no_more(demo, library):
+    """1 500 parameters of one definition are one rule, whatever is said about each."""
+    parameters = {f"p{i}": {"$ref": "#/$defs/x", "description": f"number {i}"} for i in range(400)}
+    others = {f"unused {i}": {"type": "object"} for i in range(400)}
+    schema = {"properties": parameters, "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/y/anyOf/1"}}}}
+    schema["$defs"] |= {"y": {"anyOf": [{"type": "null"}, {"type": "integer"}]}} | others
+    grammar = call_grammar({"f": schema}, "f", True, demo.tokenizer)
+    ((name, written, simpler),) = grammar.schemas
+    assert name == "v0" and json.loads(simpler)["type"] == ["array"]
+    assert json.loads(written)["$defs"] == {
+        "d0": {"type": "array", "items": {"$ref": "#/$defs/d1"}},
+        "d1": {"type": "integer"},
+    }
+    matcher = library.constraint(grammar, EOS)._matcher
+    for text, fits in (("[1, 2]", True), ("[null]", False)):
+        ids = demo.tokenizer.encode(body(p7=text) + "</function>\n</tool_call>", add_special_tokens=False)
+        assert (matcher.deep_copy().try_consume_tokens(ids) == len(ids)) is fits
+
+
+@pytest.mark.parametrize(
+    "reference", ["#", "#/$defs/a~1b", "#/$defs/a%20c", "#/properties/p/anyOf/0", "#/nowhere", "other.json", "#anchor"]
+)
+def test_every_reference_leads_somewhere_or_the_type_alone_holds(demo, library, reference):
+    number = {"type": "integer"}
+    schema = {"properties": {"p": {"anyOf": [number, {"$ref": reference}]}}, "$defs": {"a/b": number, "a c": number}}
+    grammar = call_grammar({"f": schema}, "f", True, demo.tokenizer)
+    assert library.constraint(grammar, EOS)

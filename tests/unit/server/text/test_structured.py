@@ -1,6 +1,8 @@
 """One grammar from OpenAI's and vLLM's fields; what cannot be read is refused by field."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -55,9 +57,18 @@ def test_free_text_has_no_grammar(fields):
         ({"guided_json": 3}, "guided_json"),
         ({"guided_regex": "a", "guided_json": SCHEMA}, "guided_json"),
         ({"guided_regex": "a" * (MAX_SOURCE_BYTES + 1)}, "guided_regex"),
+        ({"guided_regex": "a{99999}"}, "guided_regex"),
+        ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
+        ({"guided_json": "{not json"}, "guided_json"),
+        ({"structured_outputs": {"grammar": "start: " + "(" * 99}}, "structured_outputs"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_field(fields, param):
     with pytest.raises(BadRequest) as refused:
         grammar_of(fields)
     assert refused.value.param == param
+
+
+def test_the_http_process_never_loads_the_grammar_library():
+    code = "import sys, pilotfish.server.serve, pilotfish.server.http.app; print('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -15,7 +15,7 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.start import make_core
 
-MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[4] / "demo" / "model"
 EOS = (8179,)
 VOCAB = 8192
 SCHEMA = {
@@ -33,7 +33,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def library():
-    return GrammarLibrary(MODEL / "tokenizer.json", VOCAB)
+    library = GrammarLibrary(MODEL / "tokenizer.json", VOCAB)
+    yield library
+    library.close()
 
 
 def rows_of(constraint, drafts):
