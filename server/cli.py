@@ -135,6 +135,13 @@ def _add_serve(parser: Parser) -> None:
         "--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503 (default: %(default)s)"
     )
     group.add_argument(
+        "--max-connections",
+        type=_count,
+        default=4096,
+        metavar="N",
+        help="then the longest idle one goes, without a key first; as open files allow (default: %(default)s)",
+    )
+    group.add_argument(
         "--audit-rate",
         type=_share_or_zero,
         default=0.0,

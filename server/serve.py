@@ -21,6 +21,8 @@ from aiohttp import web
 
 from pilotfish.server.handlers import SERVICE
 from pilotfish.server.http.app import SUPERVISOR, ServerOptions, make_app, make_runner
+from pilotfish.server.http.bounded_log import Bounded
+from pilotfish.server.http.connections import TcpSite, UnixSite, room_for_connections
 from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.drain import DRAIN
 from pilotfish.server.http.tls import TlsError, TlsFiles, make_context, refresh
@@ -35,8 +37,6 @@ LAST_WORDS_SECONDS = 1.0
 """For the error of a request that has not ended in time to reach its client."""
 CLOSE_SECONDS = 10.0
 """For the engine to end, before it is killed."""
-BACKLOG = 1024
-"""Connections that wait to be accepted: a burst of clients meets our queue and its 503, not the kernel's."""
 
 
 def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Sequence[str]) -> int:
@@ -45,6 +45,8 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     Raises PilotfishError for files that cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(Bounded())
     # its errors are malformed requests; what fails in a handler is logged by ours
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     files = load_model_files(
@@ -84,7 +86,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     _quiet_collector()
     logger.info("serving %s with %s", ", ".join(names), engine)
     address = Address(args.host, args.port, args.uds, *tls)
-    return asyncio.run(_run(app, address, args.shutdown_timeout))
+    return asyncio.run(_run(app, address, args.shutdown_timeout, room_for_connections(args.max_connections)))
 
 
 def _quiet_collector() -> None:
@@ -122,15 +124,15 @@ class Address(NamedTuple):
     def site(self, runner: web.AppRunner) -> web.BaseSite:
         """Raises OSError for a socket that another process listens on; what a dead one left is replaced."""
         if self.socket is None:
-            return web.TCPSite(runner, self.host, self.port, backlog=BACKLOG, ssl_context=self.tls)
+            return TcpSite(runner, self.host, self.port, ssl_context=self.tls)
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(os.fsencode(self.socket)) == 0:
                 raise OSError("another process listens there")
-        return web.UnixSite(runner, self.socket, backlog=BACKLOG, ssl_context=self.tls)
+        return UnixSite(runner, self.socket, ssl_context=self.tls)
 
 
-async def _run(app: web.Application, address: Address, shutdown_seconds: float) -> int:
-    runner = make_runner(app, shutdown_seconds=LAST_WORDS_SECONDS)
+async def _run(app: web.Application, address: Address, shutdown_seconds: float, max_connections: int) -> int:
+    runner = make_runner(app, shutdown_seconds=LAST_WORDS_SECONDS, max_connections=max_connections)
     stop = asyncio.Event()
     _stop_on_signals(stop)
     await runner.setup()

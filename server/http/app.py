@@ -26,6 +26,7 @@ from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.http import openapi, status
 from pilotfish.server.http.auth import Keys
 from pilotfish.server.http.bodies import JSON, MAX_BODY_BYTES, Bodies
+from pilotfish.server.http.connections import MAX_CONNECTIONS, Connection, Runner
 from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.drain import DRAIN, Drain
 from pilotfish.server.http.limits import Limiter
@@ -161,9 +162,13 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
     ]
 
 
-def make_runner(app: web.Application, *, shutdown_seconds: float) -> web.AppRunner:
-    """A runner that cancels a handler when its client goes: aiohttp's default lets it run on."""
-    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_seconds, access_log=None)
+def make_runner(
+    app: web.Application, *, shutdown_seconds: float, max_connections: int = MAX_CONNECTIONS
+) -> web.AppRunner:
+    def on_refused() -> None:
+        app[SERVICE].metrics.on_rejection("connections")
+
+    return Runner(app, shutdown_seconds=shutdown_seconds, most=max_connections, on_refused=on_refused)
 
 
 def _engine(close_seconds: float) -> Callable[[web.Application], AsyncIterator[None]]:
@@ -236,6 +241,8 @@ def _auth(keys: Keys, root_path: str) -> Callable:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path.removeprefix(root_path) not in PUBLIC:
             handlers.KEY.set(keys.check(request.headers.get("Authorization"), request.headers.get("x-api-key")))
+            if isinstance(request.protocol, Connection):
+                request.protocol.known = True
         return await handler(request)
 
     return middleware

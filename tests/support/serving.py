@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from pilotfish.engine.options import EngineOptions
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.http.app import ServerOptions, make_app, make_runner
+from pilotfish.server.http.connections import MAX_CONNECTIONS, TcpSite
 from pilotfish.server.model_files import load_model_files
 
 SUPPORT = Path(__file__).parent
@@ -54,6 +53,7 @@ async def serving(
     core: str = "scripted_core:make_core",
     engine: dict | None = None,
     files: dict | None = None,
+    max_connections: int = MAX_CONNECTIONS,
     **options: Any,
 ) -> AsyncIterator[Server]:
     app = make_app(
@@ -63,10 +63,10 @@ async def serving(
         EngineOptions(model=str(folder), **(engine or {})),
         load_model_files(folder, **(files or {})),
     )
-    runner = make_runner(app, shutdown_seconds=1.0)
+    runner = make_runner(app, shutdown_seconds=1.0, max_connections=max_connections)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await TcpSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         if wait:
             await app[SERVICE].client.wait_ready()

@@ -1,0 +1,250 @@
+"""Connections as strangers use them: half-sent heads, too many of them, what is no HTTP, and a log that stays short."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+
+import aiohttp
+import pytest
+from serving import script, serving
+
+from pilotfish.server.http import bodies, connections
+from pilotfish.server.http.bounded_log import MOST, SECONDS, Bounded
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half: "
+WHOLE = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connected(server, sent=b""):
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def ended(reader):
+    """All that comes until the server closes."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(), 20)
+    return b""
+
+
+@pytest.mark.parametrize("sent", [b"", HALF, b"\r\n", b"G"])
+def test_a_head_that_does_not_come_ends_its_connection(server, monkeypatch, sent):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+
+    async def story():
+        async with connected(server, sent) as (reader, writer):
+
+            async def drip():
+                while not writer.is_closing():
+                    writer.write(b"x" if sent == HALF else b"")
+                    await asyncio.sleep(0.05)
+
+            dripping = asyncio.create_task(drip())
+            assert await ended(reader) == b""
+            dripping.cancel()
+            # a whole one is answered, and may take its time
+            async with aiohttp.ClientSession() as http:
+                body = {"prompt": script(reply="x", times=20, delay=0.05), "max_tokens": 20}
+                async with http.post(server.v1 + "/completions", json=body) as response:
+                    assert response.status == 200 and (await response.json())["usage"]["completion_tokens"] == 20
+
+    asyncio.run(story())
+
+
+def test_the_head_of_a_second_request_has_a_deadline_too(folder, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.4)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.6)
+
+    async def story():
+        async with serving(folder) as server, connected(server, WHOLE + HALF) as (reader, _):
+            answer = await ended(reader)
+            assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+    asyncio.run(story())
+
+
+def test_a_body_that_does_not_come_is_a_408_in_json(server, monkeypatch):
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "LINGERING_SECONDS", 0.1)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+
+    async def story():
+        async with connected(server, head) as (reader, _):
+            head_of_answer, _, body = (await ended(reader)).partition(b"\r\n\r\n")
+            assert head_of_answer.startswith(b"HTTP/1.1 408") and b"Connection: close" in head_of_answer
+            assert json.loads(body)["error"]["code"] == "request_timeout"
+            assert server.service.bodies.num_bytes == 0
+
+    asyncio.run(story())
+
+
+def test_a_head_without_end_is_a_431_in_json(server):
+    line = b"X-%d: " + b"x" * 4000 + b"\r\n"
+
+    async def story():
+        async with connected(server, HALF + b"\r\n") as (reader, writer):
+            with contextlib.suppress(ConnectionError):
+                for number in range(100):
+                    writer.write(line % number)
+                    await writer.drain()
+            body = (await ended(reader)).rpartition(b"\r\n\r\n")[2]
+            # whatever is sent after the answer resets the connection: the answer may be lost
+            assert not body or json.loads(body)["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"NONSENSE\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+        b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused_in_json(server, sent):
+    async def story():
+        async with connected(server, sent) as (reader, _):
+            head, _, body = (await ended(reader)).partition(b"\r\n\r\n")
+            assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")) and b"application/json" in head
+            error = json.loads(body)["error"]
+            assert error["type"] == "invalid_request_error" and error["message"]
+
+    asyncio.run(story())
+
+
+def test_strangers_make_room_for_those_with_keys(folder):
+    async def story():
+        async with (
+            serving(folder, api_keys=("secret",), max_connections=20) as server,
+            aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as http,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            body = {"prompt": script(reply="x", times=400, delay=0.01), "max_tokens": 400, "stream": True}
+            async with http.post(server.v1 + "/completions", json=body) as stream:
+                assert stream.status == 200
+                # one that has shown its key and waits for a next request
+                friend = await stack.enter_async_context(connected(server, WHOLE))
+                assert (await friend[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                strangers = [await stack.enter_async_context(connected(server, HALF)) for _ in range(60)]
+                for _ in range(3):
+                    async with http.get(server.v1 + "/models", headers={"Connection": "close"}) as response:
+                        assert response.status == 200
+                # the first ones are gone, the friend and the stream are not
+                assert await ended(strangers[0][0]) == b""
+                friend[1].write(WHOLE)
+                assert (await friend[0].readuntil(b'"object"')) != b""
+                text = await stream.text()
+                assert text.endswith("data: [DONE]\n\n") and text.count('"text":"x"') > 100
+            async with http.get(server.url + "/metrics") as response:
+                lines = (await response.text()).splitlines()
+            refused = [line for line in lines if 'rejected_total{reason="connections"}' in line]
+            assert refused and float(refused[0].split()[-1]) >= 40
+
+    asyncio.run(story())
+
+
+def test_busy_connections_are_not_cut_for_new_ones(folder):
+    async def story():
+        async with (
+            serving(folder, max_connections=3, engine={"max_num_seqs": 4}) as server,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,
+        ):
+            body = {"prompt": script(reply="x", times=50, delay=0.02), "max_tokens": 50}
+
+            async def ask():
+                async with http.post(server.v1 + "/completions", json=body) as response:
+                    return response.status
+
+            tasks = [asyncio.create_task(ask()) for _ in range(3)]
+            while server.service.client.num_open < 3:
+                await asyncio.sleep(0.01)
+            async with connected(server, HALF) as (reader, _):
+                assert await ended(reader) == b""
+            assert await asyncio.gather(*tasks) == [200, 200, 200]
+
+    asyncio.run(story())
+
+
+def test_the_process_may_open_as_many_files_as_its_connections_need(monkeypatch):
+    limits, told = {"now": (1024, 5000)}, []
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr("resource.setrlimit", lambda _, wanted: told.append(wanted))
+    assert connections.room_for_connections(4096) == 4096 and told.pop() == (4224, 5000)
+    limits["now"] = (256, 256)
+    assert connections.room_for_connections(4096) == 128 and told.pop() == (256, 256)
+    limits["now"] = (65536, 65536)
+    assert connections.room_for_connections(4096) == 4096 and told == []
+
+
+def test_a_long_queue_is_accepted_in_small_parts(server):
+    async def story():
+        host, port = server.url.removeprefix("http://").split(":")
+        opened = []
+        try:
+            # the loop is not run meanwhile: the kernel alone holds them
+            for _ in range(200):
+                opened.append(socket.create_connection((host, int(port)), timeout=5))
+                opened[-1].sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            for one in opened:
+                one.settimeout(20)
+                answer = await asyncio.to_thread(one.recv, 4096)
+                assert answer.startswith(b"HTTP/1.1 200")
+        finally:
+            for one in opened:
+                one.close()
+
+    asyncio.run(story())
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(message="%s failed", *args, line=7, name="asyncio"):
+    return logging.LogRecord(name, logging.ERROR, "file", line, message, args, None)
+
+
+def test_the_log_has_the_first_of_many_alike_and_their_number():
+    clock = Clock()
+    bounded = Bounded(clock)
+    shown = [bounded.filter(record("%s failed", number)) for number in range(100_000)]
+    assert sum(shown) == MOST and all(shown[:MOST])
+    # what differs after the first line is alike, another place is not
+    assert [bounded.filter(record(f"accept failed\nfd={number}")) for number in range(50)].count(True) == MOST
+    assert bounded.filter(record("another"))
+    clock.now = SECONDS + 1
+    later = record("%s failed", "it")
+    assert bounded.filter(later)
+    assert later.getMessage() == f"it failed ({100_000 - MOST} more like it in the last {SECONDS + 1:.0f} s)"
+
+
+@pytest.mark.parametrize("num_bytes", [100_000, 900_000])
+def test_a_long_body_is_no_long_head(server, num_bytes):
+    async def story():
+        async with aiohttp.ClientSession() as http:
+
+            async def ask():
+                async with http.post(
+                    server.v1 + "/completions", json={"prompt": "x", "mood": "x" * num_bytes}
+                ) as answer:
+                    return answer.status
+
+            assert 431 not in await asyncio.gather(*(ask() for _ in range(40)))
+
+    asyncio.run(story())
