@@ -13,12 +13,15 @@ import argparse
 import dataclasses
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from pilotfish.engine.check.audit.matchers import Matchers
 from pilotfish.engine.check.audit.report import Report
 from pilotfish.engine.check.audit.requests import load_prompts, make_requests
+from pilotfish.engine.check.audit.rules import derive
 from pilotfish.engine.check.audit.run import Auditor, audit
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.load import load_weights
@@ -73,7 +76,8 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         reason = checkpoint.mtp_problem or "none in the checkpoint"
         print(f"no head to audit ({reason}): forced drafts only", file=sys.stderr if args.json else sys.stdout)
     prompts = load_prompts(Path(args.model), args.num_prompts, config.vocab_size)
-    longest = max(map(len, prompts)) + args.max_tokens
+    # a text that a stop ended is continued for as many drafts
+    longest = max(map(len, prompts)) + args.max_tokens + args.max_depth
     if longest > config.max_position_embeddings:
         raise OptionError(f"--max-tokens: {longest} tokens in all, the model takes {config.max_position_embeddings}")
     options = EngineOptions(
@@ -94,7 +98,10 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
     model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
-    return Auditor(model, plan, make_requests(prompts, args.max_tokens, config.eos_token_ids, config.vocab_size))
+    eos, vocab = config.eos_token_ids, config.vocab_size
+    matchers = Matchers(Path(args.model), vocab)
+    make_rules = partial(derive, prompts, args.max_tokens, eos, vocab, matchers.usable)
+    return Auditor(model, plan, make_requests(prompts, args.max_tokens, eos, vocab), make_rules, matchers)
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class Report:
         self.num_tokens += result.num_tokens
         self.num_rows += result.num_rows
         self.num_findings += len(result.findings)
-        self.kinds.add(result.name.split(", ", 2)[2])
+        self.kinds.add(", ".join(result.name.split(", ")[2:]))
         if self.as_json:
             row = dataclasses.asdict(result) | {"acceptance_length": result.acceptance_length}
             row |= {"first_draft_acceptance": result.first_draft_acceptance}
@@ -47,8 +48,9 @@ class Report:
 
     @property
     def modes(self) -> list[str]:
-        """What requests are called by, the prompt's number left out."""
-        return list(dict.fromkeys(request.request_id.split("-", 1)[1] for request in self.auditor.requests))
+        """What requests are called by, numbers left out."""
+        names = (re.sub(r"^\d+-|-\d+$", "", request.request_id) for request in self.auditor.requests)
+        return list(dict.fromkeys(names))
 
     def end(self) -> int:
         """Prints the summary; the exit status."""
@@ -65,6 +67,8 @@ class Report:
                 "runs": self.num_runs,
                 "tokens": self.num_tokens,
                 "rows": self.num_rows,
+                "by_book": self.auditor.num_by_book,
+                "silent": self.auditor.rules.silent,
                 "digest": compared.digest(),
                 "digests": compared.digests(),
             }
@@ -74,7 +78,10 @@ class Report:
         print(f"compared: {self.num_runs} runs over k = {_span(self.depths)} and {_span(self.batches)} at once,")
         print(f"    {'; '.join(sorted(self.kinds))};")
         print(f"    {len(self.auditor.requests)} requests: {', '.join(self.modes)};")
-        print(f"    {self.num_tokens} tokens, {self.num_rows} rows of tensors")
+        print(f"    {self.num_tokens} tokens, {self.num_rows} rows of tensors;")
+        print(f"    {self.auditor.num_by_book} tokens of k = 0 by the book")
+        for rule in self.auditor.rules.silent:
+            print(f"not compared: {rule}: this checkpoint's text could not be made to meet it")
         print(f"digest: {compared.digest()}")
         same = "the tokens and bits of k = 0 in all that was compared"
         print(f"PASS: {same}" if passed else f"FAIL: {self.num_findings} findings: output depends on speculation")

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
+from typing import cast
 
+import msgspec
 import torch
 from tqdm import tqdm
 
 from pilotfish.engine.assemble import assemble
-from pilotfish.engine.check.audit.transcript import Compared, Finding, Recorder, Transcript, compare
+from pilotfish.engine.check.audit import book
+from pilotfish.engine.check.audit.matchers import Matchers
+from pilotfish.engine.check.audit.rules import Decode, Rules, lures
+from pilotfish.engine.check.audit.transcript import BOOK, Compared, Finding, Recorder, Transcript, compare
+from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.plan import Plan
 from pilotfish.engine.sequence import Sequence
+
+MAX_BOOK_ROWS = 64
+"""Rows of logits of a request that are kept for the book."""
+SPARE_STEPS = 64
+MAX_MASK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,11 @@ class RunResult:
     findings: list[Finding]
     num_tokens: int
     num_rows: int
-    num_rounds: int
-    num_drafted: int
-    num_accepted: int
-    num_first_drafted: int
-    num_first_accepted: int
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_first_drafted: int = 0
+    num_first_accepted: int = 0
 
     @property
     def first_draft_acceptance(self) -> float:
@@ -46,90 +56,200 @@ class RunResult:
 
 
 class Auditor:
-    """Runs requests over one loaded model at any depth and batch size; `compared` is what has been compared so far."""
+    """Runs requests over one loaded model at any depth and batch size; `compared` is what has been compared so far.
 
-    def __init__(self, model: Model, plan: Plan, requests: list[Submit]):
-        self.model, self.plan, self.requests = model, plan, requests
-        self.prompt_lengths = {request.request_id: len(request.prompt_token_ids) for request in requests}
+    `make_rules` adds requests to those given, once it can decode. `matchers` reads grammars, None where no request has
+    one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        requests: list[Submit],
+        make_rules: Callable[[Decode], Rules] | None = None,
+        matchers: Matchers | None = None,
+    ):
+        self.model, self.plan, self.requests = model, plan, list(requests)
+        self.make_rules, self.matchers = make_rules, matchers
+        self.rules = Rules()
         self.reference: dict[str, Transcript] = {}
         self.compared = Compared()
+        self.num_by_book = 0
+        # what follows a text that ended at a stop: drafts that are right beyond its end
+        self._beyond: dict[str, list[int]] = {}
 
-    def run_reference(self) -> None:
-        """Every request alone at k = 0: with the head off, then with a head that repairs one row a round and drafts."""
+    @property
+    def prompt_lengths(self) -> dict[str, int]:
+        return {request.request_id: len(request.prompt_token_ids) for request in self.requests}
+
+    def run_reference(self) -> RunResult:
+        """Every request alone at k = 0: with the head off, and by the book; then with a head that repairs one row a
+        round and drafts."""
+        if self.make_rules is not None:
+            self.rules = self.make_rules(self._decode)
+            self.requests += self.rules.requests
+            self.make_rules = None
         plain: dict[str, Transcript] = {}
+        findings: list[Finding] = []
+        name = "k = 0, batch 1, head off"
         for request in self.requests:
-            plain |= self._transcripts(0, 1, [request])[0].transcripts
-            if self.model.head is None:
-                continue
-            alone = Submit(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling=request.sampling,
-                speculative_k=0,
-            )
-            self.reference |= self._transcripts(1, 1, [alone])[0].transcripts
+            transcript = plain[request.request_id] = self._alone(request)
+            findings += self._by_book(name, request, transcript)
+            if self.model.head is not None:
+                self.reference |= self._transcripts(1, 1, [_at_most(request, 0)]).transcripts
+            self._beyond[request.request_id] = self._continue(request, transcript)
         self.reference = self.reference or plain
-        findings = compare("k = 0, head off", self.reference, plain, self.prompt_lengths)
-        if findings:
-            raise RuntimeError(f"the head's presence changes plain decoding: {findings[0]}")
+        findings += compare(name, self.reference, plain, self.prompt_lengths)
+        num_rows = self.compared.add(self.reference, plain)
+        return RunResult(name, findings, sum(len(t.tokens) for t in plain.values()), num_rows)
+
+    def _alone(self, request: Submit) -> Transcript:
+        return self._transcripts(0, 1, [request], keep=MAX_BOOK_ROWS).transcripts[request.request_id]
+
+    def _decode(self, request: Submit) -> list[int]:
+        """What it writes alone at k = 0; nobody looks at the rows."""
+        return self._transcripts(0, 1, [request], rows=False).transcripts[request.request_id].tokens
+
+    def _by_book(self, run: str, request: Submit, transcript: Transcript) -> list[Finding]:
+        params, matcher = request.sampling, None
+        if params.grammar is not None:
+            assert self.matchers is not None
+            matcher = self.matchers.matcher(params.grammar, params.eos_token_ids)
+        rows = [transcript.logits.pop(position) for position in sorted(transcript.logits)]
+        self.num_by_book += min(len(rows), len(transcript.tokens))
+        wrong = book.first_wrong(request.prompt_token_ids, params, transcript.tokens, rows, matcher)
+        if wrong is None:
+            return []
+        return [Finding(run, request.request_id, len(request.prompt_token_ids) - 1 + wrong, BOOK)]
+
+    def _continue(self, request: Submit, transcript: Transcript) -> list[int]:
+        """Tokens that would have come if the text had not ended before its limit."""
+        if len(transcript.tokens) == request.sampling.max_tokens:
+            return []
+        sampling = msgspec.structs.replace(
+            request.sampling, stop_token_ids=(), ignore_eos=True, min_tokens=0, max_tokens=self.plan.depth, grammar=None
+        )
+        prompt = [*request.prompt_token_ids, *transcript.tokens]
+        return self._decode(Submit(request_id="beyond", prompt_token_ids=prompt, sampling=sampling))
 
     def run(self, depth: int, batch: int, forced: bool, captured: bool = False) -> RunResult:
         """All requests at depth k, at most `batch` at once, compared with the reference. `captured`: tokens alone, of
         rounds that are replayed; those whose rows are in view are launched one operator after the other."""
         name = f"k = {depth}, batch {batch}, {'forced' if forced else 'own'} drafts{', captured' if captured else ''}"
-        recorder, totals = self._transcripts(depth, batch, self.requests, forced, captured)
+        recorder = self._transcripts(depth, batch, self.requests, forced, captured, rows=not captured)
         got = recorder.transcripts
         findings = compare(name, self.reference, got, self.prompt_lengths)
         num_rows = self.compared.add(self.reference, got)
-        return RunResult(name, findings, sum(len(t.tokens) for t in got.values()), num_rows, *totals)
+        return RunResult(name, findings, sum(len(t.tokens) for t in got.values()), num_rows, *recorder.totals)
 
     def _transcripts(
-        self, depth: int, batch: int, requests: list[Submit], forced: bool = False, captured: bool = False
-    ) -> tuple[Recorder, list[int]]:
+        self,
+        depth: int,
+        batch: int,
+        requests: list[Submit],
+        forced: bool = False,
+        captured: bool = False,
+        rows: bool = True,
+        keep: int = 0,
+    ) -> Recorder:
         plan = dataclasses.replace(self.plan, depth=depth, max_num_seqs=batch, captured=captured)
-        loop = EngineLoop(assemble(self.model, plan, len(requests), 0, 0.0))
-        recorder = Recorder(loop, rows=not captured)
+        engine = assemble(self.model, plan, len(requests), 0, 0.0)
+        if self.matchers is not None:
+            engine = dataclasses.replace(engine, grammars=cast(GrammarLibrary, self.matchers))
+            engine.runner.grammar_steps = self.matchers.steps
+        loop = EngineLoop(engine)
+        recorder = Recorder(loop, requests, rows, keep)
         for request in requests:
-            loop.submit(request)
-        totals = [0] * 5
-        agreeing = 0
-        while loop.has_work():
-            totals = [total + more for total, more in zip(totals, recorder.step(), strict=True)]
-            for sequence in loop.scheduler.running if forced else ():
-                if sequence.is_prefilled:
-                    self._force(loop, sequence, depth, agreeing % (depth + 1))
-                    agreeing += 1
-        return recorder, totals
+            loop.submit(_at_most(request, depth))
+        most = SPARE_STEPS + sum(
+            2 * r.sampling.max_tokens + 2 * len(r.prompt_token_ids) // plan.prefill_chunk + 2 for r in requests
+        )
+        forcer = Forcer(self, loop, depth, requests) if forced else None
+        while loop.has_work() and recorder.num_steps < most:
+            recorder.step()
+            if forcer is not None:
+                forcer.force()
+        if loop.has_work():
+            for request in requests:
+                transcript = recorder.transcripts[request.request_id]
+                transcript.error = transcript.error or f"not ended after {most} steps of the engine"
+        return recorder
 
-    def _force(self, loop: EngineLoop, sequence: Sequence, depth: int, agreeing: int) -> None:
-        """Drafts that agree with the reference for `agreeing` tokens, then differ."""
-        state, slot = loop.runner.state, sequence.slot
-        position = int(state.length[slot])
-        known = self.reference[sequence.request_id].tokens[position + 1 - len(sequence.prompt) :][:depth]
-        drafts = known + [0] * (depth - len(known))
-        vocab = self.model.config.vocab_size
-        drafts = [token if i < agreeing else (token + 1) % vocab for i, token in enumerate(drafts)]
-        state.drafts[slot, :depth] = torch.tensor(drafts, device=state.device)
-        left = int(state.limit[slot]) - position - 2
-        state.num_offered[slot] = max(0, min(depth, left))
+    def right(self, sequence: Sequence, position: int, count: int) -> list[int]:
+        """Tokens that follow those in the caches and the last one: the reference's, and what would come after it."""
+        known = self.reference[sequence.request_id].tokens + self._beyond[sequence.request_id]
+        known = known[position + 1 - len(sequence.prompt) :][:count]
+        return known + [0] * (count - len(known))
 
     def first_draft_acceptance(self) -> float:
         """Share of positions where the reference's head drafts the token that came: what depth 1 must accept."""
         hits = total = 0
         for request, transcript in self.reference.items():
             start = self.prompt_lengths[request]
-            for position, names in transcript.rows.items():
+            for position, drafts in transcript.drafts.items():
                 index = position + 1 - start
-                if "draft" in names and index < len(transcript.tokens):
-                    token = torch.tensor([transcript.tokens[index]]).view(torch.uint8).numpy().tobytes()
-                    hits += names["draft"] == blake2b(token, digest_size=8).digest()
+                if drafts and index < len(transcript.tokens):
+                    hits += drafts[0] == transcript.tokens[index]
                     total += 1
         return hits / total if total else 0.0
 
 
+class Forcer:
+    """Puts drafts in place of the head's, of which 0, 1, .. depth in turn agree with the reference, for each request
+    by itself. One that means something to the request's rules follows, and after it what is right or means something
+    too, in turn."""
+
+    def __init__(self, auditor: Auditor, loop: EngineLoop, depth: int, requests: list[Submit]):
+        self.auditor, self.loop, self.depth = auditor, loop, depth
+        self._turns = {request.request_id: number for number, request in enumerate(requests)}
+        self._forced: dict[str, int] = {}
+
+    def force(self) -> None:
+        """Every sequence that has moved on since the last call."""
+        for sequence in self.loop.scheduler.running:
+            position = int(self.loop.runner.state.length[sequence.slot])
+            if sequence.is_prefilled and self._forced.get(sequence.request_id) != position:
+                self._forced[sequence.request_id] = position
+                self._force(sequence, position)
+                self._turns[sequence.request_id] += 1
+
+    def _force(self, sequence: Sequence, position: int) -> None:
+        state, slot, depth = self.loop.runner.state, sequence.slot, self.depth
+        drafts = self._drafts(sequence, self.auditor.right(sequence, position, depth))
+        state.drafts[slot, :depth] = torch.tensor(drafts, device=state.device)
+        left = int(state.limit[slot]) - position - 2
+        state.num_offered[slot] = max(0, min(depth, sequence.own_k, left))
+        if sequence.constraint is not None:
+            # its masks were begun after the head's drafts
+            steps = self.loop.runner.grammar_steps
+            steps.wait(slot, MAX_MASK_SECONDS)
+            steps.begin(slot, sequence.constraint, [], state.drafts[slot].tolist())
+
+    def _drafts(self, sequence: Sequence, right: list[int]) -> list[int]:
+        turns = self._turns[sequence.request_id]
+        agreeing, turn = turns % (self.depth + 1), turns // (self.depth + 1)
+        tempting, vocab = lures(sequence.request.sampling), self.auditor.model.config.vocab_size
+
+        def wrong(place: int) -> int:
+            lure = tempting[(turn + place) % len(tempting)] if tempting else right[place]
+            return lure if lure != right[place] else (lure + 1) % vocab
+
+        return [
+            token if place < agreeing or (place > agreeing and turn % 2) else wrong(place)
+            for place, token in enumerate(right)
+        ]
+
+
+def _at_most(request: Submit, k: int) -> Submit:
+    """The request with a depth of its own that an engine of depth k takes."""
+    own = k if request.speculative_k is None else min(k, request.speculative_k)
+    return msgspec.structs.replace(request, speculative_k=own)
+
+
 def audit(auditor: Auditor, depths: list[int], batches: list[int]) -> Iterator[RunResult]:
     """Runs every configuration, the reference first."""
-    auditor.run_reference()
+    yield auditor.run_reference()
     own = [False] if auditor.model.head is not None else []
     runs = [(k, b, forced) for k in depths for b in batches for forced in (*own, True)]
     for depth, batch, forced in tqdm(runs, desc="audit", unit="run", disable=not sys.stderr.isatty()):

@@ -7,13 +7,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import numpy as np
 import torch
 
+from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.loop import EngineLoop
 
-ALWAYS_KEPT = ("prefill.logits", "draft")
+DRAFT, PROMPT = "draft", "prefill.logits"
 TEXT = "text"
 """Stands among the tensors for all tokens of a request."""
+BOOK = "token by the book"
+"""Stands in a finding for a token that does not follow from its row's logits and the request's rules."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,30 @@ class Finding:
 
 @dataclass
 class Transcript:
-    """One request's run: its tokens from the first generated one; for each position, a digest of each tensor's row."""
+    """One request's run: its tokens from the first generated one; for each position, a digest of each tensor's row.
+
+    `drafts`: by the committed length that they were made at, those offered. `logits`: by position, the first rows as
+    they were, where they are kept. `error`: why it did not end as it should.
+    """
 
     tokens: list[int] = field(default_factory=list)
     rows: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    logits: dict[int, np.ndarray] = field(default_factory=dict)
+    error: str | None = None
 
 
 class Recorder:
     """An observer that files digests by request and keeps only rows whose input was committed. Without `rows` it looks
-    at tokens alone."""
+    at tokens alone. `keep`: rows of logits a request that are kept as they are."""
 
-    def __init__(self, loop: EngineLoop, rows: bool = True):
-        self.loop = loop
-        self.transcripts: dict[str, Transcript] = {}
+    def __init__(self, loop: EngineLoop, requests: Iterable[Submit], rows: bool = True, keep: int = 0):
+        self.loop, self.rows, self.keep = loop, rows, keep
+        self.prompts = {request.request_id: len(request.prompt_token_ids) for request in requests}
+        self.transcripts = {request: Transcript() for request in self.prompts}
+        # rounds of sequences, drafted and accepted tokens, first drafts and accepted ones
+        self.totals = [0] * 5
+        self.num_steps = 0
         self._seen: list[tuple[str, int, str, bytes]] = []
         if rows:
             loop.runner.observers.append(self.observe)
@@ -55,35 +70,49 @@ class Recorder:
         flat = table.reshape(len(slots), -1).view(torch.uint8).numpy()
         for row, slot, position in zip(flat, slots, positions, strict=True):
             self._seen.append((owners[slot], position, name, _digest(row.tobytes())))
+        if name in ("logits", PROMPT):
+            for row, slot, position in zip(table, slots, positions, strict=True):
+                kept = self.transcripts[owners[slot]].logits
+                if len(kept) < self.keep:
+                    kept[position] = row.float().numpy()
 
-    def step(self) -> list[int]:
-        """One engine step. Of it: rounds of sequences, drafted and accepted tokens, first drafts and accepted ones."""
-        prompts = {s.request_id: len(s.prompt) for s in (*self.loop.scheduler.running, *self.loop.scheduler.waiting)}
+    def step(self) -> None:
+        """One engine step; one in which nothing could be done is not counted."""
         report = self.loop.step()
-        totals = [0] * 5
+        self.num_steps += report is not None
+        ended = set()
         for output in report.outputs if report is not None else ():
-            if output.error is not None:
-                raise RuntimeError(f"request {output.request_id}: {output.error}")
-            transcript = self.transcripts.setdefault(output.request_id, Transcript())
+            transcript = self.transcripts[output.request_id]
+            transcript.error = output.error
+            drafted, accepted = output.num_drafted, output.num_accepted
+            more = (output.round, drafted, accepted, drafted > 0, accepted > 0)
+            self.totals = [total + count for total, count in zip(self.totals, more, strict=True)]
+            if output.finish_reason is not None:
+                ended.add(output.request_id)
             transcript.tokens += output.token_ids
-            totals[0] += output.round
-            totals[1] += output.num_drafted
-            totals[2] += output.num_accepted
-            totals[3] += output.num_drafted > 0
-            totals[4] += output.num_accepted > 0
         for request, position, name, digest in self._seen:
-            transcript = self.transcripts.setdefault(request, Transcript())
+            transcript = self.transcripts[request]
             # the last token is committed but not yet an input: its own row has not been run
-            if name in ALWAYS_KEPT or position < prompts[request] + len(transcript.tokens) - 1:
+            is_committed = name == PROMPT or position < self.prompts[request] + len(transcript.tokens) - 1
+            # what is drafted after the end is never looked at
+            if request not in ended if name == DRAFT else is_committed:
                 transcript.rows.setdefault(position, {})[name] = digest
         self._seen.clear()
-        return totals
+        if self.rows:
+            self._note_drafts()
+
+    def _note_drafts(self) -> None:
+        state = self.loop.runner.state
+        for sequence in self.loop.scheduler.running:
+            if sequence.is_prefilled and (count := int(state.num_offered[sequence.slot])):
+                drafts = state.drafts[sequence.slot, :count].tolist()
+                self.transcripts[sequence.request_id].drafts[int(state.length[sequence.slot])] = drafts
 
 
 def compare(
     run: str, wanted: Mapping[str, Transcript], got: Mapping[str, Transcript], prompt_lengths: Mapping[str, int]
 ) -> list[Finding]:
-    """The first difference of each request, in order of position, then of computation."""
+    """The first difference of each request, in order of position, then of computation; what did not end well first."""
     findings = []
     for request, reference in wanted.items():
         place = _first_difference(reference, got[request], prompt_lengths[request])
@@ -94,6 +123,8 @@ def compare(
 
 def _first_difference(reference: Transcript, other: Transcript, prompt_length: int) -> tuple[int, str] | None:
     """A token's position is that of the row that chose it; at one position the tensors come before the token."""
+    if other.error != reference.error or other.error is not None:
+        return prompt_length - 1 + len(other.tokens), f"its end ({other.error or 'sound'})"
     wrong = [i for i, (a, b) in enumerate(zip(reference.tokens, other.tokens, strict=False)) if a != b]
     if not wrong and len(reference.tokens) != len(other.tokens):
         wrong = [min(len(reference.tokens), len(other.tokens))]
