@@ -115,6 +115,13 @@ def _add_serve(parser: Parser) -> None:
         help='what ends a spent thinking budget, vLLM\'s JSON: {"reasoning_end_str": "\\nNow the answer.\\n</think>"}',
     )
     group.add_argument(
+        "--late-system",
+        choices=("keep", "front"),
+        default="keep",
+        help="system messages that do not lead keep their place, as marked user turns where the template wants one"
+        " system message, or all lead (default: %(default)s)",
+    )
+    group.add_argument(
         "--tool-call-parser",
         choices=("auto", "none", "qwen3_coder", "qwen3_xml"),
         default="auto",

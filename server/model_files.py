@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,6 +40,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     parses_tool_calls: bool = False
     reasoning_end: str = END_THINK
     """What ends a thinking block whose budget is spent."""
+    late_system: Literal["keep", "front"] = "keep"
+    """Where system messages go that do not lead: they keep their place, or all lead."""
 
 
 def load_model_files(
@@ -51,6 +53,7 @@ def load_model_files(
     reasoning_parser: str = "auto",
     tool_call_parser: str = "auto",
     reasoning_end: str = END_THINK,
+    late_system: Literal["keep", "front"] = "keep",
 ) -> ModelFiles:
     """`generation_config`: "auto" reads the folder's defaults, "vllm" none, anything else is a folder to read.
     `override` then replaces single values.
@@ -79,6 +82,7 @@ def load_model_files(
         parses_reasoning=_is_on(reasoning_parser, template, END_THINK),
         parses_tool_calls=_is_on(tool_call_parser, template, FUNCTION),
         reasoning_end=reasoning_end,
+        late_system=late_system,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         defaults=_defaults({**chosen, **(override or {})}),
     )

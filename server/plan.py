@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from pilotfish.engine.link.messages import Grammar, Ready, SamplingParams
+from pilotfish.server import unused
 from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parser import END_THINK, AnswerRules
-from pilotfish.server.chat.request import ChatRequest, chat_prompt
+from pilotfish.server.chat.request import ChatRequest, budget_of, chat_prompt, shows_reasoning
 from pilotfish.server.completions.request import CompletionRequest, prompt_entries, read_prompts
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
@@ -118,7 +119,7 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     prompt = Prompt(tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
     grammar = _chat_grammar(request, context.files, answer)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
-    thinking, budget = answer.thinking if answer is not None else None, request.thinking_token_budget
+    thinking, budget = answer.thinking if answer is not None else None, _budget(request, context)
     sampling = msgspec.structs.replace(
         sampling, thinking=thinking_budget(budget, thinking, context.files, ready.vocab_size)
     )
@@ -129,8 +130,17 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     return msgspec.structs.replace(
         plan,
         stops=msgspec.structs.replace(plan.stops, answer=answer),
-        include_reasoning=request.include_reasoning is not False,
+        include_reasoning=shows_reasoning(request),
     )
+
+
+def _budget(request: ChatRequest, context: Context) -> int | None:
+    """Only the field that is about nothing else is refused where a model does not think."""
+    budget = budget_of(request)
+    if budget is None or request.thinking_token_budget is not None or context.files.parses_reasoning:
+        return budget
+    context.notes.unused(unused.BUDGET)
+    return None
 
 
 def count_prompt(request: ChatRequest, context: Context) -> int:

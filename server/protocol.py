@@ -86,7 +86,7 @@ class Body(Struct, frozen=True, kw_only=True):
     model: str | None = None
 
     @classmethod
-    def prepare(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
         """What a body leaves to be understood, written out."""
         return raw
 
@@ -190,7 +190,7 @@ def decode_request(
     known = {name: value for name, value in raw.items() if name in kind.__struct_fields__}
     _check_stream_options(known.get("stream_options"))
     try:
-        known = kind.prepare(known)
+        known = kind.prepare(known, notes)
         request = msgspec.convert(known, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _named(str(error), kind.KINDS) from error

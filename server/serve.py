@@ -57,6 +57,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser,
         reasoning_end=args.reasoning_end,
+        late_system=args.late_system,
     )
     tls = _tls(args)
     cors = Cors(

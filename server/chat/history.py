@@ -1,25 +1,51 @@
-"""Chat messages as clients send them, checked and brought to what a chat template reads."""
+"""Chat messages as clients send them, checked and brought to what a chat template reads.
+
+What stands in a history is never fatal. Clients send back what they got, from here or elsewhere, and a turn that was
+refused once would be refused for ever: what cannot be read of it becomes text, or is left out and told.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from pilotfish.server.errors import BadRequest, unsupported_field
+import msgspec
+
+from pilotfish.server.chat.parts import shown, text_of, thought_in, thought_of
+from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.protocol import check_num_values
 from pilotfish.server.text.chat_template import ChatTemplate
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 FIELDS = frozenset({"role", "content", "name"})
-ROLE_FIELDS = {"assistant": frozenset({"reasoning", "reasoning_content", "tool_calls"}), "tool": {"tool_call_id"}}
-NOT_YET = frozenset({"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "annotations"})
-"""Refused unless empty, where the role does not have them: answers come back in histories with these fields empty."""
-CALL_FIELDS = frozenset({"id", "type", "function", "index"})
+ANSWER_FIELDS = frozenset({"tool_calls", "function_call", "tool_call_id", "audio", "refusal", "annotations"})
+"""Answers come back with these fields, full or empty."""
+THOUGHT_FIELDS = (
+    "reasoning_content",
+    "reasoning",
+    "reasoning_text",
+    "thinking",
+    "thinking_blocks",
+    "reasoning_details",
+)
+"""Where clients and relays keep what was thought, as text or in parts; the first that has any counts."""
+KNOWN = {role: FIELDS | ANSWER_FIELDS | frozenset(THOUGHT_FIELDS if role == "assistant" else ()) for role in ROLES}
+READ = {"assistant": frozenset({"tool_calls", "function_call", "refusal"}), "tool": frozenset({"tool_call_id"})}
+CALL_FIELDS = frozenset({"id", "type", "function", "custom", "index"})
+FUNCTION_FIELDS = frozenset({"name", "arguments", "input", "description", "parsed_arguments"})
 MAX_MESSAGES = 65536
 MAX_ARGUMENT_VALUES = 100_000
 """Of one call, as protocol.py counts them."""
+
+LateSystem = Literal["keep", "front"]
 
 
 def check_messages(messages: list[dict[str, Any]], notes: FieldNotes) -> list[dict[str, Any]]:
@@ -28,109 +54,133 @@ def check_messages(messages: list[dict[str, Any]], notes: FieldNotes) -> list[di
         raise BadRequest("Want at least one message, got none.", param="messages", code="empty_array")
     if len(messages) > MAX_MESSAGES:
         raise BadRequest(f"Want at most {MAX_MESSAGES} messages, got {len(messages)}.", param="messages")
-    return [_check(message, f"messages[{index}]", notes) for index, message in enumerate(messages)]
+    own = newest([message.get("role") for message in messages])
+    return [_check(message, f"messages[{index}]", notes, past=index != own) for index, message in enumerate(messages)]
 
 
-def lead_with_system(messages: Iterable[dict[str, Any]], template: ChatTemplate | None) -> list[dict[str, Any]]:
-    """For APIs that have system messages anywhere: one that leads, unless the template takes them where they stand."""
-    given = list(messages)
-    texts = [message["content"] for message in given if ROLES[message["role"]] == "system"]
-    if not texts or (template is not None and template.takes_late_system):
-        return given
-    others = [message for message in given if ROLES[message["role"]] != "system"]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+def newest(roles: Sequence[Any]) -> int:
+    """Where the user's own newest message stands, if nothing of the assistant follows it; else -1.
+
+    A user's message right after a tool's is the harness's: pictures that the tool gave back come in one.
+    """
+    for index in reversed(range(len(roles))):
+        if roles[index] == "assistant":
+            return -1
+        if roles[index] == "user":
+            return -1 if index and roles[index - 1] in ("tool", "function") else index
+    return -1
 
 
-def _check(message: dict[str, Any], where: str, notes: FieldNotes) -> dict[str, Any]:
+def place_system(
+    messages: list[dict[str, Any]], template: ChatTemplate | None, late: LateSystem = "keep"
+) -> list[dict[str, Any]]:
+    """System messages where the template takes them: those that lead as one.
+
+    A late one keeps its place, since the beginning of the prompt stays the same then: as a marked user turn where the
+    template wants one system message. With "front" all of them lead.
+    """
+    if late == "front":
+        messages = sorted(messages, key=lambda message: message["role"] != "system")
+    count = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    leading, others = messages[:count], messages[count:]
+    if count > 1:
+        leading = [{**leading[0], "content": "\n\n".join(message["content"] for message in leading)}]
+    if template is None or not template.takes_late_system:
+        others = [_as_user(message) if message["role"] == "system" else message for message in others]
+    return [*leading, *others]
+
+
+def _as_user(message: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+
+
+def _check(message: dict[str, Any], where: str, notes: FieldNotes, *, past: bool) -> dict[str, Any]:
     role = message.get("role")
-    if role == "function":
-        raise BadRequest(f"Role '{role}' is not supported yet.", param=f"{where}.role", code="unsupported_parameter")
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRequest(f"Want a role of {', '.join(ROLES)}, got {_shown(role)}.", param=f"{where}.role")
-    own = FIELDS | ROLE_FIELDS.get(role, frozenset())
-    for name in NOT_YET - own:
-        if message.get(name) not in (None, []):
-            raise unsupported_field(f"{where}.{name}")
-    notes.check(message, own | NOT_YET, where)
-    checked: dict[str, Any] = {"role": ROLES[role], "content": _text(message.get("content"), f"{where}.content", role)}
-    for name, target in (
-        ("name", "name"),
-        ("tool_call_id", "tool_call_id"),
-        ("reasoning", "reasoning_content"),
-        ("reasoning_content", "reasoning_content"),
-    ):
+        raise BadRequest(f"Want a role of {', '.join(ROLES)}, got {shown(role)}.", param=f"{where}.role")
+    notes.check(message, KNOWN[role], where)
+    content = message.get("content")
+    checked: dict[str, Any] = {
+        "role": ROLES[role],
+        "content": text_of(content, f"{where}.content", notes, past=past or role != "user", own=role == "assistant"),
+    }
+    for name in ("name", "tool_call_id"):
         value = message.get(name)
-        if value is not None and not isinstance(value, str):
-            raise BadRequest(f"Want a string, got {_shown(value)}.", param=f"{where}.{name}")
-        if value is not None:
-            checked[target] = value
-    if role == "assistant" and message.get("tool_calls") not in (None, []):
-        checked["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls", notes)
+        if isinstance(value, str):
+            checked[name] = value
+        elif value is not None and not past:
+            raise BadRequest(f"Want a string, got {shown(value)}.", param=f"{where}.{name}")
+        elif value is not None:
+            notes.ignore(f"{where}.{name}")
+    if role == "assistant":
+        _add_answer(message, checked, where, notes)
+    for name in ANSWER_FIELDS - READ.get(role, frozenset()):
+        if message.get(name):
+            notes.ignore(f"{where}.{name}")
     return checked
 
 
-def _calls(calls: Any, where: str, notes: FieldNotes) -> list[dict[str, Any]]:
-    """Calls that were made, their arguments as objects: that is what templates print."""
+def _add_answer(message: dict[str, Any], checked: dict[str, Any], where: str, notes: FieldNotes) -> None:
+    """What an answer has beside its text."""
+    thought = next(filter(None, (_thought(message.get(name)) for name in THOUGHT_FIELDS)), "")
+    if thought := thought or thought_of(message.get("content")):
+        checked["reasoning_content"] = thought
+    refusal = message.get("refusal")
+    if isinstance(refusal, str) and not checked["content"]:
+        checked["content"] = refusal
+    calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise BadRequest(f"Want a list, got {_shown(calls)}.", param=where)
-    return [_call(call, f"{where}[{index}]", notes) for index, call in enumerate(calls)]
+        raise BadRequest(f"Want a list, got {shown(calls)}.", param=f"{where}.tool_calls")
+    made = [_call(call, f"{where}.tool_calls[{index}]", notes) for index, call in enumerate(calls)]
+    if isinstance(message.get("function_call"), dict):
+        made.append(_call({"function": message["function_call"]}, f"{where}.function_call", notes))
+    if made:
+        checked["tool_calls"] = made
+
+
+def _thought(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else []
+    return "".join(thought_in(part) for part in parts if isinstance(part, dict))
 
 
 def _call(call: Any, where: str, notes: FieldNotes) -> dict[str, Any]:
-    if not isinstance(call, dict) or call.get("type", "function") != "function":
-        raise BadRequest("Want a call of type 'function'.", param=f"{where}.type", code="unsupported_parameter")
+    """A call that was made, its arguments as an object: that is what templates print. `custom`: a tool of one text."""
+    if not isinstance(call, dict):
+        raise BadRequest(f"Want a call, got {shown(call)}.", param=where)
     notes.check(call, CALL_FIELDS, where)
-    function = call.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+    custom = call.get("custom")
+    function = call.get("function") if not isinstance(custom, dict) else custom
+    if not isinstance(function, dict):
+        raise BadRequest("Want a function.", param=f"{where}.function")
+    notes.check(function, FUNCTION_FIELDS, f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
         raise BadRequest("Want a function's name.", param=f"{where}.function.name")
-    if call.get("id") is not None and not isinstance(call["id"], str):
-        raise BadRequest(f"Want a string, got {_shown(call['id'])}.", param=f"{where}.id")
-    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
-    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    arguments = {"input": custom.get("input")} if isinstance(custom, dict) else arguments_of(function.get("arguments"))
+    given_id = call.get("id")
+    return {
+        "id": given_id if isinstance(given_id, str) else None,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
-def _arguments(given: Any, where: str) -> dict[str, Any]:
-    if isinstance(given, str):
-        try:
-            check_num_values(given.encode("utf-8", "surrogatepass"), MAX_ARGUMENT_VALUES)
-            given = json.loads(given) if given.strip() else {}
-        except (ValueError, RecursionError):
-            raise BadRequest("Want the JSON of an object.", param=where) from None
-    if given is None:
+def arguments_of(given: Any) -> dict[str, Any]:
+    """A call's arguments as an object. What is none, as text that broke off, is one argument of that name."""
+    if isinstance(given, str) and not given.strip():
         return {}
-    if not isinstance(given, dict):
-        raise BadRequest(f"Want the JSON of an object, got {_shown(given)}.", param=where)
-    return given
+    read = _read_json(given) if isinstance(given, str) else given
+    if read is None and not isinstance(given, str):
+        return {}
+    return read if isinstance(read, dict) else {"arguments": given}
 
 
-def _text(content: Any, where: str, role: str) -> str:
-    """A string as it is, text parts joined without a separator; nothing at all only from assistants and tools."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content:
-        return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-    if content in (None, []) and role in ("assistant", "tool"):
-        return ""
-    raise BadRequest(f"Want a string or a list of text parts, got {_shown(content)}.", param=where)
-
-
-def _part(part: Any, where: str) -> str:
-    if not isinstance(part, dict):
-        raise BadRequest(f"Want an object with a type, got {_shown(part)}.", param=where)
-    if part.get("type") != "text":
-        raise BadRequest(
-            f"Content of type {_shown(part.get('type'))} is not supported: want text.",
-            param=f"{where}.type",
-            code="unsupported_content",
-        )
-    if not isinstance(part.get("text"), str) or part.keys() - {"type", "text", "cache_control"}:
-        raise BadRequest("Want a text part with exactly 'type' and 'text'.", param=f"{where}.text")
-    return part["text"]
-
-
-def _shown(value: Any) -> str:
-    """A short quotation for a message; of containers only what they are."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    return repr(value[:60]) if isinstance(value, str) else json.dumps(value)
+def _read_json(text: str) -> Any:
+    """None for what is no JSON, or more of it than can be read in a moment. Lone surrogates are no text either."""
+    try:
+        check_num_values(text.encode("utf-8", "surrogatepass"), MAX_ARGUMENT_VALUES)
+        return msgspec.json.decode(text)
+    except (BadRequest, msgspec.DecodeError, ValueError, RecursionError):
+        return None

@@ -9,7 +9,8 @@ from msgspec import Meta
 from pilotfish.engine.link.messages import Ready
 from pilotfish.server.calls.parser import CALL, END_THINK, FUNCTION, THINK, AnswerRules
 from pilotfish.server.calls.tools import Tools, read_tools
-from pilotfish.server.chat.history import check_messages
+from pilotfish.server.chat.history import check_messages, place_system
+from pilotfish.server.chat.thinking import ReasoningField, ThinkingField, Wish, template_values
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.model_files import ModelFiles
@@ -26,6 +27,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: PositiveCount | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingField | None = None
+    reasoning: ReasoningField | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -42,8 +46,9 @@ def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> t
     if template is None:
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
     tools = _tools(request, files, notes)
-    messages = _messages(request, notes)
-    text = _render(request, template, messages, tools, _template_values(request, template))
+    messages = _messages(request, files, notes)
+    values = template_values(request.chat_template_kwargs or {}, _wish(request), template.variables, notes)
+    text = _render(request, template, messages, tools, values)
     begun = messages[-1]["content"] if request.continue_final_message else None
     answer = _answer_rules(request, files, text, tools, begun)
     if answer is not None and answer.forced:
@@ -64,15 +69,15 @@ def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, notes: 
     if files.chat_template is None:
         raise BadRequest("This model has no chat template.", param="messages")
     check_num_messages(request.messages, most_counted(ready))
-    messages, tools = _messages(request, notes), read_tools(request.tools, None, notes)
+    messages, tools = _messages(request, files, notes), read_tools(request.tools, None, notes)
     text = _render(request, files.chat_template, messages, tools, request.chat_template_kwargs)
     special = bool(request.add_special_tokens)
     return count_tokens(text, files.tokenizer, ready, "messages", add_special_tokens=special)
 
 
-def _messages(request: ChatRequest | TokenizeRequest, notes: FieldNotes) -> list[dict[str, Any]]:
+def _messages(request: ChatRequest | TokenizeRequest, files: ModelFiles, notes: FieldNotes) -> list[dict[str, Any]]:
     """Checked. Only text that the assistant has begun is gone on with."""
-    messages = check_messages(request.messages or [], notes)
+    messages = place_system(check_messages(request.messages or [], notes), files.chat_template, files.late_system)
     if request.continue_final_message:
         if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
             raise BadRequest("Want a last message of the assistant, of text.", param="continue_final_message")
@@ -97,16 +102,32 @@ def _render(
     )
 
 
-def _template_values(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-    """Keyword values for the template; an effort that it does not read is refused, but none is a switch many have."""
-    values = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort == "none" and "enable_thinking" in template.variables:
-        values.setdefault("enable_thinking", False)
-    elif request.reasoning_effort is not None:
-        if "reasoning_effort" not in template.variables:
-            raise BadRequest("This model's chat template has no reasoning_effort.", param="reasoning_effort")
-        values.setdefault("reasoning_effort", request.reasoning_effort)
-    return values
+def budget_of(request: ChatRequest) -> int | None:
+    """The thinking budget, under whichever name it comes."""
+    given = (
+        request.thinking_token_budget,
+        request.thinking.budget_tokens if request.thinking is not None else None,
+        request.reasoning.max_tokens if request.reasoning is not None else None,
+    )
+    return next((budget for budget in given if budget is not None), None)
+
+
+def shows_reasoning(request: ChatRequest) -> bool:
+    hidden = request.include_reasoning is False
+    hidden = hidden or (request.thinking is not None and request.thinking.display == "omitted")
+    return not (hidden or (request.reasoning is not None and request.reasoning.exclude))
+
+
+def _wish(request: ChatRequest) -> Wish:
+    thinking, reasoning = request.thinking, request.reasoning
+    says = (
+        request.enable_thinking,
+        thinking.type != "disabled" if thinking is not None else None,
+        reasoning.enabled if reasoning is not None else None,
+    )
+    effort = request.reasoning_effort or (reasoning.effort if reasoning is not None else None)
+    on = next((said for said in says if said is not None), None)
+    return Wish(on=on, budget=budget_of(request), effort=effort)
 
 
 def _tools(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> Tools | None:

@@ -9,14 +9,14 @@ from msgspec import Meta, Struct
 
 from pilotfish.server import unused
 from pilotfish.server.calls.tools import function_choice, function_tool
-from pilotfish.server.chat.history import lead_with_system
 from pilotfish.server.chat.request import ChatRequest
+from pilotfish.server.chat.thinking import ThinkingField
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.messages.history import chat_messages
 from pilotfish.server.plan import Context
 from pilotfish.server.protocol import (
     MAX_STOPS,
     Body,
-    Count,
     PositiveCount,
     Seed,
     SpeculationField,
@@ -36,33 +36,11 @@ class TextBlock(Struct, frozen=True, kw_only=True, tag_field="type", tag="text")
     cache_control: Any = None
 
 
-class ThinkingBlock(Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """Thinking is not signed here, so no signature is checked."""
-
-    thinking: str
-    signature: str | None = None
-
-
-class ToolUseBlock(Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
-    id: str
-    name: Name
-    input: dict[str, Any]
-    cache_control: Any = None
-
-
-class ToolResultBlock(Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
-    tool_use_id: str
-    content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
-    cache_control: Any = None
-
-
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
-
-
 class Message(Struct, frozen=True, kw_only=True):
+    """What blocks there are is said in `history.py`."""
+
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[dict[str, Any]] | None = None
 
 
 class Tool(Struct, frozen=True, kw_only=True):
@@ -81,14 +59,6 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(Struct, frozen=True, kw_only=True):
-    """`omitted`: thought, but not shown."""
-
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Count | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
 
 class JsonFormat(Struct, frozen=True, kw_only=True):
@@ -114,7 +84,6 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
     }
     UNUSED: ClassVar = unused.MESSAGES_FIELDS
     KINDS: ClassVar = {
-        "content": "text, thinking, tool_use or tool_result",
         "system": "text",
         "tools": "custom: tools of the client's own, with an input_schema",
         "thinking": "enabled, adaptive or disabled",
@@ -124,9 +93,10 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingField | None = None
     output_config: OutputConfig | None = None
     context_management: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
@@ -171,16 +141,29 @@ def chat_request(request: CountTokensRequest, context: Context) -> ChatRequest:
         }
     choice = request.tool_choice
     return ChatRequest(
-        messages=lead_with_system(_messages(request), context.files.chat_template),
+        messages=[*_system(request.system), *chat_messages(request.messages, context.notes)],
         tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in request.tools or ()],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(request.output_config),
         # what the assistant has begun, the model goes on with
-        continue_final_message=request.messages[-1].role == "assistant",
+        continue_final_message=_is_begun(request.messages[-1]),
         **_thinking(request, context),
         **fields,
     )
+
+
+def _is_begun(last: Message) -> bool:
+    """Text that the assistant has begun; after calls without results comes a new turn."""
+    blocks = last.content if isinstance(last.content, list) else []
+    return last.role == "assistant" and all(block.get("type") != "tool_use" for block in blocks)
+
+
+def _system(given: str | list[TextBlock] | None) -> Iterator[dict[str, Any]]:
+    """Blocks are a line each."""
+    if given:
+        text = given if isinstance(given, str) else "\n".join(block.text for block in given)
+        yield {"role": "system", "content": text}
 
 
 def _check_context_management(given: dict[str, Any] | None) -> None:
@@ -194,65 +177,6 @@ def _check_context_management(given: dict[str, Any] | None) -> None:
                 param=f"context_management.edits[{index}]",
                 code="unsupported_parameter",
             )
-
-
-# -- messages ------------------------------------------------------------------------------------------------------
-
-
-def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
-    if request.system:
-        yield {"role": "system", "content": _text(request.system)}
-    for index, message in enumerate(request.messages):
-        where = f"messages[{index}]"
-        if isinstance(message.content, str):
-            yield {"role": message.role, "content": message.content}
-        elif message.role == "assistant":
-            yield _assistant(message.content, where)
-        else:
-            yield from _user(message, message.content, where)
-
-
-def _text(content: str | list[TextBlock] | None) -> str:
-    """Blocks are a line each; what the model wrote itself is put together as it was."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
-
-
-def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
-    for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            message["content"] += block.text
-        elif isinstance(block, ThinkingBlock):
-            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
-        elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": block.input}
-            message["tool_calls"].append({"id": block.id, "type": "function", "function": function})
-        else:
-            raise _misplaced("tool_result", "user", f"{where}.content[{index}]")
-    return message
-
-
-def _user(message: Message, blocks: list[Block], where: str) -> Iterator[dict[str, Any]]:
-    """Results are messages of their own, text around them stays in order."""
-    said: list[str] = []
-    for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            said.append(block.text)
-        elif isinstance(block, ToolResultBlock) and message.role == "user":
-            if said:
-                yield {"role": "user", "content": "\n".join(said)}
-                said = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
-        else:
-            kind = "tool_result" if isinstance(block, ToolResultBlock) else "assistant's block"
-            role = "user" if isinstance(block, ToolResultBlock) else "assistant"
-            raise _misplaced(kind, role, f"{where}.content[{index}]")
-    if said or not blocks:
-        yield {"role": message.role, "content": "\n".join(said)}
-
-
-def _misplaced(kind: str, role: str, where: str) -> BadRequest:
-    return BadRequest(f"Want a {kind} only in a message of role {role!r}.", param=where, code="invalid_value")
 
 
 # -- tools, thinking, output ---------------------------------------------------------------------------------------
@@ -269,26 +193,15 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
 
 
 def _thinking(request: CountTokensRequest, context: Context) -> dict[str, Any]:
-    """The API's own default is not to think, and a model that has no switch for it does as it always does."""
-    thinking = request.thinking
+    """The API's own default is not to think."""
+    thinking, effort = request.thinking, request.output_config.effort if request.output_config else None
+    fields: dict[str, Any] = {"thinking": thinking, "reasoning_effort": effort}
+    fields["chat_template_kwargs"] = request.chat_template_kwargs
+    if thinking is None and effort is None:
+        fields["enable_thinking"] = False
     on = thinking is not None and thinking.type != "disabled"
-    variables = context.files.chat_template.variables if context.files.chat_template else frozenset()
-    fields: dict[str, Any] = {}
-    if "enable_thinking" in variables:
-        fields["chat_template_kwargs"] = {"enable_thinking": on}
     if on and request.messages[-1].role == "assistant":
         raise BadRequest("An answer that is begun comes without thought: want it disabled.", param="thinking")
-    if thinking is not None and on:
-        fields["include_reasoning"] = thinking.display != "omitted"
-        if thinking.budget_tokens is not None and context.files.parses_reasoning:
-            fields["thinking_token_budget"] = thinking.budget_tokens
-        elif thinking.budget_tokens is not None:
-            context.notes.unused(unused.BUDGET)
-    effort = request.output_config.effort if request.output_config else None
-    if effort is not None and "reasoning_effort" in variables:
-        fields["reasoning_effort"] = effort
-    elif effort is not None:
-        context.notes.unused(unused.EFFORT)
     return fields
 
 

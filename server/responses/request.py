@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Meta, Struct
 
 from pilotfish.server import unused
 from pilotfish.server.calls.tools import function_choice, function_tool
-from pilotfish.server.chat.history import lead_with_system
+from pilotfish.server.chat.history import newest
+from pilotfish.server.chat.parts import text_of, thought_in
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.plan import Context
-from pilotfish.server.protocol import Body, PositiveCount, Seed, SpeculationField, Temperature, TopP
+from pilotfish.server.protocol import Body, PositiveCount, Seed, SpeculationField, Temperature, TopK, TopP
 
 Name = Annotated[str, Meta(min_length=1)]
 LOGPROBS = "message.output_text.logprobs"
@@ -31,34 +33,12 @@ INCLUDABLE = frozenset(
 """What may be asked for of items that never come, and reasoning for OpenAI's eyes only: ours is shown as it is."""
 
 
-class InputText(Struct, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
-    text: str
-
-
-class OutputText(Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    text: str
-
-
-class Refusal(Struct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
-    refusal: str
-
-
-class ReasoningText(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
-    text: str
-
-
-class SummaryText(Struct, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
-    text: str
-
-
-Part = InputText | OutputText | Refusal
-
-
 class MessageItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """What has a role needs no type. `id` and `status` are those of an earlier answer."""
+    """What has a role needs no type; its parts are read as a chat's are. `id` and `status` are an earlier answer's."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[dict[str, Any]] | None = None
+    phase: str | None = None
     id: str | None = None
     status: str | None = None
 
@@ -66,14 +46,14 @@ class MessageItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="mess
 class FunctionCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
     call_id: str
     name: Name
-    arguments: str
+    arguments: Any = None
     id: str | None = None
     status: str | None = None
 
 
 class FunctionOutputItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"):
     call_id: str
-    output: str | list[Part]
+    output: Any = None
     id: str | None = None
     status: str | None = None
 
@@ -81,14 +61,19 @@ class FunctionOutputItem(Struct, frozen=True, kw_only=True, tag_field="type", ta
 class ReasoningItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     """Its content is what was thought; without it the summary is."""
 
-    summary: list[SummaryText] = []
-    content: list[ReasoningText] | None = None
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
     encrypted_content: str | None = None
     id: str | None = None
     status: str | None = None
 
 
 Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+
+ITEM_TYPES = frozenset(kind.__struct_config__.tag for kind in get_args(Item))
+CALL_NAMES = frozenset({"type", "id", "call_id", "status"})
+"""What an item of a call has beside what it was called with."""
 
 
 class FunctionTool(Struct, frozen=True, kw_only=True):
@@ -146,8 +131,6 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     UNUSED: ClassVar = unused.RESPONSES_FIELDS
     KINDS: ClassVar = {
         "input": "message, function_call, function_call_output or reasoning",
-        "content": "input_text, output_text or refusal",
-        "output": "input_text, output_text or refusal",
         "tools": "function",
         "format": "text, json_object or json_schema",
     }
@@ -157,6 +140,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     max_output_tokens: PositiveCount | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: TopK | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
@@ -164,22 +148,42 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     text: TextConfig | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     speculation: SpeculationField | None = None
 
     @classmethod
-    def prepare(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """An item with a role and no type is a message."""
+    def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
+        """An item with a role and no type is a message; items of other services' tools become calls and results."""
         items = raw.get("input")
         if not isinstance(items, list):
             return raw
-        untyped = [isinstance(item, dict) and "role" in item and "type" not in item for item in items]
-        return {
-            **raw,
-            "input": [{**item, "type": "message"} if bare else item for item, bare in zip(items, untyped, strict=True)],
-        }
+        read = (_known_item(item, f"input[{index}]", notes) for index, item in enumerate(items))
+        return {**raw, "input": [item for item in read if item is not None]}
+
+
+def _known_item(item: Any, where: str, notes: FieldNotes) -> Any:
+    """The item as one of those that are read here; None for one that tells the model nothing, which is told."""
+    if not isinstance(item, dict):
+        return item
+    kind = item.get("type")
+    if kind is None and "role" in item:
+        return {**item, "type": "message"}
+    if not isinstance(kind, str) or kind in ITEM_TYPES:
+        return item
+    notes.ignore(f"{where}.{kind}")
+    call_id = item.get("call_id") or item.get("id")
+    if not isinstance(call_id, str):
+        return None
+    if kind.endswith("_output"):
+        return {"type": "function_call_output", "call_id": call_id, "output": item.get("output")}
+    if kind.endswith("_call"):
+        arguments = {name: value for name, value in item.items() if name not in CALL_NAMES}
+        name = kind.removesuffix("_call")
+        return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+    return None
 
 
 RENAMED = (
@@ -200,10 +204,11 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
     choice = request.tool_choice
     return ChatRequest(
         model=request.model,
-        messages=lead_with_system(_messages(request), context.files.chat_template),
+        messages=list(_messages(request, context.notes)),
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k,
         tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in request.tools or ()],
         tool_choice=function_choice(choice.name) if isinstance(choice, NamedFunction) else choice,
         parallel_tool_calls=request.parallel_tool_calls,
@@ -211,7 +216,8 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
         stream=request.stream,
         seed=request.seed,
         speculation=request.speculation,
-        **_reasoning(request.reasoning, context),
+        reasoning_effort=_effort(request.reasoning, context),
+        chat_template_kwargs=request.chat_template_kwargs,
     )
 
 
@@ -227,7 +233,7 @@ def _check_include(names: list[str], context: Context) -> None:
 # -- input ---------------------------------------------------------------------------------------------------------
 
 
-def _messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
+def _messages(request: ResponsesRequest, notes: FieldNotes) -> Iterator[dict[str, Any]]:
     """Neighbouring items of an answer become one message: thought, text, calls, in this order."""
     if request.instructions is not None:
         yield {"role": "system", "content": request.instructions}
@@ -235,24 +241,36 @@ def _messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": request.input}
         return
     turn: dict[str, Any] = {}
+    own = newest([_role(item) for item in request.input])
     for index, item in enumerate(request.input):
+        where = f"input[{index}]"
         if turn and _begins_another(item, turn):
             yield {"role": "assistant", "content": "", **turn}
             turn = {}
         if isinstance(item, ReasoningItem):
-            turn["reasoning_content"] = _thought(item, f"input[{index}]")
+            turn["reasoning_content"] = _thought(item, where, notes)
         elif isinstance(item, FunctionCallItem):
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
         elif isinstance(item, FunctionOutputItem):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-        elif item.role == "assistant":
-            turn["content"] = _text(item.content)
+            text = text_of(item.output, f"{where}.output", notes, past=True)
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": text}
         else:
-            yield {"role": item.role, "content": _text(item.content)}
+            past, answered = index != own, item.role == "assistant"
+            text = text_of(item.content, f"{where}.content", notes, past=past or item.role != "user", own=answered)
+            if answered:
+                turn["content"] = text
+            else:
+                yield {"role": item.role, "content": text}
     if turn:
         yield {"role": "assistant", "content": "", **turn}
+
+
+def _role(item: Item) -> str:
+    if isinstance(item, MessageItem):
+        return item.role
+    return "tool" if isinstance(item, FunctionOutputItem) else "assistant"
 
 
 def _begins_another(item: Item, turn: dict[str, Any]) -> bool:
@@ -263,42 +281,22 @@ def _begins_another(item: Item, turn: dict[str, Any]) -> bool:
     return isinstance(item, FunctionOutputItem)
 
 
-def _text(content: str | list[Any]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
-
-
-def _thought(item: ReasoningItem, where: str) -> str:
-    if item.encrypted_content and not item.content and not item.summary:
-        raise BadRequest(
-            "Encrypted reasoning is another service's: want its content or its summary.",
-            param=f"{where}.encrypted_content",
-            code="unsupported_parameter",
-        )
+def _thought(item: ReasoningItem, where: str, notes: FieldNotes) -> str:
+    """Encrypted reasoning is another service's and cannot be read."""
     if item.content:
-        return "".join(part.text for part in item.content)
-    return "\n\n".join(part.text for part in item.summary)
+        return "".join(map(thought_in, item.content))
+    if item.encrypted_content and not item.summary:
+        notes.ignore(f"{where}.encrypted_content")
+    return "\n\n".join(map(thought_in, item.summary or ()))
 
 
 # -- tools, reasoning, format --------------------------------------------------------------------------------------
 
 
-def _reasoning(given: Reasoning | None, context: Context) -> dict[str, Any]:
-    """An effort is for the template to read; where it does not, one above none still says to think."""
-    if given is None:
-        return {}
-    if given.summary is not None or given.generate_summary is not None:
+def _effort(given: Reasoning | None, context: Context) -> str | None:
+    if given is not None and (given.summary is not None or given.generate_summary is not None):
         context.notes.unused(unused.SUMMARY)
-    variables = context.files.chat_template.variables if context.files.chat_template else frozenset()
-    if given.effort is None:
-        return {}
-    if "reasoning_effort" in variables or (given.effort == "none" and "enable_thinking" in variables):
-        return {"reasoning_effort": given.effort}
-    context.notes.unused(unused.EFFORT)
-    return (
-        {"chat_template_kwargs": {"enable_thinking": given.effort != "none"}} if "enable_thinking" in variables else {}
-    )
+    return given.effort if given is not None else None
 
 
 def _response_format(config: TextConfig | None) -> Any:

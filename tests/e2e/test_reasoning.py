@@ -130,8 +130,10 @@ def test_logprobs_are_those_of_all_tokens(client):
 def test_effort_none_is_no_thinking(client):
     answer = ask(client, "a</think>b", extra={"chat_template_kwargs": {}}, reasoning_effort="none")
     assert answer.choices[0].message.content == "a</think>b"
-    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
-        ask(client, reasoning_effort="high")
+    thought = ask(client, "a</think>b", extra={"chat_template_kwargs": {}}, reasoning_effort="high")
+    assert (thought.choices[0].message.content, thought.choices[0].message.reasoning_content) == ("b", "a")
+    with pytest.raises(openai.BadRequestError, match="immense"):
+        ask(client, reasoning_effort="immense")
 
 
 def test_completions_are_text(client):

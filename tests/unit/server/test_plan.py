@@ -208,8 +208,9 @@ def test_an_answer_that_is_begun_goes_on(files):
     assert refusal(begun, "Su", tools=tools, tool_choice="required").param == "add_generation_prompt"
 
 
-def test_reasoning_effort_only_where_the_template_reads_it(files):
-    assert refusal(chat, files, reasoning_effort="low").param == "reasoning_effort"
+def test_a_strange_effort_is_refused_where_no_template_reads_it(files):
+    assert refusal(chat, files, reasoning_effort="immense").param == "reasoning_effort"
+    assert chat(files, reasoning_effort="low")
 
 
 def test_without_a_template_chat_says_so(files):

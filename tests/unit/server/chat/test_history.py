@@ -3,7 +3,7 @@
 import pytest
 
 from pilotfish.server.chat import history
-from pilotfish.server.chat.history import lead_with_system
+from pilotfish.server.chat.history import place_system
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.text.chat_template import ChatTemplate
@@ -62,11 +62,6 @@ def test_parts_other_than_text_are_refused(kind):
         ({}, "messages[1].role"),
         ({"role": "robot", "content": "x"}, "messages[1].role"),
         ({"role": ["user"], "content": "x"}, "messages[1].role"),
-        ({"role": "function", "content": "x"}, "messages[1].role"),
-        ({"role": "tool", "content": 1}, "messages[1].content"),
-        ({"role": "tool", "content": "x", "tool_call_id": 1}, "messages[1].tool_call_id"),
-        ({"role": "user", "content": "x", "tool_call_id": "c"}, "messages[1].tool_call_id"),
-        ({"role": "user", "content": "x", "tool_calls": [{}]}, "messages[1].tool_calls"),
         ({"role": "user"}, "messages[1].content"),
         ({"role": "user", "content": None}, "messages[1].content"),
         ({"role": "user", "content": 1}, "messages[1].content"),
@@ -80,15 +75,11 @@ def test_parts_other_than_text_are_refused(kind):
             ({"role": "assistant", "tool_calls": calls}, f"messages[1].tool_calls{where}")
             for calls, where in (
                 (1, ""),
-                ([1], "[0].type"),
-                ([{"type": "custom"}], "[0].type"),
-                ([{"id": "a"}], "[0].function.name"),
+                ([1], "[0]"),
+                ([{"type": "custom"}], "[0].function"),
+                ([{"id": "a"}], "[0].function"),
                 ([{"function": {"name": ""}}], "[0].function.name"),
-                ([{"function": {"name": "f"}, "id": 1}], "[0].id"),
                 ([{"function": {"name": "f"}, "fucntion": 1, "tyep": 1}], "[0].tyep"),
-                ([{"function": {"name": "f", "arguments": "{"}}], "[0].function.arguments"),
-                ([{"function": {"name": "f", "arguments": "[1]"}}], "[0].function.arguments"),
-                ([{"function": {"name": "f"}}, {"function": {"name": "f", "arguments": 1}}], "[1].function.arguments"),
             )
         ),
     ],
@@ -110,7 +101,7 @@ def test_unknown_fields_are_told_unsupported_ones_refused():
     assert history.check_messages(messages, notes)
     assert notes.ignored == ["messages.tool_calls.mood", "messages.mood"]
     assert refusal(messages[1], strict=True).param == "messages[1].mood"
-    assert refusal({"role": "assistant", "content": "x", "function_call": {}}).param
+    assert refusal({"role": "assistant", "content": "x", "function_call": {"name": ""}}).param
 
 
 def test_calls_reach_the_template_with_arguments_as_objects():
@@ -136,18 +127,99 @@ def test_both_names_of_reasoning():
     assert message["reasoning_content"] == "r"
 
 
-def test_system_messages_lead_where_the_template_wants_it():
-    late = ChatTemplate("{% for message in messages %}{{ message.role }};{% endfor %}")
-    strict = ChatTemplate(
-        "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
-        "{{ raise_exception('first') }}{% endif %}{{ message.role }};{% endfor %}"
-    )
-    assert (late.takes_late_system, strict.takes_late_system) == (True, False)
+LATE = ChatTemplate("{% for message in messages %}{{ message.role }};{% endfor %}")
+STRICT = ChatTemplate(
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('first') }}{% endif %}{{ message.role }};{% endfor %}"
+)
+
+
+def test_late_system_messages_keep_their_place():
+    """So that a prompt's beginning stays the same from turn to turn."""
     given = [
         {"role": role, "content": role[0] + str(number)}
-        for number, role in enumerate(("system", "developer", "user", "system", "assistant"))
+        for number, role in enumerate(("system", "system", "user", "system", "assistant"))
     ]
-    assert lead_with_system(given, late) == given
-    assert lead_with_system(given, strict) == [{"role": "system", "content": "s0\n\nd1\n\ns3"}, given[2], given[4]]
-    assert lead_with_system(given[2:3], strict) == given[2:3]
-    assert strict.render(lead_with_system(given, strict)) == "system;user;assistant;"
+    led = {"role": "system", "content": "s0\n\ns1"}
+    assert place_system(given, LATE) == [led, *given[2:]]
+    marked = {"role": "user", "content": "<system>\ns3\n</system>"}
+    assert place_system(given, STRICT) == [led, given[2], marked, given[4]]
+    assert place_system(given[2:3], STRICT) == given[2:3]
+    assert STRICT.render(place_system(given, STRICT)) == "system;user;user;assistant;"
+    for length in range(3, 6):
+        assert place_system(given[:length], STRICT) == place_system(given, STRICT)[: length - 1]
+    front = [{"role": "system", "content": "s0\n\ns1\n\ns3"}, given[2], given[4]]
+    assert place_system(given, STRICT, "front") == place_system(given, LATE, "front") == front
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ('{"city": "Zür', {"arguments": '{"city": "Zür'}),
+        ("[1]", {"arguments": "[1]"}),
+        ('"x"', {"arguments": '"x"'}),
+        ("1e999", {"arguments": "1e999"}),
+        ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
+        (r'{"a": "\ud800"}', {"arguments": r'{"a": "\ud800"}'}),
+        ("{" * 200_000, {"arguments": "{" * 200_000}),
+        ("null", {"arguments": "null"}),
+        ("  ", {}),
+        ([1], {"arguments": [1]}),
+        (3, {"arguments": 3}),
+    ],
+)
+def test_arguments_that_are_no_object_are_one_of_that_name(given, read):
+    assert history.arguments_of(given) == read
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+NOTE = "[image left out: only text can be read here]"
+
+
+def test_what_is_no_text_becomes_a_note_but_in_the_users_newest_message():
+    shown = {"role": "user", "content": [IMAGE, {"type": "text", "text": "what is it?"}]}
+    with pytest.raises(BadRequest) as caught:
+        check_messages([shown])
+    assert caught.value.param == "messages[0].content[0].type"
+    ask = {"role": "user", "content": "and now?"}
+    noted = {"role": "user", "content": NOTE + "what is it?"}
+    for later in ([ask], [{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "a"}, ask]):
+        assert check_messages([shown, *later])[0] == noted
+    result = {"role": "tool", "tool_call_id": "c", "content": [IMAGE]}
+    assert check_messages([ask, result])[1]["content"] == NOTE
+    # what a tool gave back comes in a message of the user's right after it
+    assert check_messages([ask, result, shown])[2] == noted
+    notes = FieldNotes()
+    history.check_messages([ask, result], notes)
+    assert notes.ignored == ["messages.content.image_url"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        ({"content": None, "refusal": "No."}, {"content": "No."}),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
+        ({"content": {"a": "ö"}}, {"content": '{"a": "ö"}'}),
+        ({"content": "x", "thinking_blocks": [{"type": "thinking", "thinking": "r"}]}, {"reasoning_content": "r"}),
+        ({"content": "x", "reasoning_details": [{"type": "reasoning.text", "text": "r"}]}, {"reasoning_content": "r"}),
+        ({"content": [{"type": "thinking", "thinking": "r"}]}, {"content": "", "reasoning_content": "r"}),
+        ({"content": "x", "reasoning": "r", "reasoning_content": "r"}, {"reasoning_content": "r"}),
+        ({"content": "x", "reasoning_content": {"a": 1}}, {"content": "x"}),
+        ({"content": "x", "provider_specific_fields": {"a": 1}, "id": "m"}, {"content": "x"}),
+        ({"content": "x", "annotations": [{}], "audio": {"id": "a"}, "name": 7}, {"content": "x"}),
+    ],
+)
+def test_answers_of_other_services_are_read(answer, read):
+    (message,) = check_messages([{"role": "assistant", **answer}])
+    assert read.items() <= message.items()
+
+
+def test_old_and_other_forms_of_calls_and_results():
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    custom = {"id": "c", "type": "custom", "custom": {"name": "run", "input": "ls"}}
+    new = {"role": "assistant", "tool_calls": [custom]}
+    result = {"role": "function", "name": "f", "content": {"rain": True}}
+    first, second, third = check_messages([old, result, new])
+    assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert second == {"role": "tool", "name": "f", "content": '{"rain": true}'}
+    assert third["tool_calls"][0]["function"] == {"name": "run", "arguments": {"input": "ls"}}

@@ -1,0 +1,96 @@
+"""Content as clients send it, brought to text: parts joined, and a short note where a part is no text.
+
+Nothing that stands in a history may end a session: an image that somebody showed three turns ago, or that a tool gave
+back, becomes a note that the model can read. Only what the user has just sent is refused for not being text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
+
+TEXT_TYPES = frozenset({"text", "input_text", "output_text", "summary_text"})
+THOUGHT_TYPES = frozenset({"thinking", "reasoning", "reasoning_text", "redacted_thinking"})
+PART_FIELDS = frozenset({"type", "text", "cache_control", "annotations", "citations", "logprobs"})
+
+
+def left_out(kind: str) -> str:
+    """What the model reads in place of a part of this type, such as image_url or input_file."""
+    name = re.sub(r"^input_|_url$", "", re.sub(r"[^A-Za-z0-9_]", "", kind))[:40] or "part"
+    return f"[{name} left out: only text can be read here]"
+
+
+def text_of(content: Any, where: str, notes: FieldNotes, *, past: bool, own: bool = False) -> str:
+    """A string as it is, text parts joined without a separator.
+
+    `own`: of the assistant itself, which would learn to write notes; what is no text is left out there, and told.
+    Raises BadRequest for what is not text and not `past`; of the past, other JSON is shown as it is written.
+    """
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content:
+        return "".join(_part(part, f"{where}[{index}]", notes, past, own) for index, part in enumerate(content))
+    if past:
+        return "" if content in (None, []) else shown_json(content)
+    raise BadRequest(f"Want a string or a list of text parts, got {shown(content)}.", param=where)
+
+
+def thought_of(content: Any) -> str:
+    """What parts of an assistant's message say was thought."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return "".join(thought_in(part) for part in parts if part.get("type") in THOUGHT_TYPES)
+
+
+def thought_in(part: dict[str, Any]) -> str:
+    """The text of one thought, whichever name it stands under; Mistral's holds parts of its own."""
+    for name in ("thinking", "reasoning", "text"):
+        value = part.get(name)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            return "".join(inner["text"] for inner in value if isinstance(inner, dict) and _has_text(inner))
+    return ""
+
+
+def _has_text(part: dict[str, Any]) -> bool:
+    return isinstance(part.get("text"), str)
+
+
+def _part(part: Any, where: str, notes: FieldNotes, past: bool, own: bool) -> str:
+    if isinstance(part, str) and past:
+        return part
+    if not isinstance(part, dict):
+        raise BadRequest(f"Want an object with a type, got {shown(part)}.", param=where)
+    kind = part.get("type", "text" if past else None)
+    if kind in TEXT_TYPES:
+        notes.check(part, PART_FIELDS, where)
+        if not _has_text(part):
+            raise BadRequest("Want a text part with 'type' and 'text'.", param=f"{where}.text")
+        return part["text"]
+    if kind in THOUGHT_TYPES:
+        return ""
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return part["refusal"]
+    if past and isinstance(kind, str):
+        notes.ignore(f"{where}.{kind}")
+        return "" if own else left_out(kind)
+    raise BadRequest(
+        f"Content of type {shown(kind)} is not supported: want text.",
+        param=f"{where}.type",
+        code="unsupported_content",
+    )
+
+
+def shown(value: Any) -> str:
+    """A short quotation for a message; of containers only what they are."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return repr(value[:60]) if isinstance(value, str) else json.dumps(value)
+
+
+def shown_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
