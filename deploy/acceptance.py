@@ -34,6 +34,7 @@ from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
+from pilotfish.engine.output import check_file, write_file
 from pilotfish.engine.parser import Parser
 from pilotfish.engine.start import start_engine
 
@@ -56,12 +57,16 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     logging.basicConfig(level=logging.ERROR)
     try:
+        check_file(args.json, "--json")
         args.model = str(resolve_model(args.model, args.revision))
         tokenizer = read_tokenizer(Path(args.model))
         texts = {name: tokens_of(name, tokenizer, args.max_tokens, max(args.k)) for name in args.text}
         engine = load(args, max(map(len, texts.values())))
         found = read_texts(engine, texts, args)
         costs = [] if args.no_cost else time_rounds(engine, tokenizer, args)
+        if args.json:
+            text = json.dumps(as_json(engine, found, costs), indent=1, ensure_ascii=False) + "\n"
+            write_file(args.json, text, "--json")
     except PilotfishError as error:
         print(f"pilotfish acceptance: {error}", file=sys.stderr)
         return 2
@@ -69,8 +74,6 @@ def main(argv: Sequence[str]) -> int:
     print(text_table(found, args.k))
     if costs:
         print("\n" + cost_lines(costs, overall))
-    if args.json:
-        args.json.write_text(json.dumps(as_json(engine, found, costs), indent=1, ensure_ascii=False) + "\n")
     return 0
 
 
@@ -190,7 +193,11 @@ def cost_lines(costs: Sequence[Cost], overall: Text) -> str:
         ]
         for c in costs
     ]
-    return aligned([heads, *rows])
+    legend = (
+        "round: its time at k, beside k = 0; break-even: tokens that it must commit to gain; length: what it commits"
+        " on the texts; speed-up: length over break-even"
+    )
+    return f"{aligned([heads, *rows])}\n{legend}"
 
 
 def as_json(engine: Engine, found: Sequence[Text], costs: Sequence[Cost]) -> dict[str, Any]:

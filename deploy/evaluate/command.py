@@ -24,6 +24,7 @@ from pilotfish.deploy.arguments import add_endpoint_flags, aligned, split_flags,
 from pilotfish.deploy.evaluate import harness, quality
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
+from pilotfish.engine.output import check_file, write_file
 from pilotfish.engine.parser import Parser
 
 Rows = list[tuple[str, str, float, int]]
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if args.client == "lm-eval" and not harness.is_installed():
         print("pilotfish eval: want lm-eval: pip install 'pilotfish[eval]', or --client own", file=sys.stderr)
         return 2
+    check_file(args.json, "--json")
     try:
         if args.is_url:
             rows, whole = evaluate(args.target, args)
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         scores = [dict(zip(("task", "metric", "value", "questions"), row, strict=True)) for row in rows]
         report = {"target": args.target, "k": args.k, "scores": scores, "results": whole}
-        args.json.write_text(json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        write_file(args.json, json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n", "--json")
     return 0 if rows else 1
 
 

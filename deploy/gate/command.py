@@ -31,6 +31,7 @@ from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
 from pilotfish.engine.options import KV_DTYPES
+from pilotfish.engine.output import check_file, check_folder, write_file
 from pilotfish.engine.parser import Parser, whole_number
 
 ANSWERS = Gate("answers", facts.answers)
@@ -142,6 +143,8 @@ def _not_run() -> Found:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    check_file(args.json, "--json")
+    check_folder(args.log.parent if args.log else None, "--log")
     report = Report(args.target if args.is_url else "", wanted=[n for n in args.only or NAMES if n not in args.skip])
     try:
         if args.is_url:
@@ -150,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
             run_on_model(report, args)
     finally:
         if args.json:
-            args.json.write_text(report.as_json(), encoding="utf-8")
+            write_file(args.json, report.as_json(), "--json")
     failed = [result.name for result in report.results if not result.passed]
     if report.skipped():
         print(f"not looked at, as asked: {', '.join(report.skipped())}")

@@ -35,11 +35,23 @@ from pilotfish.deploy.sweep.recommend import Recommendation, recommend
 from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, merged, pretty, tsv, write
 from pilotfish.deploy.sweep.report import markdown
 from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
+from pilotfish.engine.output import check_folder
 from pilotfish.engine.parser import Parser, whole_number
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    check_folder(args.out, "--out")
+    try:
+        return sweep(args)
+    except OSError as error:
+        # of the folder: what a cell meets is written down as its own
+        print(f"pilotfish sweep: {error.filename or args.out}: {error.strerror or error}", file=sys.stderr)
+        return 2
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """The exit status. Raises OSError where the folder cannot be written any more."""
     settings = settings_of(args)
     try:
         folder = Folder(args.out, settings)

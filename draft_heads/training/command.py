@@ -36,6 +36,7 @@ from pilotfish.engine.convert.write import write_tensors, write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import Model, build_model, with_head
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
+from pilotfish.engine.output import check_folder
 from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.plan import Plan, make_plan
 from pilotfish.kernels.attention import PAGE
@@ -76,18 +77,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.num_threads)
     try:
         _check(args)
-        train_head(args)
+        pays = train_head(args)
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = error.filename or args.out
+        print(f"pilotfish: {where}: {error.strerror or error}; --resume goes on from what was saved", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\npilotfish: stopped; --resume goes on from the last step that was saved", file=sys.stderr)
         return 130
-    return 0
+    return 0 if pays else 1
 
 
-def train_head(args: argparse.Namespace) -> None:
-    """Raises PilotfishError naming the option or file at fault."""
+def train_head(args: argparse.Namespace) -> bool:
+    """Whether the head is better than none, and than the one before it. Raises PilotfishError naming the option or file
+    at fault, and OSError where something cannot be written any more."""
     source = resolve_model(args.model, args.revision)
     rows = _read_rows(source, args)
     trunk = _load_trunk(source, args)
@@ -99,20 +105,35 @@ def train_head(args: argparse.Namespace) -> None:
     _claim(args, _stamp(trunk.checkpoint, rows, options, args))
     fit = Fit(head.to(trunk.plan.device), trunk.embedding, trunk.lm_head, train, heldout, options)
     fit.load(state)
-    report = _Report(state / REPORT_FILE)
+    report, before = _Report(state / REPORT_FILE), None
     own = f" and {args.own_tokens} of the trunk's own" if args.own_tokens else ""
     print(
         f"{rows.train.size} tokens to train on, {rows.heldout.size} held out, rows of {args.row_tokens}{own}",
         flush=True,
     )
     if trunk.own_head:
-        report.once("before, with the head that was there", lambda: trunk.acceptance(trunk.own_head, prompts))
+        before = report.once("before, with the head that was there", lambda: trunk.acceptance(trunk.own_head, prompts))
     _run(fit, args, state)
     write_tensors(args.out / HEAD_FILE, _weights(head))
-    report.once("after", lambda: trunk.acceptance(_weights(head), prompts))
+    after = report.once("after", lambda: trunk.acceptance(_weights(head), prompts))
     write_text(args.out / REPORT_FILE, json.dumps(report.values, indent=1) + "\n")
     shutil.rmtree(state)
+    if (worse := _worse(before, after)) is not None:
+        print(f"NOT TO BE SERVED: {worse}; the head is in {args.out}")
+        return False
     print(f"served by: pilotfish serve {args.model} --draft-head {args.out}")
+    return True
+
+
+def _worse(before: Acceptance | None, after: Acceptance) -> str | None:
+    """Why one would not serve it; None: one would."""
+    if not after.num_rounds:
+        return "its acceptance could not be measured: no round of the held-out text drafted in full"
+    if after.length == 1:
+        return "none of its drafts was accepted"
+    if before is not None and after.length < before.length:
+        return f"acceptance fell from {before.length:.3f} to {after.length:.3f} tokens a round: the old head is better"
+    return None
 
 
 def _run(fit: Fit, args: argparse.Namespace, state: Path) -> None:
@@ -144,13 +165,14 @@ class _Report:
         self.file = file
         self.values: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
 
-    def once(self, name: str, measure: Callable[[], Acceptance]) -> None:
+    def once(self, name: str, measure: Callable[[], Acceptance]) -> Acceptance:
         """Measures unless a run before this one did, and prints."""
         if name not in self.values:
             self.values[name] = dataclasses.asdict(measure())
             write_text(self.file, json.dumps(self.values))
         found = Acceptance(**self.values[name])
         print(f"acceptance, {name}: {found.line()}", flush=True)
+        return found
 
 
 # What is trained, on what
@@ -310,6 +332,8 @@ def _claim(args: argparse.Namespace, stamp: str) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    check_folder(args.out, "--out")
+    check_folder(args.cache, "--cache")
     for name in ("steps", "batch_size", "eval_rows", "save_every"):
         if getattr(args, name) < 1:
             raise OptionError(f"--{name.replace('_', '-')}: want at least 1, got {getattr(args, name)}")

@@ -19,6 +19,7 @@ from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.convert.write import write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
+from pilotfish.engine.output import check_file
 from pilotfish.engine.parser import Parser
 
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_draft_vocab(args: argparse.Namespace) -> None:
     """Raises PilotfishError naming the option or file at fault."""
+    check_file(args.out, "--out")
     source = resolve_model(args.model, args.revision)
     config = open_checkpoint(source).config
     counts = np.zeros(config.vocab_size, dtype=np.int64)
@@ -44,8 +46,6 @@ def make_draft_vocab(args: argparse.Namespace) -> None:
     added = json.loads((source / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
     always = {token["id"] for token in added if token["id"] < config.vocab_size} | set(config.eos_token_ids)
     ids = build_draft_vocab(counts, args.size, always)
-    if not args.out.parent.is_dir():
-        raise OptionError(f"--out: {args.out.parent}: no such folder")
     write_draft_vocab(args.out, ids, config.vocab_size)
     total = counts.sum()
     print(f"{total} tokens counted, {np.count_nonzero(counts)} of {len(counts)} ids among them")

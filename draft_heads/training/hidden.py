@@ -88,6 +88,7 @@ class HiddenCache:
         self._dtype, count, length = dtype, len(texts), texts.shape[1] + num_own
         self._shape = (length, width)
         mode: Literal["r+", "w+"] = "r+" if known.exists() else "w+"
+        self._folder = folder
         self._tokens = np.memmap(folder / TOKENS_FILE, np.int32, mode, shape=(count, length))
         self._bytes = np.memmap(folder / ROWS_FILE, np.uint8, mode, shape=(count, length * width * dtype.itemsize))
         self._done = np.memmap(folder / DONE_FILE, np.uint8, mode, shape=(count,))
@@ -102,6 +103,12 @@ class HiddenCache:
 
     def write(self, number: int, row: Row) -> None:
         tokens, hidden = (part.cpu().contiguous() for part in row)
-        self._tokens[number] = tokens.numpy()
-        self._bytes[number] = hidden.view(torch.uint8).flatten().numpy()
-        self._done[number] = 1
+        self._put(TOKENS_FILE, number, tokens.int().numpy())
+        self._put(ROWS_FILE, number, hidden.view(torch.uint8).flatten().numpy())
+        self._put(DONE_FILE, number, np.ones(1, np.uint8))
+
+    def _put(self, name: str, number: int, row: np.ndarray) -> None:
+        """Not through the mapping: where the disk is full, that ends the process without a word."""
+        with (self._folder / name).open("r+b") as file:
+            file.seek(number * row.nbytes)
+            file.write(row.tobytes())

@@ -47,10 +47,11 @@ from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import loaded_parts, open_checkpoint
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.device_round.shapes import Shape, Shapes
-from pilotfish.engine.errors import OptionError, PilotfishError
+from pilotfish.engine.errors import CheckpointError, ConfigError, OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
+from pilotfish.engine.output import check_file
 from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.plan import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, choose_fused, choose_kv_dtype
 from pilotfish.kernels.attention import PAGE
@@ -354,6 +355,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--first-requests", action="store_true", help="check that the first request at each k and batch is no slower"
     )
     parser.add_argument("--prefill-chunk", type=whole_number(1), metavar="N")
+    parser.add_argument("--num-threads", type=whole_number(1), metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON line a row, too")
     args = parser.parse_args(argv)
@@ -377,19 +379,30 @@ def _numbers(least: int, most: int) -> Any:
     return read
 
 
+def _append(file: Path, line: str) -> None:
+    try:
+        with file.open("a") as opened:
+            opened.write(line)
+    except OSError as error:
+        raise OptionError(f"--json {file}: cannot be written: {error.strerror or error}") from error
+
+
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     args = parse(sys.argv[1:] if argv is None else argv)
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
     rows = []
     try:
+        check_file(args.json, "--json")
         for row in measure_all(args):
             rows.append(row)
             if args.json is not None:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                _append(args.json, json.dumps(row) + "\n")
     except PilotfishError as error:
         print(f"pilotfish bench: {error}", file=sys.stderr)
-        return 1
+        # 2 for what the operator can set right, which another text at another k is not
+        return 2 if isinstance(error, OptionError | ConfigError | CheckpointError) else 1
     for line in show(rows):
         print(line)
     found = complaints(rows)

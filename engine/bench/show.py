@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 ROUND, ADMISSION = "round", "admission"
@@ -20,6 +21,39 @@ ADMISSION_COLUMNS = (
     ("round_ms", "round ms"), ("chunk_ms", "chunk ms"), ("largest_chunk_ms", "largest"), ("first_token_ms", "first ms"),
     ("first_token_alone_ms", "alone ms"),
 )  # fmt: skip
+LEGEND = {
+    "k": "drafted tokens a round",
+    "B": "sequences at once",
+    "context": "tokens of each prompt",
+    "tok/s": "of all sequences together, over rounds that have all of them",
+    "round ms": "median from one report to the next",
+    "device ms": "a captured round alone, replayed back to back",
+    "accepted": "tokens committed to a sequence by a round, the trunk's own included",
+    "floor ms": "the bytes that a round must move, at the memory's measured rate",
+    "of roof": "floor ms over round ms",
+    "experts": "distinct ones that a round's rows choose in a layer",
+    "uniform": "their number if all were chosen alike",
+    "first ms": "from the requests' arrival to a token of each",
+    "host ms": "the host's share of launching a round",
+    "hits": "rounds replayed from a captured graph",
+    "misses": "rounds for which there was none",
+    "1st request ms": "the first one at this k and batch",
+    "2nd request ms": "the one after it",
+}
+ADMISSION_LEGEND = {
+    "k": "drafted tokens a round",
+    "streams": "sequences that run",
+    "context": "tokens of each of their prompts",
+    "prompt": "tokens of the one that arrives",
+    "gap ms": "the longest between two reports of one stream meanwhile",
+    "round ms": "median before it arrives",
+    "chunk ms": "of the prompt alone, median of its chunks",
+    "largest": "of its chunks, ms",
+    "first ms": "from its arrival to its first token, beside the streams",
+    "alone ms": "the same without them",
+}
+"""What a column's title means; it is printed below the table."""
+WIDTH = 120
 MIB = 1 << 20
 NAME_WIDTH = 90
 
@@ -28,11 +62,11 @@ def show(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Everything that was measured, line by line."""
     if not rows:
         return
-    yield from _table(COLUMNS, [row for row in rows if row["kind"] == ROUND])
+    yield from _table(COLUMNS, [row for row in rows if row["kind"] == ROUND], LEGEND)
     admissions = [row for row in rows if row["kind"] == ADMISSION]
     if admissions:
         yield "longest wait for a token of streams that run while a prompt is read:"
-        yield from _table(ADMISSION_COLUMNS, admissions)
+        yield from _table(ADMISSION_COLUMNS, admissions, ADMISSION_LEGEND)
     for row in rows:
         if "profile" in row:
             traced, at = row["profile"], f"k = {row['k']}, batch {row['batch']}, context {row['context']}"
@@ -68,13 +102,14 @@ def _trace(subject: str, found: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _table(columns: Sequence[tuple[str, str]], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Without the columns that no row has a value for."""
+def _table(columns: Sequence[tuple[str, str]], rows: list[dict[str, Any]], legend: Mapping[str, str]) -> Iterator[str]:
+    """Without the columns that no row has a value for, and what the others are."""
     columns = [(name, title) for name, title in columns if any(row.get(name) is not None for row in rows)]
     table = [[title for _, title in columns], *([_cell(row.get(name)) for name, _ in columns] for row in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     for line in table:
         yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+    yield from textwrap.wrap("; ".join(f"{title}: {legend[title]}" for _, title in columns), WIDTH)
 
 
 def _cell(value: Any) -> str:

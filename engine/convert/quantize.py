@@ -38,6 +38,7 @@ from pilotfish.engine.convert.pack import SourceWeights, pack
 from pilotfish.engine.convert.recipe import Action, Job, Plan, Recipe, changeable, make_plan
 from pilotfish.engine.convert.write import TensorFile, tensor_file, write_text
 from pilotfish.engine.errors import CheckpointError, OptionError, PilotfishError
+from pilotfish.engine.output import check_folder
 from pilotfish.engine.parser import Parser, whole_number
 
 REPORT_FILE = "quantization_report.json"
@@ -261,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     try:
+        check_folder(args.out.parent, "OUT")
         source = resolve_model(args.source, args.revision)
         ids = _read_tokens(source, args.text, args.text_tokens)
         calibration = _read_tokens(source, args.calibrate, args.calibrate_tokens)
@@ -270,6 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _report_fidelity(source, args.out, ids)
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"pilotfish: {error.filename or args.out}: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
 

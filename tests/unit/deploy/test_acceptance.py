@@ -27,7 +27,8 @@ def test_tables():
     first, second, legend = text_table([text], [1, 2]).splitlines()
     assert first.split() == ["text", "places", "trunk", "draft", "1", "draft", "2", "k", "=", "1", "k", "=", "2"]
     assert second.split() == ["all", "8", "62%", "75%", "100%", "1.60", "2.00"] and "tokens a round" in legend
-    _, row = cost_lines([Cost(2, 4, 256, seconds=0.03, plain_seconds=0.02)], text).splitlines()
+    _, row, legend = cost_lines([Cost(2, 4, 256, seconds=0.03, plain_seconds=0.02)], text).splitlines()
+    assert "break-even: tokens that it must commit to gain" in legend
     assert row.split() == ["2", "4", "256", "20.00", "ms", "30.00", "ms", "1.50", "2.00", "1.33"]
 
 
@@ -80,7 +81,7 @@ def test_a_model_is_measured(model, tmp_path, capsys):
     for cost in report["costs"]:
         ratio = cost["round_seconds"] / cost["plain_round_seconds"]
         assert cost["break_even_acceptance_length"] == pytest.approx(ratio)
-    assert said.count("\n") == 4 + 1 + 1 + 1 + 4 and "break-even" in said
+    assert said.count("\n") == 4 + 1 + 1 + 1 + 4 + 1 and "break-even" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pilotfish.draft_heads.training import command, fit
 from pilotfish.draft_heads.training.fit import Fit
+from pilotfish.engine.check.acceptance import Acceptance
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
@@ -114,8 +116,8 @@ def test_random_weights_learn_the_first_draft_first(model, text, tmp_path, monke
         return figures
 
     monkeypatch.setattr(Fit, "step", seen)
-    assert train(model, text, tmp_path / "scratch", "--init", "scratch", "--steps", "5") == 0
-    assert train(model, text, tmp_path / "head", "--steps", "2") == 0
+    assert train(model, text, tmp_path / "scratch", "--init", "scratch", "--steps", "5") in (0, 1)
+    assert train(model, text, tmp_path / "head", "--steps", "2") in (0, 1)
     assert depths == [1, 1, 2, 2, 2, 2, 2]
 
 
@@ -162,8 +164,43 @@ def test_refuses_to_refine_a_head_that_is_not_there(text, tmp_path, capsys):
     write_tokenizer(folder)
     assert train(folder, text, tmp_path / "out") == 2
     assert "no MTP head; want scratch" in capsys.readouterr().err
-    assert train(folder, text, tmp_path / "out", "--init", "scratch", "--steps", "1") == 0
+    assert train(folder, text, tmp_path / "out", "--init", "scratch", "--steps", "1") in (0, 1)
     assert attach_head(open_checkpoint(folder), tmp_path / "out").has_mtp
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        (Acceptance(9, (0.5, 0.4)), Acceptance(9, (0.5, 0.4)), None),
+        (Acceptance(9, (0.0, 0.0)), Acceptance(9, (0.2, 0.1)), None),
+        (Acceptance(9, (0.5, 0.4)), Acceptance(9, (0.5, 0.3)), "acceptance fell from 1.900 to 1.800 tokens a round"),
+        (Acceptance(9, (0.0, 0.0)), Acceptance(9, (0.0, 0.0)), "none of its drafts was accepted"),
+        (Acceptance(9, (0.5, 0.4)), Acceptance(0, (0.0, 0.0)), "its acceptance could not be measured"),
+    ],
+)
+def test_a_head_that_is_no_better_is_not_recommended(text, tmp_path, monkeypatch, capsys, before, after, why):
+    folder = build_tiny(tmp_path / "model", "tied")
+    write_tokenizer(folder)
+    measured = [before, after]
+    monkeypatch.setattr(command.Trunk, "acceptance", lambda *_: measured.pop(0))
+    status = train(folder, text, tmp_path / "out", "--steps", "1")
+    said = capsys.readouterr().out
+    assert status == (1 if why else 0) and ("served by: pilotfish serve" in said) is (why is None)
+    assert why is None or f"NOT TO BE SERVED: {why}" in said
+    assert (tmp_path / "out" / "mtp.safetensors").exists()
+
+
+def test_a_disk_that_fills_up_ends_training_in_one_line(text, tmp_path, monkeypatch, capsys):
+    folder = build_tiny(tmp_path / "model", "tied")
+    write_tokenizer(folder)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out" / "state"))
+
+    monkeypatch.setattr(fit, "write_tensors", full)
+    assert train(folder, text, tmp_path / "out", "--steps", "1") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"pilotfish: {tmp_path}/out/state: No space left on device; --resume goes on from what was saved"
 
 
 def test_refuses_a_tokenizer_with_more_ids_than_the_model(text, tmp_path, capsys):

@@ -15,7 +15,7 @@ from pilotfish.engine.bench.experts import ExpertCounts, count_experts
 from pilotfish.engine.bench.measure import Case, live_batch, live_tokens, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes
-from pilotfish.engine.bench.show import show
+from pilotfish.engine.bench.show import ADMISSION_COLUMNS, ADMISSION_LEGEND, COLUMNS, LEGEND, show
 from pilotfish.engine.bench.sizes import released_config
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
@@ -178,7 +178,7 @@ def test_random_weights_by_config(folder, tmp_path):
 
 
 def test_a_name_that_is_no_size_is_explained(capsys):
-    assert command.main(["Qwen3.6-28B", "--load-format", "dummy", *ARGS]) == 1
+    assert command.main(["Qwen3.6-28B", "--load-format", "dummy", *ARGS]) == 2
     assert "35B-A3B" in capsys.readouterr().err
 
 
@@ -560,7 +560,7 @@ def test_own_times_and_idle_ones_are_the_whole():
 
 
 def test_a_profile_wants_a_gpu(folder, capsys):
-    assert command.main([str(folder), *ARGS, "--profile"]) == 1
+    assert command.main([str(folder), *ARGS, "--profile"]) == 2
     assert "profile: want a CUDA device" in capsys.readouterr().err
 
 
@@ -583,6 +583,24 @@ def test_a_profile_s_kernels_are_shown_with_their_share_and_number():
     at = lines.index(f"a round at k = 3, batch 4, context 64: {whole}")
     assert lines[at + 1 : at + 4] == kernels
     assert lines[at + 4 : at + 8] == [f"a prompt of 64 tokens at k = 3: {whole}", *kernels]
+
+
+def test_every_column_is_explained_where_it_is_shown():
+    for columns, legend in ((COLUMNS, LEGEND), (ADMISSION_COLUMNS, ADMISSION_LEGEND)):
+        assert [title for _, title in columns] == list(legend)
+    row = {
+        "kind": "round", "k": 3, "batch": 4, "round_ms": 1.5, "resident_bytes": 1, "packed_bytes": 1,
+        "prefill_scratch_bytes": 0, "start_seconds": {}, "num_graphs": 0, "synthetic": False,
+    }  # fmt: skip
+    text = " ".join(show([row]))
+    assert "B: sequences at once; round ms: median from one report to the next" in text and "floor ms:" not in text
+
+
+def test_threads_are_those_that_were_asked_for(monkeypatch, tmp_path, capsys):
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    assert command.main([str(tmp_path / "absent"), "--num-threads", "3"]) == 2
+    assert given == [3] and "config.json" in capsys.readouterr().err
 
 
 def test_graphs_stand_beside_what_the_start_took():
