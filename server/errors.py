@@ -36,18 +36,25 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """Base: subclasses fix the status, the type and the label."""
+    """Base: subclasses fix the status, the type and the label. `detail`: an exception's own words, which may name
+    files and hosts; only who has a key is told."""
 
     status = 500
     type = "server_error"
     reason = "internal"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, detail: str = "") -> None:
         super().__init__(message)
         self.message = _printable(message, MAX_MESSAGE)
+        self.detail = detail
         self.param = None if param is None else _printable(param, MAX_PARAM)
         self.code = code
         self.headers: dict[str, str] = {}
+
+    def reveal(self) -> None:
+        """The message with what strangers are not told."""
+        if self.detail:
+            self.message, self.detail = _printable(f"{self.message.rstrip('.')}: {self.detail}", MAX_MESSAGE), ""
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
@@ -123,8 +130,8 @@ class Unavailable(ApiError):
     status = 503
     reason = "unavailable"
 
-    def __init__(self, message: str, code: str, retry_after: int | None = None) -> None:
-        super().__init__(message, code=code)
+    def __init__(self, message: str, code: str, retry_after: int | None = None, detail: str = "") -> None:
+        super().__init__(message, code=code, detail=detail)
         if retry_after is not None:
             self.headers = {"Retry-After": str(retry_after)}
 
@@ -132,8 +139,8 @@ class Unavailable(ApiError):
 class EngineFailed(ApiError):
     reason = "engine_failed"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="engine_failed")
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message, code="engine_failed", detail=detail)
 
 
 def _printable(text: str, limit: int) -> str:

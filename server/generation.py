@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from pilotfish.engine.link.client import EngineClient
+from pilotfish.engine.link.client import ENGINE_FAILED, EngineClient
 from pilotfish.engine.link.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.server.calls.parser import MARKERS, AnswerParser, Part, Said, merge
@@ -278,7 +278,12 @@ def _engine_error(output: RequestOutput) -> ApiError:
         return BadRequest(message)
     if output.finish_reason == "abort":
         return Unavailable(message, code="aborted")
-    return EngineFailed(message)
+    if output.error_code == "nan":
+        return EngineFailed(message)
+    part, _, detail = message.partition(": ")
+    if part.startswith(ENGINE_FAILED):
+        return EngineFailed(part, detail)
+    return EngineFailed("The engine failed at this request.", message)
 
 
 class Generation:

@@ -63,6 +63,11 @@ LARGE_BODY = 256 << 10
 Prepared = TypeVar("Prepared")
 
 
+def is_known() -> bool:
+    """The request came with a key. Where keys are not wanted nobody is known."""
+    return KEY.get() != NO_KEY
+
+
 class Service(msgspec.Struct, frozen=True, kw_only=True):
     """What the handlers work with; made once, in app.py."""
 
@@ -81,8 +86,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         """Raises Unavailable unless the engine can take requests."""
         ready, failure = self.client.ready, self.client.failure
         if failure is not None:
-            message = f"The engine has failed ({failure.part}): {failure.message}"
-            raise Unavailable(message, code="engine_failed", retry_after=5)
+            message = f"The engine has failed ({failure.part})."
+            raise Unavailable(message, code="engine_failed", retry_after=5, detail=failure.message)
         if self.client.state == "closed":
             raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
         if ready is None:
@@ -271,8 +276,8 @@ async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.Stream
                 return await _stream(request, service, plan, shape, generation)
             return await _whole(plan, shape, generation)
     except EngineUnavailable as error:
-        message = f"The engine has failed ({error.part}): {error}"
-        raise Unavailable(message, code="engine_failed", retry_after=5) from error
+        message = f"The engine has failed ({error.part})."
+        raise Unavailable(message, code="engine_failed", retry_after=5, detail=str(error)) from error
     finally:
         service.metrics.on_key(KEY.get(), sum(choice.num_tokens for choice in generation.choices))
 
@@ -316,6 +321,8 @@ async def _send_events(response: web.StreamResponse, service: Service, shape: Fo
     except ApiError as error:
         # the status line is out: the error is an event, and nothing follows
         service.metrics.on_rejection(error.reason)
+        if is_known():
+            error.reveal()
         note_error(error.code or error.reason)
         await response.write(shape.failure(error))
         return

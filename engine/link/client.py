@@ -60,6 +60,9 @@ STACKS_SECONDS = 1.0
 UNDEAD_SECONDS = 60.0
 """After which a killed process that is still there is given up: it waits in the kernel, most likely for its device."""
 
+ENGINE_FAILED = "engine failed"
+"""Begins the error of requests that were open when it did; the part follows, and the reason."""
+
 State = Literal["loading", "ready", "failed", "restarting", "closed"]
 """Restarting is loading after a failure, which stays known until the engine is ready again."""
 
@@ -254,7 +257,7 @@ class EngineClient:
         self._ended.set()
         logger.error("engine failed (%s): %s", failure.part, failure.message)
         self._settle_ready(EngineUnavailable(failure.part, failure.message))
-        self._end_all("error", f"engine failed ({failure.part}): {failure.message}")
+        self._end_all("error", f"{ENGINE_FAILED} ({failure.part}): {failure.message}")
         patience = STACKS_SECONDS if failure.part == "hang" else LAST_WORDS_SECONDS
         asyncio.get_running_loop().call_later(patience, _kill, self._process)
 

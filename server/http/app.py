@@ -26,12 +26,12 @@ from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.http import openapi, status
 from pilotfish.server.http.auth import Keys
 from pilotfish.server.http.bodies import JSON, MAX_BODY_BYTES, Bodies
-from pilotfish.server.http.connections import MAX_CONNECTIONS, Connection, Runner
+from pilotfish.server.http.connections import MAX_CONNECTIONS, Runner, note_known
 from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.drain import DRAIN, Drain
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.request_log import REQUEST_ID, RequestLog, client_id, note_error
-from pilotfish.server.http.routing import guarded
+from pilotfish.server.http.routing import check_target, guarded
 from pilotfish.server.http.throughput import ThroughputLog
 from pilotfish.server.messages.answer import error_body
 from pilotfish.server.model_files import ModelFiles
@@ -203,6 +203,8 @@ def _errors(metrics: Collector, root_path: str) -> Callable:
 
     def refuse(request: web.Request, error: ApiError) -> web.Response:
         metrics.on_rejection(error.reason)
+        if handlers.is_known():
+            error.reveal()
         note_error(error.code or error.reason)
         anthropic = request.path.removeprefix(root_path).startswith(MESSAGES)
         body = error_body(error) if anthropic else error.body()
@@ -239,10 +241,12 @@ def _errors(metrics: Collector, root_path: str) -> Callable:
 def _auth(keys: Keys, root_path: str) -> Callable:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.removeprefix(root_path) not in PUBLIC:
-            handlers.KEY.set(keys.check(request.headers.get("Authorization"), request.headers.get("x-api-key")))
-            if isinstance(request.protocol, Connection):
-                request.protocol.known = True
+        check_target(request, root_path)
+        public = request.path.removeprefix(root_path) in PUBLIC
+        look = keys.find if public else keys.check
+        handlers.KEY.set(look(request.headers.get("Authorization"), request.headers.get("x-api-key")))
+        if not public:
+            note_known(request)
         return await handler(request)
 
     return middleware

@@ -96,6 +96,12 @@ class Connection(RequestHandler):
         return self._manager
 
 
+def note_known(request: web.Request) -> None:
+    """The client of this request has shown what is wanted of it."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.known = True
+
+
 class ConnectionServer(web.Server):
     """aiohttp's, which makes our connections and keeps at most `most` of them."""
 

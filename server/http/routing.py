@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from aiohttp import HttpVersion11, hdrs, web
 
-from pilotfish.server.errors import from_status
+from pilotfish.server.errors import BadRequest, from_status
 
 JSON = "application/json"
 
@@ -26,6 +26,21 @@ def guarded(routes: Sequence[web.RouteDef]) -> list[web.RouteDef]:
             *((*entry, {}) for entry in other),
         )
     ]
+
+
+def check_target(request: web.BaseRequest, root_path: str = "") -> None:
+    """Raises BadRequest for a path that is not written as our routes are: as other rules, a relay's, may read it.
+
+    `/metrics#x`, `/%6detrics` and their like are `/metrics` to us and something else to a relay that denies it. The
+    names of models may hold what must be escaped.
+    """
+    target = request.raw_path
+    if target.startswith(("http://", "https://")):
+        target = "/" + target.partition("://")[2].partition("/")[2]
+    path = target.partition("?")[0]
+    escapes = path.removeprefix(root_path).startswith("/v1/models/")
+    if "#" in target or (path != request.path and not escapes):
+        raise BadRequest("Want a path without escapes, and no '#'.", code="invalid_path")
 
 
 def _methods(routes: Sequence[web.RouteDef]) -> dict[str, list[str]]:

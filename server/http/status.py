@@ -11,7 +11,7 @@ from msgspec import Struct
 
 import pilotfish
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
-from pilotfish.server.handlers import SERVICE, Service, json_answer
+from pilotfish.server.handlers import SERVICE, Service, is_known, json_answer
 from pilotfish.server.http.drain import DRAIN
 from pilotfish.server.protocol import Model, ModelList
 
@@ -73,7 +73,10 @@ class Part(Struct, frozen=True):
 
 
 class EnginePart(Struct, frozen=True, kw_only=True):
-    """`part` and `message` after a failure: what failed, and how. `seconds_silent`: how long it has owed an answer."""
+    """`part` and `message` after a failure: what failed, and how, which only who has a key is told.
+
+    `seconds_silent`: how long it has owed an answer.
+    """
 
     status: str
     part: str | None
@@ -168,7 +171,7 @@ async def health(request: web.Request) -> web.Response:
         engine=EnginePart(
             status=client.state,
             part=client.failure.part if client.failure else None,
-            message=client.failure.message if client.failure else None,
+            message=client.failure.message if client.failure and is_known() else None,
             seconds_silent=round(client.seconds_silent, 3),
         ),
         speculation=_speculation(ready) if ready else None,

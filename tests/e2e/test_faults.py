@@ -613,3 +613,35 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(folder):
             assert answer.startswith(b"HTTP/1.1 413") and b'"invalid_request_error"' in answer
 
     run(story())
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_what_failed_is_told_to_all_and_the_reason_to_those_with_a_key(folder, how):
+    async def story():
+        reason = "a scripted fault" if how == "raise" else "the engine process"
+        async with serving(folder, api_keys=("secret",)) as server, aiohttp.ClientSession() as http:
+            key = {"Authorization": "Bearer secret"}
+
+            async def health(headers):
+                async with http.get(server.url + "/health", headers=headers) as response:
+                    return (await response.json())["engine"]
+
+            async with http.post(server.v1 + "/completions", json=body(reply="abc", fault=how), headers=key) as failed:
+                assert failed.status == 500 and reason in (await failed.json())["error"]["message"]
+            await until(lambda: server.service.client.failure is not None)
+            part = "round" if how == "raise" else "process"
+            assert reason in (await health(key))["message"]
+            for headers in ({}, {"Authorization": "Bearer guessed"}, {"x-api-key": ""}):
+                told = await health(headers)
+                assert (told["part"], told["message"]) == (part, None)
+            async with http.post(server.v1 + "/completions", json=body(reply="later"), headers=key) as later:
+                assert reason in (await later.json())["error"]["message"]
+
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            for stream in (True, False):
+                request = body(stream, reply="abc", fault=how, at=2 if stream else 0, delay=0.05)
+                async with http.post(server.v1 + "/completions", json=request) as failed:
+                    text = await failed.text()
+                    assert "engine_failed" in text and part in text and reason not in text
+
+    asyncio.run(story())

@@ -280,7 +280,7 @@ def test_nothing_is_stored(client):
 
 def test_an_error_in_a_stream_is_its_last_event(folder):
     with (
-        serving_in_thread(folder) as server,
+        serving_in_thread(folder, api_keys=("x",)) as server,
         openai.OpenAI(base_url=server.v1, api_key="x", max_retries=0, timeout=TIMEOUT) as client,
     ):
         text = asking("abcdefgh", fault="raise", at=5, runs=[1], delay=0.05)

@@ -56,3 +56,42 @@ def test_other_paths_and_methods_are_refused_in_json(server, line, status):
     statuses, body = exchange(server, line + b" HTTP/1.1")
     assert statuses == [status]
     assert json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(
+            b"/metrics#",
+            b"/metrics#x",
+            b"/metrics#/v1",
+            b"/%6detrics",
+            b"/m%65trics#x",
+            b"/metrics%23x",
+            b"/metrics?x#y",
+        ),
+        *(b"/health%00", b"/v1/%63ompletions", b"/v1%2fmodels", b"/v1/models/scripted#x", b"/%2e%2e/metrics"),
+        *(b"http://x/%6detrics", b"http://x/metrics#x", b"https://x/metrics#x"),
+    ],
+)
+def test_a_path_that_is_not_written_plainly_is_a_400(server, target):
+    statuses, body = exchange(server, b"GET " + target + b" HTTP/1.1")
+    assert statuses == [400]
+    assert json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "target", [b"//metrics", b"/metrics/", b"/./metrics", b"/../metrics", b"/metrics;x", b"/METRICS", b"/x//metrics"]
+)
+def test_a_path_is_not_made_into_another(server, target):
+    statuses, _ = exchange(server, b"GET " + target + b" HTTP/1.1")
+    assert statuses in ([404], [400])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [b"/metrics", b"/metrics?name=x%23", b"http://x/metrics", b"/v1/models/%73cripted", b"/v1/models/scripted"],
+)
+def test_plain_paths_are_answered(server, target):
+    statuses, _ = exchange(server, b"GET " + target + b" HTTP/1.1")
+    assert statuses == [200]
