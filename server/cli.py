@@ -84,7 +84,12 @@ def _add_serve(parser: Parser) -> None:
     group = parser.add_argument_group("endpoint")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument("--port", type=_port, default=8000, help="0 for any free one (default: %(default)s)")
-    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for")
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for; the first is the default"
+    )
+    group.add_argument(
+        "--any-model-name", action="store_true", help="answer to every model name, under the name that was asked for"
+    )
     group.add_argument("--api-key", nargs="+", metavar="KEY", help=f"keys clients must send (or ${KEY_VARIABLE})")
     group.add_argument(
         "--api-key-file", type=Path, metavar="PATH", help="keys by digest, a line each (see `pilotfish key`); reread"

@@ -2,6 +2,7 @@
 
     ApiError                 {"error": {"message", "type", "param", "code"}} and an HTTP status
     ├── BadRequest           400, names the field
+    │   └── ContextExceeded  400, more tokens than the model takes
     ├── Unauthorized         401
     ├── NotFound             404, no such model or path
     ├── TooManyRequests      429, the key's own limit; carries Retry-After
@@ -77,6 +78,31 @@ class BadRequest(ApiError):
     status = 400
     type = "invalid_request_error"
     reason = "invalid"
+
+
+class ContextExceeded(BadRequest):
+    """A prompt, or a prompt and `asked` tokens, of more than the model takes: in words that clients recover by.
+
+    OpenAI's in the message; `anthropic` has the other API's, which its clients read the numbers from: they ask for less
+    or put the conversation in fewer words. `about` stands before a number that is only known to be passed, `more` after
+    all.
+    """
+
+    def __init__(
+        self, num_prompt: int, limit: int, *, param: str, asked: int | None = None, about: str = "", more: str = ""
+    ) -> None:
+        told = f"This model's maximum context length is {limit} tokens. However, "
+        if asked is None:
+            told += f"your messages resulted in {about}{num_prompt} tokens, and at least 1 is to be generated."
+            told += " Please reduce the length of the messages."
+            self.anthropic = f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum"
+        else:
+            told += (
+                f"you requested {num_prompt + asked} tokens ({num_prompt} in the messages, {asked} in the completion)."
+            )
+            told += " Please reduce the length of the messages or completion."
+            self.anthropic = f"input length and `max_tokens` exceed context limit: {num_prompt} + {asked} > {limit}"
+        super().__init__(told + more, param=param, code="context_length_exceeded")
 
 
 def unknown_field(param: str, meant: str | None = None) -> BadRequest:

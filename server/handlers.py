@@ -53,6 +53,8 @@ KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
 """The label of the request's API key, left here by the authentication."""
 HEARTBEAT_SECONDS = 15.0
 """Relays cut connections that are silent for long, and a queue or a prompt may take long."""
+MAX_MODEL_NAME = 256
+"""Of a name that is answered to because any is."""
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
 SMALL_BODY = 1024
@@ -76,6 +78,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Collector
     served_names: tuple[str, ...]
     started: int
+    any_model_name: bool = False
     strict_fields: bool = False
     field_log: FieldLog = msgspec.field(default_factory=FieldLog)
     limiter: Limiter = msgspec.field(default_factory=Limiter)
@@ -118,7 +121,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         """The name to answer with. Raises NotFound."""
         if name is None:
             return self.served_names[0]
-        if name not in self.served_names:
+        if name not in self.served_names and not (self.any_model_name and len(name) <= MAX_MODEL_NAME):
             shown = ", ".join(self.served_names)
             raise NotFound(
                 f"The model {name[:100]!r} does not exist. Served: {shown}.", param="model", code="model_not_found"

@@ -18,7 +18,7 @@ from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parser import END_THINK, AnswerRules
 from pilotfish.server.chat.request import ChatRequest, budget_of, chat_prompt, shows_reasoning
 from pilotfish.server.completions.request import CompletionRequest, prompt_entries, read_prompts
-from pilotfish.server.errors import BadRequest
+from pilotfish.server.errors import BadRequest, ContextExceeded
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.lane import run_steps
 from pilotfish.server.model_files import ModelFiles
@@ -288,28 +288,14 @@ def _stop_rules(request: SamplingFields, sampling: SamplingParams) -> StopRules:
 
 def _limit(num_prompt: int, limit: int, asked: int | None, ready: Ready) -> int:
     """max_tokens for a prompt: what was asked or a 400; a default shrinks to what fits."""
-    room = ready.max_model_len - num_prompt
-    if room < 1:
-        raise BadRequest(
-            f"This model's maximum context length is {ready.max_model_len} tokens, "
-            f"but the prompt has {num_prompt} and at least 1 is to be generated.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
     # the cache holds the whole sequence and one window of drafts, reserved before it starts
-    cache_room = ready.kv_pages_total * ready.page_size - num_prompt - ready.num_speculative_tokens - 1
-    if asked is None:
-        return max(1, min(limit, room, cache_room))
-    if limit > min(room, cache_room):
-        bound, name = (
-            (ready.max_model_len, "maximum context length")
-            if room <= cache_room
-            else (ready.kv_pages_total * ready.page_size, "key-value cache")
-        )
-        raise BadRequest(
-            f"This model's {name} is {bound} tokens. However, you requested {num_prompt + limit} tokens "
-            f"({num_prompt} in the prompt, {limit} for the completion).",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    return limit
+    held = ready.kv_pages_total * ready.page_size - ready.num_speculative_tokens - 1
+    most = min(ready.max_model_len, held)
+    more = (
+        "" if most == ready.max_model_len else f" The key-value cache holds {held + ready.num_speculative_tokens + 1}."
+    )
+    if num_prompt >= most:
+        raise ContextExceeded(num_prompt, most, param="prompt", more=more)
+    if asked is not None and num_prompt + asked > most:
+        raise ContextExceeded(num_prompt, most, param="max_tokens", asked=asked, more=more)
+    return min(limit, most - num_prompt)

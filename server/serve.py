@@ -73,6 +73,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             api_keys=tuple(api_keys),
             api_key_file=args.api_key_file,
             root_path=args.root_path,
+            any_model_name=args.any_model_name,
             strict_fields=args.strict_fields,
             core=args.core,
             restart_engine=args.restart_engine,

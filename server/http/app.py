@@ -23,7 +23,7 @@ from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
-from pilotfish.server.http import openapi, status
+from pilotfish.server.http import models, openapi, status
 from pilotfish.server.http.auth import Keys
 from pilotfish.server.http.bodies import JSON, MAX_BODY_BYTES, Bodies
 from pilotfish.server.http.connections import MAX_CONNECTIONS, Runner, note_known
@@ -65,6 +65,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     root_path: str = ""
+    any_model_name: bool = False
     strict_fields: bool = False
     core: str = DEFAULT_CORE
     engine_environment: Mapping[str, str] | None = None
@@ -116,6 +117,7 @@ def make_app(
         metrics=metrics,
         served_names=options.served_names,
         started=int(time.time()),
+        any_model_name=options.any_model_name,
         strict_fields=options.strict_fields,
         limiter=Limiter(keys.limits),
         bodies=Bodies(shared=bool(options.api_keys) or options.api_key_file is not None),
@@ -150,8 +152,8 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
         web.post(root + MESSAGES + "/count_tokens", handlers.count_tokens),
         web.post(root + "/tokenize", handlers.tokenize),
         web.post(root + "/detokenize", handlers.detokenize),
-        web.get(root + "/v1/models", status.models),
-        web.get(root + "/v1/models/{name:.+}", status.model),
+        web.get(root + "/v1/models", models.models),
+        web.get(root + "/v1/models/{name:.+}", models.model),
         web.get(root + "/v1/capacity", status.capacity),
         web.get(root + "/health", status.health),
         web.get(root + "/ready", status.ready),
@@ -206,7 +208,9 @@ def _errors(metrics: Collector, root_path: str) -> Callable:
         if handlers.is_known():
             error.reveal()
         note_error(error.code or error.reason)
-        anthropic = request.path.removeprefix(root_path).startswith(MESSAGES)
+        path = request.path.removeprefix(root_path)
+        anthropic = path.startswith(MESSAGES)
+        anthropic = anthropic or (path.startswith("/v1/models") and models.ANTHROPIC_VERSION in request.headers)
         body = error_body(error) if anthropic else error.body()
         return web.Response(body=body, status=error.status, content_type=JSON, headers=error.headers)
 

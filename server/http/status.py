@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 from aiohttp import web
 from msgspec import Struct
 
 import pilotfish
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
-from pilotfish.server.handlers import SERVICE, Service, is_known, json_answer
+from pilotfish.server.handlers import SERVICE, is_known, json_answer
 from pilotfish.server.http.drain import DRAIN
-from pilotfish.server.protocol import Model, ModelList
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -110,26 +108,6 @@ class Readiness(Struct, frozen=True):
 
 class Version(Struct, frozen=True):
     version: str
-
-
-async def models(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    return json_answer(ModelList([_model(service, name) for name in service.served_names]))
-
-
-async def model(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    return json_answer(_model(service, service.check_model(request.match_info["name"])))
-
-
-def _model(service: Service, name: str) -> Model:
-    ready = service.client.ready
-    return Model(
-        id=name,
-        created=service.started,
-        root=Path(service.files.folder).name,
-        max_model_len=ready.max_model_len if ready else None,
-    )
 
 
 async def capacity(request: web.Request) -> web.Response:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from pilotfish.server.answer import usage_of
 from pilotfish.server.calls.parser import Kind, Said
 from pilotfish.server.calls.whole import Call, WholeCalls
-from pilotfish.server.errors import ApiError
+from pilotfish.server.errors import ApiError, ContextExceeded
 from pilotfish.server.generation import Choice, Piece
 from pilotfish.server.plan import Plan
 from pilotfish.server.protocol import encode
@@ -156,11 +156,13 @@ class ErrorBody(Struct, frozen=True, tag_field="type", tag="error"):
 
 
 def error_body(error: ApiError) -> bytes:
-    """There is no field for the parameter: the message begins with it."""
+    """There is no field for the parameter: the message begins with it, but for words that clients look for."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     if error.type == "overloaded_error":
         kind = error.type
     message = f"{error.param}: {error.message}" if error.param else error.message
+    if isinstance(error, ContextExceeded):
+        message = error.anthropic
     return encode(ErrorBody(ErrorDetail(kind, message, NO_THREADS if error.param == "thread" else msgspec.UNSET)))
 
 

@@ -100,9 +100,11 @@ def _text(block: Block, where: str, notes: FieldNotes, *, past: bool) -> str:
     if text is not None:
         return text
     if not past:
+        # in these words Claude Code takes the part out of its history
+        what = {"document": "PDF"}.get(kind, kind[:60])
         raise BadRequest(
-            f"Content of type {kind[:60]!r} is not supported: want text, or a document of text.",
-            param=f"{where}.type",
+            f"Could not process {what}: only text can be read here, and documents of text.",
+            param=f"{where}.{kind[:60]}",
             code="unsupported_content",
         )
     notes.ignore(f"{where}.{kind}")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pilotfish.engine.link.messages import Ready
-from pilotfish.server.errors import BadRequest
+from pilotfish.server.errors import BadRequest, ContextExceeded
 from pilotfish.server.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 128
@@ -69,12 +69,7 @@ def check_length(num_tokens: int, ready: Ready, where: str, about: str = "") -> 
     if num_tokens == 0:
         raise BadRequest("Want at least one token, got an empty prompt.", param=where, code="empty_prompt")
     if num_tokens >= ready.max_model_len:
-        raise BadRequest(
-            f"This model's maximum context length is {ready.max_model_len} tokens, "
-            f"but the prompt has {about}{num_tokens} and at least 1 is to be generated.",
-            param=where,
-            code="context_length_exceeded",
-        )
+        raise ContextExceeded(num_tokens, ready.max_model_len, param=where, about=about)
 
 
 def is_id(value: Any) -> bool:

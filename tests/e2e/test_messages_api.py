@@ -360,11 +360,15 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: "),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages[0].content[0].image: Could not process image: ",
+        ),
         ({"messages": BEGUN, "thinking": {"type": "adaptive"}}, "thinking: "),
         ({"messages": []}, "messages: "),
         ({"max_tokens": 0}, "max_tokens: "),
-        ({"max_tokens": 50000}, "max_tokens: "),
+        ({"max_tokens": 50000}, "input length and `max_tokens` exceed context limit: "),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: "),
         ({"extra_body": {"temperature": 3}}, "temperature: "),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
         ({"tools": [{**TOOLS[0], "name": "two words"}]}, "tools[0].name: "),

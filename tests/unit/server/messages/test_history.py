@@ -31,7 +31,7 @@ def text(written):
 def test_only_what_the_user_has_just_sent_is_refused(block):
     with pytest.raises(BadRequest) as caught:
         read(("user", [text("x"), block]))
-    assert caught.value.param == "messages[0].content[1].type"
+    assert caught.value.param == f"messages[0].content[1].{block['type']}"
     notes = FieldNotes()
     (first, *_) = read(("user", [text("x"), block]), ("assistant", "a"), ("user", "y"), notes=notes)
     assert first["content"].startswith("x\n[") and "left out" in first["content"]
