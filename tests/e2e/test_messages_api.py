@@ -428,7 +428,7 @@ def test_an_error_in_a_stream_is_its_last_event(folder):
         messages = asking("abcdefgh", fault="raise", at=5, runs=[1], delay=0.05)
         with client.messages.stream(model="scripted", max_tokens=99, messages=messages) as stream:
             assert next(iter(stream)).type == "message_start"
-            with pytest.raises(anthropic.APIStatusError, match="scripted fault"):
+            with pytest.raises(anthropic.APIStatusError, match="engine failed"):
                 stream.get_final_message()
         with pytest.raises(anthropic.InternalServerError) as caught:
             create(client)
