@@ -29,6 +29,9 @@ class Relay(Protocol):
     def withhold(self, slot: Slot) -> None:
         """It gets no new ones; those that run go on. Raises RelayError."""
 
+    def admitted(self, slot: Slot) -> bool:
+        """Whether it gets requests if it is there to take them. Raises RelayError."""
+
 
 class NoRelay:
     """Clients ask the servers' own port: whatever listens gets requests."""
@@ -41,6 +44,9 @@ class NoRelay:
 
     def withhold(self, slot: Slot) -> None:
         pass
+
+    def admitted(self, slot: Slot) -> bool:
+        return True
 
 
 class HAProxy:
@@ -68,6 +74,9 @@ class HAProxy:
 
     def withhold(self, slot: Slot) -> None:
         self._set(slot, "maint")
+
+    def admitted(self, slot: Slot) -> bool:
+        return self._states().get(slot.name) == RUNNING
 
     def _set(self, slot: Slot, state: str) -> None:
         # silence means that it was done

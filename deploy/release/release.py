@@ -22,6 +22,7 @@ import msgspec
 
 from pilotfish.deploy.ports import is_taken
 from pilotfish.deploy.release import probe
+from pilotfish.deploy.release.journal import BACK, GATES, IN_SERVICE, RETIRING, SWITCHING, Journal, Underway
 from pilotfish.deploy.release.managers import Manager, ManagerError
 from pilotfish.deploy.release.relay import Relay, RelayError
 from pilotfish.deploy.release.slots import Layout, Slot
@@ -86,9 +87,16 @@ class Release:
     """One release. `tell` shows a person how far it is."""
 
     def __init__(
-        self, layout: Layout, manager: Manager, relay: Relay, settings: Settings, tell: Callable[[str], None]
+        self,
+        layout: Layout,
+        manager: Manager,
+        relay: Relay,
+        settings: Settings,
+        tell: Callable[[str], None],
+        journal: Journal,
     ) -> None:
         self._layout = layout
+        self._journal = journal
         self._manager = manager
         self._relay = relay
         self._settings = settings
@@ -117,7 +125,33 @@ class Release:
         else:
             self._record.outcome = "released"
             if old is not None and not instead:
+                self._attempt(lambda: self._journal.step(RETIRING))
                 self._attempt(lambda: self._retire(old))
+        return self._ended(began)
+
+    def recover(self, left: Underway, new: Slot, old: Slot | None) -> Record:
+        """Brings to an end what was cut off: on, where only the old version was still to be stopped, else back."""
+        self._record = Record(
+            when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            version=left.version,
+            slot=left.slot,
+            old_version=left.old_version,
+            old_slot=left.old_slot,
+            instead=left.instead,
+        )
+        began = time.monotonic()
+        if left.step == RETIRING and self._manager.is_up(new):
+            self._record.outcome = "released"
+            self._attempt(lambda: self._relay.admit(new))
+            if old is not None and self._manager.is_up(old):
+                self._attempt(lambda: self._relay.withhold(old))
+                self._attempt(lambda: self._retire(old))
+        else:
+            self._add(Gate("release", False, "an end", f"cut off at: {left.step}"))
+            self._roll_back(new, old)
+        return self._ended(began)
+
+    def _ended(self, began: float) -> Record:
         self._record.failed = [gate.name for gate in self._record.gates if not gate.passed]
         self._record.seconds = round(time.monotonic() - began, 3)
         return self._record
@@ -146,10 +180,12 @@ class Release:
 
     def _switch(self, new: Slot, old: Slot | None) -> None:
         """`old` is what stands by."""
+        self._journal.step(SWITCHING)
         self._relay.admit(new)
         if old is not None:
             self._relay.withhold(old)
         self._watch_over(new)
+        self._journal.step(IN_SERVICE)
         self._tell(f"slot {new.name} gets the requests")
         steady = self._settings.steady
         until = time.monotonic() + steady
@@ -253,6 +289,7 @@ class Release:
 
     def _run_gates(self, slot: Slot) -> None:
         """Those of the command, each by its own name. A server that ended meanwhile is the reason for the others."""
+        self._journal.step(GATES)
         self._tell("gates")
         report = self._ask_gates(slot)
         if not self._manager.is_up(slot):
@@ -310,6 +347,7 @@ class Release:
     def _roll_back(self, new: Slot, old: Slot | None) -> None:
         """Every step is tried whatever became of the one before: what counts is whether the old version answers."""
         self._tell("rolling back")
+        self._attempt(lambda: self._journal.step(BACK))
         stands_by = old is not None and self._manager.is_up(old)
         if old is not None and stands_by:
             self._attempt(lambda: self._relay.admit(old))

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -175,6 +177,56 @@ def test_an_interrupted_release_goes_back_and_a_second_one_waits_for_it(site, be
     release.send_signal(signal.SIGINT)
     release.wait(60)
     assert "SIGHUP" in assert_unchanged(site, before, "release")
+
+
+SLEEPING = shlex.join([sys.executable, "-c", "import time; time.sleep(120)"])
+
+
+@pytest.mark.parametrize("instead", [False, True])
+def test_a_release_that_was_killed_says_what_serves_and_how_to_go_on(site, before, instead):
+    """kill -9 leaves the new version running, not judged and without requests."""
+    (slot, old), new = before, other(before[1])
+    cut = site.release(new, "--gate", SLEEPING, *["--instead"] * instead)
+    until(lambda: "gates" in (site.folder / "opt" / "release.json").read_text(), "its gates look")
+    assert "is at: gates" in site.release().communicate(timeout=60)[0], "one that runs is no wreck"
+    cut.kill()
+    cut.wait(60)
+    cut.stdout.close()
+    assert new in site.runs().values()
+    serves = "NOTHING SERVES" if instead else f"{old} serves, in slot {slot}"
+    words = [f"the release of {new} into slot", "was cut off at: gates", serves, f"{new} was not passed by its gates"]
+    words += ["runs and gets no requests", "`pilotfish release --recover` cleans up", f"{old} serves again"]
+    for again, code in (((), 0), ((new,), 2), ((old,), 2)):
+        next_call = site.release(*again)
+        text = next_call.communicate(timeout=60)[0]
+        assert next_call.returncode == code and all(word in text for word in words), text
+    assert done(site.release("--recover")) == 1
+    assert assert_unchanged(site, before, "release") == "cut off at: gates"
+    assert done(site.release("--recover")) == 2
+    assert not (site.folder / "opt" / "release.json").exists()
+
+
+def test_one_that_was_killed_near_its_end_goes_on(site, before):
+    """The new version serves, and the old one was still to be stopped."""
+    (slot, old), new = before, other(before[1])
+    assert done(site.release(new, *QUICK)) == 0
+    left = site.records()[-1]
+    (site.folder / "opt" / "release.json").write_text(json.dumps(left | {"step": "end of the old version"}))
+    text = site.release().communicate(timeout=60)[0]
+    assert f"{new} serves, in slot {left['slot']}; {old}, in slot {slot}, is stopped" in text
+    assert done(site.release("--recover")) == 0
+    assert site.runs() == {left["slot"]: new} and model_of(site.relay_url) == new
+    assert site.records()[-1]["outcome"] == "released"
+
+
+def test_a_journal_that_cannot_be_written_touches_nothing(site, before):
+    (site.folder / "opt" / "release.new").mkdir()
+    try:
+        release = site.release(other(before[1]))
+        assert "release.json: Is a directory" in release.communicate(timeout=60)[0] and release.returncode == 2
+    finally:
+        (site.folder / "opt" / "release.new").rmdir()
+    assert site.runs() == dict([before]) and model_of(site.relay_url) == before[1]
 
 
 def test_what_runs_is_shown(site, before):
