@@ -41,7 +41,8 @@ bench: $(VENV)/.installed
 audit: $(VENV)/.installed
 	$(BIN)/pilotfish audit $(MODEL)
 
-fuzz: $(VENV)/.installed  ## hostile requests to the server, on the scripted engine, and on the model
+fuzz: $(VENV)/.installed  ## grammars, then hostile requests to the server, on the scripted engine, and on the model
+	$(BIN)/python -m tests.fuzz.grammars --count 50000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.campaign --requests 10000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.campaign --requests 1000 --seed $(SEED) --model $(MODEL)
 

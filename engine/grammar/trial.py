@@ -20,8 +20,8 @@ from pilotfish.engine.grammar.bounds import check
 from pilotfish.engine.grammar.form import compile_form, first_words, library_form
 from pilotfish.engine.link.messages import Grammar
 
-NUM_WALKS = 3
-WALK_TOKENS = 16
+NUM_WALKS = 2
+WALK_TOKENS = 12
 WALKS_SECONDS = 0.1
 """CPU time after which no further token is walked."""
 STEP_SECONDS = 0.1
@@ -87,25 +87,31 @@ def resident_bytes() -> int:
 def _walk_all(matcher: LLMatcher, vocab_size: int, generator: random.Random) -> None:
     """Raises TooSlow, or ValueError where no text can begin."""
     began = time.thread_time()
+    words = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
     for walk in range(NUM_WALKS):
-        copy = _timed("a copy", matcher.deep_copy)
         for place in range(WALK_TOKENS):
-            bits = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
-            _timed("a mask", fill_next_token_bitmask, copy, bits)
-            if copy.is_error():
-                if walk == place == 0:
-                    raise ValueError(first_words(copy.get_error()))
+            _timed("a mask", fill_next_token_bitmask, matcher, words)
+            token = _draw(words[0], generator)
+            if walk == place == 0 and (matcher.is_error() or token is None):
+                raise ValueError(first_words(matcher.get_error()) or "no text fits it")
+            if token is None or matcher.is_stopped():
                 break
-            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little"))
-            if walk == place == 0 and not len(allowed):
-                raise ValueError("no text fits it")
-            if not len(allowed) or copy.is_stopped():
-                break
-            token = int(allowed[generator.randrange(len(allowed))])
-            _timed("a token", copy.consume_token, token)
-            _timed("what must come", copy.compute_ff_tokens)
+            _timed("a token", matcher.consume_token, token)
+            _timed("what must come", matcher.compute_ff_tokens)
             if time.thread_time() - began > WALKS_SECONDS:
                 return
+        if matcher.is_error() or not matcher.reset():
+            return
+
+
+def _draw(words: np.ndarray, generator: random.Random) -> int | None:
+    """A token whose bit is set, if there is one."""
+    places = np.flatnonzero(words)
+    if not len(places):
+        return None
+    place = int(places[generator.randrange(len(places))])
+    bits = [bit for bit in range(32) if words[place] >> bit & 1]
+    return 32 * place + generator.choice(bits)
 
 
 def _timed(what: str, step: Callable[..., Any], *arguments: Any) -> Any:

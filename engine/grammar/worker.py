@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import selectors
@@ -30,8 +31,6 @@ from llguidance import LLTokenizer
 from pilotfish.engine.grammar.form import load_tokenizer
 from pilotfish.engine.grammar.trial import PAGE_BYTES, Task, Verdict, attempt
 
-NICE = 10
-"""Children leave the processors to rounds."""
 STACK_BYTES = 32 << 20
 """Less than the engine's own threads have (threads.py), so that what passes here has room there."""
 MEMORY_BYTES = 256 << 20
@@ -41,15 +40,17 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Lane:
-    """Seconds of CPU time, and by the clock, that a trial may take; how many run at a time."""
+    """Seconds of CPU time, and by the clock, that a trial may take; how many run at a time; how far they give way to
+    rounds, which take all processors where there is no GPU."""
 
     cpu_seconds: float
     wall_seconds: float
     num_places: int
+    nice: int
 
 
-QUICK = Lane(0.15, 15.0, 2)
-SLOW = Lane(1.0, 30.0, 1)
+QUICK = Lane(0.15, 15.0, 2, 5)
+SLOW = Lane(1.0, 30.0, 1, 15)
 
 
 @dataclass
@@ -258,7 +259,7 @@ def _limit(lane: Lane) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # what the library says when it panics is of no use to anybody
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.nice(NICE)
+    os.nice(lane.nice)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # where memory runs out, the kernel takes this process first
         file.write("1000")
@@ -273,6 +274,8 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # a collection in a child would copy every page that it looks at
+    gc.disable()
     # nothing else may write where the verdicts go
     outbox = os.dup(1)
     os.dup2(2, 1)

@@ -7,6 +7,7 @@ get past the first check and meet the next.
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from pilotfish.server import unused
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.protocol import NOT_YET, DetokenizeRequest, TokenizeRequest
+from tests.fuzz.grammars import grammar as drawn_grammar
 
 
 @dataclass(frozen=True)
@@ -363,11 +365,18 @@ HEAVY = (
 """Grammars that are malformed, contradict themselves, or are expensive."""
 
 
+def _drawn(seed: int) -> dict[str, Any]:
+    made = drawn_grammar(random.Random(seed))
+    if made.kind == "choice":
+        return {"choice": [made.source]}
+    return {{"json_schema": "json"}.get(made.kind, made.kind): made.source or "x"}
+
+
 @st.composite
 def grammars(draw: st.DrawFn) -> Hostile:
     path = draw(st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
     body = dict(BASES[path]) | {
-        "structured_outputs": draw(st.sampled_from(HEAVY)),
+        "structured_outputs": draw(st.sampled_from(HEAVY) | st.integers(0, 1 << 32).map(_drawn)),
         "max_tokens": draw(st.integers(1, 30)),
     }
     body["temperature"] = draw(st.sampled_from([0, 1.5]))

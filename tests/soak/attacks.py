@@ -27,6 +27,7 @@ from typing import Any
 
 import aiohttp
 
+from tests.soak.grammar_attacks import GRAMMAR_ATTACKS
 from tests.soak.soak import HELD, ROOT, Running, read_metrics, read_process, script, server, write_model
 
 TIMES = 3.0
@@ -66,7 +67,7 @@ class Target:
 
 Attack = Callable[[Target], Awaitable[None]]
 """Goes on until it is cancelled; its bodies are made before."""
-ATTACKS: dict[str, Attack] = {}
+ATTACKS: dict[str, Attack] = dict(GRAMMAR_ATTACKS)
 
 
 def repeated(
