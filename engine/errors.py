@@ -2,6 +2,7 @@
 
     PilotfishError
     ├── OptionError            an option asks for what the model or the machine cannot give
+    ├── BusyError              what is asked for is there, and in use or out of reach now: another try may find it
     ├── RequestError           a request that cannot be run as asked
     ├── ConfigError            config.json is malformed, or asks for something that is not honoured
     ├── the server's own       keys, certificates, tokenizer, template: raised where they are read
@@ -35,6 +36,10 @@ class LayoutError(CheckpointError):
 
 class OptionError(PilotfishError):
     """An option asks for what the model or the machine cannot give."""
+
+
+class BusyError(PilotfishError):
+    """Something is in use by others, or out of reach for now: the same command may work later."""
 
 
 class RequestError(PilotfishError):

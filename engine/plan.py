@@ -11,7 +11,8 @@ from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.checkpoint.kv_scales import KvScales, load_kv_scales
 from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.config import ModelConfig
-from pilotfish.engine.errors import OptionError
+from pilotfish.engine.errors import BusyError, OptionError
+from pilotfish.engine.memory import gib, total_bytes
 from pilotfish.engine.model.build import CacheSizes
 from pilotfish.engine.options import KV_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.kernels.attention import PAGE
@@ -233,20 +234,27 @@ def _num_pages(
     longest = -(-(max_model_len + depth + 1) // PAGE)
     layers = len(config.full_layers) + (depth > 0 and options.speculative_method == "mtp")
     page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
+    alone = 0
     if options.kv_cache_tokens is not None:
         pages = options.kv_cache_tokens // PAGE
+        if pages * page_bytes > (total := total_bytes(device)):
+            raise OptionError(
+                f"kv_cache_tokens: {options.kv_cache_tokens} tokens take {gib(pages * page_bytes)}, "
+                f"the device has {gib(total)}"
+            )
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        room = free - int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes
+        room = -int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes
         room -= GPU_RESERVE_BYTES + buffer_bytes(config, depth, max_num_seqs)
-        pages = min(longest * max_num_seqs, max(0, room) // page_bytes)
+        pages = min(longest * max_num_seqs, max(0, free + room) // page_bytes)
+        alone = max(0, total + room) // page_bytes
     else:
         pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page_bytes))
     if pages < longest:
-        raise OptionError(
-            f"kv cache: {pages} pages of {PAGE} tokens, want at least {longest} for one sequence of {max_model_len} "
-            "tokens; lower max_model_len or give it more memory"
-        )
+        short = f"kv cache: {pages} pages of {PAGE} tokens, want at least {longest} for one sequence of {max_model_len}"
+        if alone >= longest:
+            raise BusyError(f"{short} tokens; other processes hold memory of the device")
+        raise OptionError(f"{short} tokens; lower max_model_len or give it more memory")
     return pages
 
 

@@ -26,13 +26,18 @@ from pilotfish.engine.errors import CheckpointError, OptionError
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import HeadCheck, TrunkCheck
 from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.memory import refusals_told
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.plan import Plan, make_plan
 
 logger = logging.getLogger(__name__)
 
+MAX_THREADS = 1024
+"""Beyond what machines have; the library that starts them ends the process where it cannot."""
 
+
+@refusals_told()
 def make_core(options: EngineOptions) -> EngineLoop:
     """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
     began = perf_counter()
@@ -71,6 +76,7 @@ def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
     return {cost.batch: cost.break_even for cost in costs}
 
 
+@refusals_told()
 def start_engine(options: EngineOptions) -> Engine:
     """Opens, plans, loads and allocates. Raises PilotfishError naming the option or file at fault."""
     started = perf_counter()
@@ -171,6 +177,6 @@ def _num_threads(options: EngineOptions) -> int:
     """By default one core is left to the HTTP process: two that spin for one core are slower by far than one."""
     if options.num_threads is None:
         return max(1, len(os.sched_getaffinity(0)) - 1)
-    if options.num_threads < 1:
-        raise OptionError(f"num_threads: want at least 1, got {options.num_threads}")
+    if not 1 <= options.num_threads <= MAX_THREADS:
+        raise OptionError(f"num_threads: want 1..{MAX_THREADS}, got {options.num_threads}")
     return options.num_threads

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pilotfish
-from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.errors import BusyError, PilotfishError
 from pilotfish.engine.link.process import DEFAULT_CORE
 from pilotfish.engine.options import KV_CACHE_DTYPES
 from pilotfish.engine.parser import Parser
@@ -43,12 +43,12 @@ OWN_PARSERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 2, and a line, for what the operator can set right."""
+    """The exit status: 2, and a line, for what the operator can set right; 1 for what may be right by itself later."""
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, BusyError) else 2
     except KeyboardInterrupt:
         return 130
 
@@ -327,8 +327,8 @@ def _checked(convert: Callable[[str], Value], holds: Callable[[Value], bool], wa
     return read
 
 
-_count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
-_count_or_zero = _checked(int, lambda value: value >= 0, "a whole number of at least 0")
+_count = _checked(int, lambda value: 1 <= value < 1 << 63, "a whole number of at least 1")
+_count_or_zero = _checked(int, lambda value: 0 <= value < 1 << 63, "a whole number of at least 0")
 _port = _checked(int, lambda value: 0 <= value <= 65535, "a port in 0..65535")
 _share = _checked(float, lambda value: 0 < value <= 1, "a share in (0, 1]")
 _share_or_zero = _checked(float, lambda value: 0 <= value <= 1, "a share in [0, 1]")

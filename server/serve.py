@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import logging
 import math
@@ -35,6 +36,8 @@ logger = logging.getLogger("pilotfish")
 
 LAST_WORDS_SECONDS = 1.0
 """For the error of a request that has not ended in time to reach its client."""
+MAY_PASS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
+"""Why an address cannot be listened on now and may be later: another process, a network or a resolver."""
 CLOSE_SECONDS = 10.0
 """For the engine to end, before it is killed."""
 
@@ -129,7 +132,7 @@ class Address(NamedTuple):
             return TcpSite(runner, self.host, self.port, ssl_context=self.tls)
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(os.fsencode(self.socket)) == 0:
-                raise OSError("another process listens there")
+                raise OSError(errno.EADDRINUSE, "another process listens there")
         return UnixSite(runner, self.socket, ssl_context=self.tls)
 
 
@@ -145,10 +148,11 @@ async def _run(app: web.Application, address: Address, shutdown_seconds: float, 
         try:
             await address.site(runner).start()
         except OSError as error:
-            # asyncio's own words repeat the address
-            reason = os.strerror(error.errno) if error.errno else error
+            # asyncio's own words repeat the address, and a resolver's numbers are no errno's
+            known = error.errno is not None and not isinstance(error, socket.gaierror)
+            reason = os.strerror(error.errno or 0) if known else error.strerror or error
             print(f"pilotfish: cannot listen on {address}: {reason}", file=sys.stderr)
-            return 1
+            return 1 if error.errno in MAY_PASS else 2
         logger.info(
             "listening on %s, loading the model", ", ".join(_url(place, address.tls) for place in runner.addresses)
         )
@@ -181,14 +185,16 @@ async def _drain(app: web.Application, runner: web.AppRunner, shutdown_seconds: 
 
 
 async def _until_stopped(app: web.Application, stop: asyncio.Event) -> int:
-    """A load that fails, or an engine that fails too often, ends the server, for a service manager to start."""
+    """A load that fails, or an engine that fails too often, ends the server: with 2 where another start would fail
+    again, else with 1, for a service manager to start it."""
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(app[SUPERVISOR].wait_gave_up())
     _, pending = await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
     if not stop.is_set():
-        return 1
+        failure = app[SERVICE].client.failure
+        return 2 if failure is not None and failure.permanent else 1
     logger.info("stopping: running requests may end first; a second signal ends them now")
     return 0
 

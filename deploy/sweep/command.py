@@ -38,6 +38,9 @@ from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
 from pilotfish.engine.output import check_folder
 from pilotfish.engine.parser import Parser, whole_number
 
+OF_A_CELL = ("max_num_seqs:", "num_speculative_tokens:", "kv cache:", "memory:")
+"""With which the engine refuses a size: another cell may have another one, or none of it."""
+
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
@@ -119,8 +122,10 @@ def run_cell(
             seconds = time.monotonic() - began
             whole = asyncio.run(measure(cell, url, settings, args, tell))
             return msgspec.structs.replace(whole, start_seconds=seconds)
-    except WrongCommand:
-        raise
+    except WrongCommand as error:
+        if not any(words in str(error) for words in OF_A_CELL):
+            raise
+        return failed(error)
     except (StartError, EndpointError, aiohttp.ClientError, OSError) as error:
         return failed(error)
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from pilotfish.engine.checkpoint.foreign import look_at
-from pilotfish.engine.errors import CheckpointError
+from pilotfish.engine.errors import BusyError, CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
 FILES = ("*.json", "*.jinja", "*.safetensors", "LICENSE*")
@@ -17,7 +17,8 @@ def resolve_model(name: str, revision: str | None = None, cache_dir: str | Path 
     """The folder itself, or that of a hub id such as `Qwen/Qwen3.6-27B`, fetched if the cache lacks it.
 
     `revision` is a branch, tag or commit. The environment decides the rest as it does for every user of the library:
-    HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT. Raises CheckpointError with one line that says what is missing.
+    HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT. Raises CheckpointError with one line that says what is missing, or
+    BusyError where the hub is not reached.
     """
     folder = Path(name)
     if name and folder.is_dir():
@@ -30,15 +31,25 @@ def resolve_model(name: str, revision: str | None = None, cache_dir: str | Path 
     if folder.exists() or not HUB_ID.match(name):
         raise CheckpointError(f"{name}: want a checkpoint folder, or a hub id such as Qwen/Qwen3.6-27B")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         path = snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=list(FILES))
     except LocalEntryNotFoundError as error:
-        raise CheckpointError(f"{name}: not in the cache, and the hub is not reached: {_line(error)}") from error
+        # where the environment forbids to ask, a later start is not let either
+        kind = CheckpointError if HF_HUB_OFFLINE else BusyError
+        raise kind(f"{name}: not in the cache, and the hub is not reached: {_line(error)}") from error
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise CheckpointError(f"{name}: {_line(error)}") from error
+        kind = BusyError if _may_pass(error) else CheckpointError
+        raise kind(f"{name}: {_line(error)}") from error
     return Path(path)
+
+
+def _may_pass(error: Exception) -> bool:
+    """A connection that broke, a disk that is full, too many requests, a fault of the hub's."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return isinstance(error, OSError) and (status is None or status == 429 or status >= 500)
 
 
 def _line(error: Exception) -> str:

@@ -81,10 +81,11 @@ class EngineUnavailable(Exception):
 
 class Failure(msgspec.Struct, frozen=True):
     """Why the engine cannot serve: load, prefill, round or protocol (its own word), process (it died), or hang (it does
-    not answer)."""
+    not answer). `permanent`: the same start would fail again."""
 
     part: str
     message: str
+    permanent: bool = False
 
 
 class EngineClient:
@@ -338,14 +339,14 @@ class EngineClient:
     def _received(self, body: bytes) -> None:
         try:
             message = decode_from_engine(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError) as error:
             self._fail(Failure("protocol", f"cannot read a message from the engine: {error}"))
             return
         self._heard()
         if isinstance(message, StepReport):
             self._dispatch(message)
         elif isinstance(message, Fatal):
-            self._fail(Failure(message.part, message.message))
+            self._fail(Failure(message.part, message.message, message.permanent))
         elif isinstance(message, Ready):
             self._on_ready(message)
 

@@ -258,10 +258,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """The engine cannot go on; the process exits after it. `part` is load, prefill, round or protocol."""
+    """The engine cannot go on; the process exits after it. `part` is load, prefill, round or protocol. `permanent`: the
+    same start would fail again."""
 
     part: str
     message: str
+    permanent: bool = False
 
 
 ToEngine = Submit | Abort | Ping | Shutdown

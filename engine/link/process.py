@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.errors import BusyError, PilotfishError
+from pilotfish.engine.guard import reason
 from pilotfish.engine.link.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -124,10 +125,12 @@ def run_engine(socket_path: str, make_core: Callable[[], EngineCore]) -> int:
 def _report_fatal(channel: Channel, part: str, error: BaseException) -> int:
     if part == "load" and isinstance(error, PilotfishError):
         # a file or an option is wrong, not our code
-        channel.send(Fatal(part, str(error)))
+        channel.send(Fatal(part, str(error), permanent=not isinstance(error, BusyError)))
         return 1
     traceback.print_exception(error)
-    channel.send(Fatal(part, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+    # a package that is missing or broken does not mend itself
+    permanent = part == "load" and isinstance(error, ImportError)
+    channel.send(Fatal(part, reason(error), permanent))
     return 1
 
 

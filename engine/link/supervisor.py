@@ -47,7 +47,7 @@ class RestartBudget:
 
 
 class Supervisor:
-    """Watches one client. A first load that fails is final: the same files would fail again."""
+    """Watches one client. A first load that fails is final, and so is any that would fail again."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class Supervisor:
         """Returns when the engine is closed, or has failed for good."""
         has_served = await self._serve_once()
         while self._client.state == "failed":
-            if not has_served or not self._budget.take():
+            failure = self._client.failure
+            if not has_served or (failure is not None and failure.permanent) or not self._budget.take():
                 self._give_up()
                 return
             budget = self._budget

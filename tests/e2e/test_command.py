@@ -171,7 +171,7 @@ def test_a_model_that_does_not_load_ends_the_server_with_the_reason(folder):
 def test_an_option_that_the_model_cannot_have_is_told_once(folder):
     with command("serve", str(folder), "--port", "0", "--core", "scripted_core:make_core_that_refuses") as process:
         _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert (
         errors.count("engine failed (load): max_model_len: want 2..8, got 9\n") == errors.count("max_model_len: ") == 1
     )

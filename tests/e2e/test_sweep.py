@@ -106,15 +106,24 @@ def test_an_endpoint_that_runs_already(model, tmp_path):
     assert code == 1 and "Incorrect API key" in refused
 
 
-def test_a_cell_that_cannot_start_is_named_and_the_rest_goes_on(tmp_path):
-    """No weights, so nothing starts: the reason is the server's own, and the exit status says so."""
+def test_a_cell_that_cannot_start_is_named_and_the_rest_goes_on(model, tmp_path):
+    """The reason is the server's own, and the exit status says so."""
+    with sweep(model, "--out", tmp_path / "out", "--k", "0", "--max-num-seqs", "300,1", *SMALL, *ROOMY) as process:
+        code, said, _ = finish(process)
+    assert code == 1 and "k0-mns300 did not run: " in said and "max_num_seqs: want 1..256" in said
+    assert (tmp_path / "out" / "cells" / "k0-mns1.json").exists()
+    assert "Cells that did not run" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_damaged_checkpoint_ends_the_sweep_at_once(tmp_path):
+    """No weights: no cell could start."""
     folder = tmp_path / "model"
     folder.mkdir()
     write_model(folder)
-    with sweep(folder, "--out", tmp_path / "out", "--k", "0", "--max-num-seqs", "1", *SMALL) as process:
-        code, said, _ = finish(process)
-    assert code == 1 and "k0-mns1 did not run: " in said and "nothing was measured" in said
-    assert "Cells that did not run" in (tmp_path / "out" / "report.md").read_text()
+    with sweep(folder, "--out", tmp_path / "out", "--k", "0,1", "--max-num-seqs", "1,2", *SMALL) as process:
+        code, said, errors = finish(process)
+    assert code == 2 and not said and errors.count("engine failed (load)") == 1
+    assert not list(tmp_path.glob("out/cells/*"))
 
 
 def test_a_model_that_is_none_ends_the_sweep_at_once(tmp_path):

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 from loaded import ready
 
-from pilotfish.engine.errors import OptionError
+from pilotfish.engine.errors import BusyError, CheckpointError, OptionError
 from pilotfish.engine.link.messages import RequestOutput, StepReport, StepStats, Submit, TokenLogprob
 
 DEFAULT_REPLY = "Hello, world!"
@@ -201,6 +201,23 @@ def make_core_that_fails(options) -> ScriptedCore:
 
 def make_core_that_refuses(options):
     raise OptionError("max_model_len: want 2..8, got 9")
+
+
+def make_core_of_a_damaged_checkpoint(options):
+    raise CheckpointError("model.safetensors: the head is dead")
+
+
+def make_core_without_room(options):
+    raise BusyError("memory: other processes hold it")
+
+
+def make_core_that_serves_once(options) -> ScriptedCore:
+    """Only the first time in its folder; the checkpoint is damaged then."""
+    began = Path(options.model, "began")
+    if began.exists():
+        return make_core_of_a_damaged_checkpoint(options)
+    began.touch()
+    return ScriptedCore(options)
 
 
 def make_core_that_loads_forever(options) -> ScriptedCore:

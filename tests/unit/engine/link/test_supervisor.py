@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pilotfish.engine.link.client import EngineUnavailable
+from pilotfish.engine.link.client import EngineUnavailable, Failure
 from pilotfish.engine.link.supervisor import RestartBudget, Supervisor
 
 
@@ -32,8 +32,8 @@ def test_a_budget_of_none_and_of_less():
 
 
 class Client:
-    """Each life is "load" (fails to load), "serve" (serves, then fails) or "undead" (the same, and its process stays);
-    after the last the engine is closed."""
+    """Each life is "load" (fails to load), "damaged" (the same, for good), "serve" (serves, then fails) or "undead"
+    (serves, fails, and its process stays); after the last the engine is closed."""
 
     def __init__(self, *lives):
         self.lives = list(lives)
@@ -41,8 +41,9 @@ class Client:
         self.failure = None
 
     async def wait_ready(self):
-        if self.lives[0] == "load":
+        if self.lives[0] in ("load", "damaged"):
             self.state = "failed"
+            self.failure = Failure("load", "no such checkpoint", permanent=self.lives[0] == "damaged")
             raise EngineUnavailable("load", "no such checkpoint")
         self.state = "ready"
         return SimpleNamespace()
@@ -89,6 +90,8 @@ def supervise(limit, *lives):
         # once it has served, a load that fails is worth another try
         (3, ["serve", "load", "close"], (2, 2, False)),
         (2, ["serve", "load", "load"], (1, 2, True)),
+        (3, ["damaged"], (0, 0, True)),
+        (3, ["serve", "damaged", "close"], (1, 1, True)),
         # nothing is started beside a process that holds the device
         (3, ["undead", "close"], (1, 1, True)),
     ],
