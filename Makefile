@@ -10,9 +10,13 @@ SEED ?= 1
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed)
 OUT ?= gpu-results
+OLDEST ?= .venv-oldest
+OLDEST_TORCH ?=
+OLDEST_TESTS ?= tests/unit $(addprefix tests/e2e/test_,$(addsuffix .py,openai_client messages_api responses_api openapi \
+  structured token_rules faults cors limits tls))
 LEGS ?=
 
-.PHONY: demo serve test check bench audit fuzz soak gpu-test gpu-bench clean
+.PHONY: demo serve test test-oldest check bench audit fuzz soak gpu-test gpu-bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py
 	@echo "setting up $(VENV), once: a few minutes, most of them for torch"
@@ -29,6 +33,17 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile tests/unit
 	$(BIN)/python -m pytest -m "not gpu" --ignore tests/unit
+
+# OLDEST_TORCH='torch==2.13.0+cpu' for another torch than the lowest, UV_FIND_LINKS=DIR for its wheel
+test-oldest:  ## unit and protocol tests with the lowest version of each dependency, in a venv of its own
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
+	echo '$(OLDEST_TORCH)' > $(OLDEST)/overrides.txt
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct \
+	  --override $(OLDEST)/overrides.txt -r pyproject.toml --extra dev
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --no-deps -e .
+	$(OLDEST)/bin/uv pip list --python $(OLDEST)/bin/python
+	$(OLDEST)/bin/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile $(OLDEST_TESTS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -59,4 +74,4 @@ gpu-bench: $(GPU_SETUP)
 	$(GPU_PYTHON) -m tests.gpu.legs bench $(LEGS) --out $(OUT)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

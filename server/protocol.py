@@ -181,7 +181,8 @@ def decode_request(
     check_num_values(body, most_values)
     try:
         raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    # ValueError: what is no UTF-8, by msgspec before 0.23
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
