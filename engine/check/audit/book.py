@@ -33,9 +33,7 @@ def first_wrong(
 
     Past the rows that there are, only where the text ends is looked at.
     """
-    stops = set(params.stop_token_ids)
-    if not params.ignore_eos or params.grammar is not None:
-        stops |= set(params.eos_token_ids)
+    stops = stops_of(params)
     for place, token in enumerate(tokens):
         is_last = place == len(tokens) - 1
         must_end = token in stops or place + 1 == params.max_tokens
@@ -48,32 +46,46 @@ def first_wrong(
     return None
 
 
+def stops_of(params: SamplingParams) -> set[int]:
+    """Ids that end the text."""
+    eos = () if params.ignore_eos and params.grammar is None else params.eos_token_ids
+    return {*params.stop_token_ids, *eos}
+
+
 def _is_right(
     prompt: Sequence[int], params: SamplingParams, tokens: Sequence[int], place: int, logits: np.ndarray,
     stops: set[int], matcher: Matcher | None,
 ) -> bool:  # fmt: skip
-    before, token = tokens[:place], tokens[place]
+    scores = score(prompt, params, tokens[:place], logits, stops, matcher)
+    best = scores.max()
+    return bool(scores[tokens[place]] >= best - SLACK * max(1.0, abs(best)))
+
+
+def score(
+    prompt: Sequence[int], params: SamplingParams, before: Sequence[int], logits: np.ndarray,
+    stops: set[int], matcher: Matcher | None = None,
+) -> np.ndarray:  # fmt: skip
+    """float64 [V] of what may follow `before`: the token with the highest one comes."""
+    scores = logits.astype(np.float64)
     forced = _forced(params, before)
     if forced is not None:
-        return token == forced
-    scores = logits.astype(np.float64)
+        scores[:] = -np.inf
+        scores[forced] = 0.0
+        return scores
     for ids, value in params.logit_bias.items():
         scores[ids] += value
     if params.allowed_token_ids is not None:
         scores[np.setdiff1d(np.arange(len(scores)), params.allowed_token_ids)] = -np.inf
     banned = [word[-1] for word in params.bad_words_token_ids if _ends_with(before, word[:-1])]
-    banned += list(stops) if place < params.min_tokens else []
+    banned += list(stops) if len(before) < params.min_tokens else []
     scores[banned] = -np.inf
     if matcher is not None:
         scores[~matcher.allowed(len(scores))] = -np.inf
     scores = _penalised(scores, prompt, before, params)
-    if params.temperature >= GREEDY_BELOW:
-        scores = scores / params.temperature
-        scores = _filtered(scores, params) + noise(
-            params.seed, params.choice, len(prompt) + place, np.arange(len(scores))
-        )
-    best = scores.max()
-    return bool(scores[token] >= best - SLACK * max(1.0, abs(best)))
+    if params.temperature < GREEDY_BELOW:
+        return scores
+    drawn = noise(params.seed, params.choice, len(prompt) + len(before), np.arange(len(scores)))
+    return _filtered(scores / params.temperature, params) + drawn
 
 
 def _ends_with(before: Sequence[int], wanted: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ from pilotfish.engine.check.audit.report import Report
 from pilotfish.engine.check.audit.requests import load_prompts, make_requests
 from pilotfish.engine.check.audit.rules import derive
 from pilotfish.engine.check.audit.run import Auditor, audit
+from pilotfish.engine.check.audit.scratch import ScratchHead
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
@@ -95,13 +96,16 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
     weights = load_weights(checkpoint, plan.device)
     if plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not is_mtp(name)}
+    has_weights = plan.lookup is None and any(is_mtp(name) for name in weights)
+    kept = {name: weight for name, weight in weights.items() if has_weights and ScratchHead.takes(name)}
     model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
     eos, vocab = config.eos_token_ids, config.vocab_size
     matchers = Matchers(Path(args.model), vocab)
     make_rules = partial(derive, prompts, args.max_tokens, eos, vocab, matchers.usable)
-    return Auditor(model, plan, make_requests(prompts, args.max_tokens, eos, vocab), make_rules, matchers)
+    scratch = ScratchHead(kept, config, model.inv_freq) if kept else None
+    return Auditor(model, plan, make_requests(prompts, args.max_tokens, eos, vocab), make_rules, matchers, scratch)
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ class Report:
         self.num_tokens += result.num_tokens
         self.num_rows += result.num_rows
         self.num_findings += len(result.findings)
-        self.kinds.add(", ".join(result.name.split(", ")[2:]))
+        self.kinds.add(", ".join(result.name.split(", ")[2:]) or result.name)
         if self.as_json:
             row = dataclasses.asdict(result) | {"acceptance_length": result.acceptance_length}
             row |= {"first_draft_acceptance": result.first_draft_acceptance}
@@ -52,6 +52,17 @@ class Report:
         names = (re.sub(r"^\d+-|-\d+$", "", request.request_id) for request in self.auditor.requests)
         return list(dict.fromkeys(names))
 
+    def _print_head(self) -> None:
+        head = self.auditor.head_report
+        if not head.rounds:
+            return
+        depth = max(self.depths)
+        print(
+            f"head from scratch: acceptance length {head.length:.2f} at k = {depth}, first draft {head.first:.3f}; "
+            f"{sum(head.looked.values())} drafts 1 .. {max(head.looked, default=0)} looked at, "
+            f"{sum(head.far.values())} farther from its best than rounding"
+        )
+
     def end(self) -> int:
         """Prints the summary; the exit status."""
         passed = self.num_findings == 0
@@ -68,13 +79,17 @@ class Report:
                 "tokens": self.num_tokens,
                 "rows": self.num_rows,
                 "by_book": self.auditor.num_by_book,
+                "sound_acceptance_length": self.auditor.head_report.length,
+                "sound_first_draft_acceptance": self.auditor.head_report.first,
+                "drafts_looked_at": self.auditor.head_report.looked,
+                "drafts_far": self.auditor.head_report.far,
                 "silent": self.auditor.rules.silent,
                 "digest": compared.digest(),
                 "digests": compared.digests(),
             }
             print(json.dumps(summary), flush=True)
             return 0 if passed else 1
-        print(f"head, first draft: {self.auditor.first_draft_acceptance():.3f} of positions, teacher-forced")
+        self._print_head()
         print(f"compared: {self.num_runs} runs over k = {_span(self.depths)} and {_span(self.batches)} at once,")
         print(f"    {'; '.join(sorted(self.kinds))};")
         print(f"    {len(self.auditor.requests)} requests: {', '.join(self.modes)};")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import msgspec
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -16,7 +17,9 @@ from pilotfish.engine.assemble import assemble
 from pilotfish.engine.check.audit import book
 from pilotfish.engine.check.audit.matchers import Matchers
 from pilotfish.engine.check.audit.rules import Decode, Rules, lures
+from pilotfish.engine.check.audit.scratch import ScratchHead
 from pilotfish.engine.check.audit.transcript import BOOK, Compared, Finding, Recorder, Transcript, compare
+from pilotfish.engine.check.audit.yardstick import HeadReport, Yardstick
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.loop import EngineLoop
@@ -26,6 +29,8 @@ from pilotfish.engine.sequence import Sequence
 
 MAX_BOOK_ROWS = 64
 """Rows of logits of a request that are kept for the book."""
+MAX_RAW = 3
+"""Requests whose rows are held against one pass over their text."""
 SPARE_STEPS = 64
 MAX_MASK_SECONDS = 60.0
 
@@ -59,7 +64,7 @@ class Auditor:
     """Runs requests over one loaded model at any depth and batch size; `compared` is what has been compared so far.
 
     `make_rules` adds requests to those given, once it can decode. `matchers` reads grammars, None where no request has
-    one.
+    one. `scratch` is the head again, computed from scratch.
     """
 
     def __init__(
@@ -69,9 +74,15 @@ class Auditor:
         requests: list[Submit],
         make_rules: Callable[[Decode], Rules] | None = None,
         matchers: Matchers | None = None,
+        scratch: ScratchHead | None = None,
     ):
         self.model, self.plan, self.requests = model, plan, list(requests)
-        self.make_rules, self.matchers = make_rules, matchers
+        self.make_rules, self.matchers, self.scratch = make_rules, matchers, scratch
+        self.head_report = HeadReport()
+        # drafts by request and committed length, the most that any run made
+        self.drafts: dict[str, dict[int, list[int]]] = {}
+        self._raw: dict[str, list[np.ndarray]] = {}
+        self._own: dict[int, RunResult] = {}
         self.rules = Rules()
         self.reference: dict[str, Transcript] = {}
         self.compared = Compared()
@@ -101,6 +112,7 @@ class Auditor:
             self._beyond[request.request_id] = self._continue(request, transcript)
         self.reference = self.reference or plain
         findings += compare(name, self.reference, plain, self.prompt_lengths)
+        self.drafts = {request.request_id: {} for request in self.requests}
         num_rows = self.compared.add(self.reference, plain)
         return RunResult(name, findings, sum(len(t.tokens) for t in plain.values()), num_rows)
 
@@ -118,6 +130,8 @@ class Auditor:
             matcher = self.matchers.matcher(params.grammar, params.eos_token_ids)
         rows = [transcript.logits.pop(position) for position in sorted(transcript.logits)]
         self.num_by_book += min(len(rows), len(transcript.tokens))
+        if len(self._raw) < MAX_RAW:
+            self._raw[request.request_id] = rows
         wrong = book.first_wrong(request.prompt_token_ids, params, transcript.tokens, rows, matcher)
         if wrong is None:
             return []
@@ -140,8 +154,38 @@ class Auditor:
         recorder = self._transcripts(depth, batch, self.requests, forced, captured, rows=not captured)
         got = recorder.transcripts
         findings = compare(name, self.reference, got, self.prompt_lengths)
+        findings += self._compare_drafts(name, got)
         num_rows = self.compared.add(self.reference, got)
-        return RunResult(name, findings, sum(len(t.tokens) for t in got.values()), num_rows, *recorder.totals)
+        result = RunResult(name, findings, sum(len(t.tokens) for t in got.values()), num_rows, *recorder.totals)
+        if not forced:
+            self._own[depth] = result
+        return result
+
+    def _compare_drafts(self, run: str, got: dict[str, Transcript]) -> list[Finding]:
+        """Drafts are a function of the text before them: those of all runs agree as far as they go."""
+        found: dict[str, Finding] = {}
+        for request, transcript in got.items():
+            for length, drafts in sorted(transcript.drafts.items()):
+                known = self.drafts[request].get(length, [])
+                wrong = [i for i, (a, b) in enumerate(zip(known, drafts, strict=False), 1) if a != b]
+                if wrong:
+                    found.setdefault(request, Finding(run, request, length, f"draft {wrong[0]}"))
+                if len(drafts) > len(known):
+                    self.drafts[request][length] = drafts
+        return list(found.values())
+
+    def check_head(self) -> RunResult:
+        """After all runs: their drafts, and how many were accepted, against a head computed from scratch; and k = 0
+        against one pass over its text."""
+        name = "from scratch"
+        yardstick = Yardstick(self.model, self.scratch, self.requests)
+        findings = yardstick.one_pass(name, self.reference, self._raw)
+        depth = max(self._own, default=0)
+        if depth and yardstick.usable:
+            findings += yardstick.look_at(name, self.reference, self.drafts, self.head_report)
+            yardstick.reach(self.reference, depth, self.head_report)
+            findings += self.head_report.too_few(name, depth, self._own[depth].acceptance_length)
+        return RunResult(name, findings, 0, 0)
 
     def _transcripts(
         self,
@@ -181,18 +225,6 @@ class Auditor:
         known = self.reference[sequence.request_id].tokens + self._beyond[sequence.request_id]
         known = known[position + 1 - len(sequence.prompt) :][:count]
         return known + [0] * (count - len(known))
-
-    def first_draft_acceptance(self) -> float:
-        """Share of positions where the reference's head drafts the token that came: what depth 1 must accept."""
-        hits = total = 0
-        for request, transcript in self.reference.items():
-            start = self.prompt_lengths[request]
-            for position, drafts in transcript.drafts.items():
-                index = position + 1 - start
-                if drafts and index < len(transcript.tokens):
-                    hits += drafts[0] == transcript.tokens[index]
-                    total += 1
-        return hits / total if total else 0.0
 
 
 class Forcer:
@@ -256,3 +288,4 @@ def audit(auditor: Auditor, depths: list[int], batches: list[int]) -> Iterator[R
         yield auditor.run(depth, batch, forced)
         if auditor.plan.fused:
             yield auditor.run(depth, batch, forced, captured=True)
+    yield auditor.check_head()

@@ -105,8 +105,9 @@ class Recorder:
         state = self.loop.runner.state
         for sequence in self.loop.scheduler.running:
             if sequence.is_prefilled and (count := int(state.num_offered[sequence.slot])):
-                drafts = state.drafts[sequence.slot, :count].tolist()
-                self.transcripts[sequence.request_id].drafts[int(state.length[sequence.slot])] = drafts
+                made = self.transcripts[sequence.request_id].drafts
+                # a sequence that stood still may have been given others meanwhile
+                made.setdefault(int(state.length[sequence.slot]), state.drafts[sequence.slot, :count].tolist())
 
 
 def compare(

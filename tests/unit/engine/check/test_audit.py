@@ -12,12 +12,14 @@ from tokenizers import Tokenizer
 import pilotfish.engine.cache.tensors as cache_tensors
 import pilotfish.engine.model.window as window_module
 import pilotfish.spec.sampling as sampling
+from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.check.audit import run as audit_module
 from pilotfish.engine.check.audit.command import main, make_auditor, parse
 from pilotfish.engine.check.audit.rules import LITERAL
 from pilotfish.engine.check.audit.run import audit
 from pilotfish.engine.check.audit.transcript import BOOK, Finding
+from pilotfish.engine.check.audit.yardstick import HeadReport
 from pilotfish.engine.model import attention as attention_module
 from pilotfish.engine.runner import Runner
 from pilotfish.kernels.linear import TILE_ROWS, Linear
@@ -51,8 +53,8 @@ def findings(results):
 def test_a_sound_engine_passes_at_every_depth_and_batch(folder):
     results = run_audit(folder, depths=(1, 2, 4), batches=(1, 3))
     assert findings(results) == []
-    assert results[0].name == "k = 0, batch 1, head off"
-    assert all(result.num_rows > 1000 and result.num_tokens == 12 * 16 for result in results)
+    assert results[0].name == "k = 0, batch 1, head off" and results[-1].name == "from scratch"
+    assert all(result.num_rows > 1000 and result.num_tokens == 12 * 16 for result in results[:-1])
     forced = [result for result in results if "forced" in result.name]
     # n = 0..k in turn: the mean of accepted drafts is near k / 2
     assert all(result.num_accepted > result.num_rounds / 3 for result in forced)
@@ -62,19 +64,24 @@ def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
     bare = build_tiny(tmp_path / "bare", "moe", mtp=False)
     by_look_up = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
     for flags in (["--draft-head", str(folder)], ["--speculative-config", by_look_up]):
-        _, own, forced = run_audit(bare, (2,), (2,), flags)
-        assert findings([own, forced]) == [] and own.num_drafted > 50, flags
+        results = run_audit(bare, (2,), (2,), flags)
+        own = results[1]
+        assert findings(results) == [] and own.num_drafted > 50, flags
     small = ("--max-depth", "1", "--max-batch", "1", "--num-prompts", "1", "--max-tokens", "4", "--json")
     assert main([str(bare), *small]) == 0
     out, err = capsys.readouterr()
-    assert "no head to audit" in err and json.loads(out.splitlines()[-1])["drafts"] == ["forced drafts", "head off"]
+    assert "no head to audit" in err and json.loads(out.splitlines()[-1])["drafts"] == [
+        "forced drafts",
+        "from scratch",
+        "head off",
+    ]
 
 
 def test_the_verdict_says_what_was_compared_and_its_digest(folder, capsys):
     small = ("--max-depth", "2", "--max-batch", "1", "--num-prompts", "1", "--max-tokens", "6")
     assert main([str(folder), *small]) == 0
     out = capsys.readouterr().out
-    assert "5 runs over k = 1 .. 2 and 1 at once" in out and "requests: greedy, sampled, penalised, stop, " in out
+    assert "6 runs over k = 1 .. 2 and 1 at once" in out and "requests: greedy, sampled, penalised, stop, " in out
     assert main([str(folder), *small, "--json"]) == 0
     *runs, summary = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert f"digest: {summary['digest']}\n" in out and len(summary["digest"]) == 32
@@ -172,6 +179,46 @@ def test_a_head_that_is_not_repaired_is_named_and_changes_no_token(folder, monke
     monkeypatch.setattr(Runner, "repair", forgetful)
     found = findings(run_audit(folder))
     assert found and {f.tensor for f in found} <= {"head", "draft"}
+
+
+def test_later_drafts_from_another_hidden_state_are_named(folder, monkeypatch):
+    """They change no token, and are the same for every k and batch."""
+
+    def propose(self, frontier, num_drafts, choose, step_window):
+        def choose_blindly(hidden, step):
+            return choose(hidden if step == 0 else hidden * 0, step)
+
+        return real(self, frontier, num_drafts, choose_blindly, step_window)
+
+    real = MtpHead.propose
+    monkeypatch.setattr(MtpHead, "propose", propose)
+    *runs, last = run_audit(folder)
+    assert findings(runs) == [] and {f.tensor.split(",")[0] for f in last.findings} == {"draft 2", "draft 3"}
+
+
+def test_a_head_whose_prompts_are_off_by_one_is_named(folder, monkeypatch):
+    """Its own rows at k = 0 are off too: only a head that shares nothing with it can tell."""
+    real = MtpHead.fill
+    monkeypatch.setattr(
+        MtpHead, "fill", lambda self, tokens, hidden, span: real(self, torch.roll(tokens, 1), hidden, span)
+    )
+    *runs, last = run_audit(folder)
+    assert findings(runs) == [] and {f.tensor.split(",")[0] for f in last.findings} >= {"draft 1", "draft 2"}
+
+
+def test_acceptance_far_below_a_sound_head_is_named():
+    report = HeadReport(rounds=[3, 2, 4, 1] * 8)
+    assert report.too_few("r", 3, 2.3) == [] and HeadReport(rounds=[2] * 8).too_few("r", 3, 1.0) == []
+    (found,) = report.too_few("r", 3, 1.8)
+    assert "acceptance length 1.80 at k = 3, a sound head reaches 2.50" in str(found)
+
+
+def test_decoding_that_is_not_what_one_pass_gives_is_named(folder, monkeypatch):
+    """Wrong at every k alike: a window's rows stand one place too far."""
+    real = window_module.rope_angles
+    monkeypatch.setattr(window_module, "rope_angles", lambda at, freq: real(at + (at.numel() % 8 == 0), freq))
+    results = run_audit(folder)
+    assert any("from one pass" in f.tensor for f in results[-1].findings)
 
 
 def test_a_row_count_dependent_product_is_named(folder, monkeypatch):
