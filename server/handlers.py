@@ -44,8 +44,10 @@ from pilotfish.server.protocol import (
     decode_request,
     encode,
 )
+from pilotfish.server.responses import answer as responses_answer
 from pilotfish.server.responses import request as responses_request
 from pilotfish.server.responses.answer import ResponsesFormat
+from pilotfish.server.responses.memory import ItemMemory
 from pilotfish.server.responses.request import ResponsesRequest
 from pilotfish.server.text.prompts import check_ids
 
@@ -81,6 +83,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     any_model_name: bool = False
     strict_fields: bool = False
     field_log: FieldLog = msgspec.field(default_factory=FieldLog)
+    items: ItemMemory = msgspec.field(default_factory=ItemMemory)
     limiter: Limiter = msgspec.field(default_factory=Limiter)
     bodies: Bodies = msgspec.field(default_factory=lambda: Bodies(shared=False))
     lane: Lane = msgspec.field(default_factory=Lane)
@@ -160,12 +163,18 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
+    items, label = request.app[SERVICE].items, KEY.get()
+
+    def keep(item: responses_answer.Item) -> None:
+        items.keep(label, item.id, item)
+
     def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+        context = msgspec.structs.replace(context, recall=lambda item_id: items.recall(label, item_id))
         wanted, context = _decode(request, body, ResponsesRequest, context)
         with renamed(responses_request.RENAMED):
             chat = responses_request.chat_request(wanted, context)
             plan = plan_chat(chat, context, "resp_")
-        return plan, ResponsesFormat(wanted, plan)
+        return plan, ResponsesFormat(wanted, plan, *([] if wanted.store is False else [keep]))
 
     return await _answer(request, *await _prepared(request, prepare))
 

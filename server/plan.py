@@ -80,6 +80,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """What a request is planned against. `model` is the name it asked for, `arrived` the clock when it came.
 
     `check_room` is asked before anything is tokenised: it raises ApiError where so many sequences cannot be taken.
+    `recall` gives an item of an earlier answer by its id, as JSON.
     """
 
     model: str
@@ -88,6 +89,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     arrived: float
     notes: FieldNotes = msgspec.field(default_factory=FieldNotes)
     check_room: Callable[[int], None] = lambda num_sequences: None
+    recall: Callable[[str], bytes | None] = lambda item_id: None
 
 
 def plan_completion(request: CompletionRequest, context: Context) -> Plan:

@@ -22,8 +22,8 @@ FIELDS = frozenset(
     }
 )
 """At the top of a body, on the endpoints that OpenAI and vLLM share."""
-RESPONSES_FIELDS = FIELDS - {"metadata"} | {"client_metadata"}
-"""The same of /v1/responses, where metadata comes back."""
+RESPONSES_FIELDS = FIELDS - {"metadata", "store"} | {"client_metadata"}
+"""The same of /v1/responses, where metadata comes back, and what is not to be stored is not remembered."""
 MESSAGES_FIELDS = frozenset({"cache_control", "inference_geo", "metadata", "service_tier", "speed"})
 """The same of Anthropic's endpoints."""
 

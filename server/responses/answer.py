@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -194,14 +194,15 @@ class _Open(Struct):
 
 
 class ResponsesFormat:
-    """Builds items from the parts of the one choice; a stream tells each step, numbered."""
+    """Builds items from the parts of the one choice; a stream tells each step, numbered. `keep` gets whole items."""
 
     heartbeat = b": waiting\n\n"
     end = b""
 
-    def __init__(self, request: ResponsesRequest, plan: Plan) -> None:
+    def __init__(self, request: ResponsesRequest, plan: Plan, keep: Callable[[Item], None] = lambda item: None) -> None:
         self._request = request
         self._plan = plan
+        self._keep = keep
         self._calls = WholeCalls(reasoning=plan.include_reasoning)
         self._numbers = itertools.count()
         self._items: list[Item] = []
@@ -265,7 +266,7 @@ class ResponsesFormat:
         item = self._item(done, status)
         events: list[Event] = [self._text_event("done", done, text="".join(done.text)), self._part_event("done", done)]
         events.append(self._item_event("done", item))
-        self._items.append(item)
+        self._done(item)
         return events
 
     def _call(self, call: Call) -> list[Event]:
@@ -283,8 +284,12 @@ class ResponsesFormat:
             self._arguments_event("done", item.id, arguments=call.arguments, name=call.name),
             self._item_event("done", whole),
         ]
-        self._items.append(whole)
+        self._done(whole)
         return events
+
+    def _done(self, item: Item) -> None:
+        self._items.append(item)
+        self._keep(item)
 
     def _item(self, written: _Open, status: Status) -> Message | Thought:
         text = "".join(written.text)

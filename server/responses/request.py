@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+import msgspec
 from msgspec import Meta, Struct
 
 from pilotfish.server import unused
@@ -68,7 +69,13 @@ class ReasoningItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="re
     status: str | None = None
 
 
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+class ItemReference(Struct, frozen=True, kw_only=True, tag_field="type", tag="item_reference"):
+    """An item of an earlier answer, by its id."""
+
+    id: str
+
+
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ItemReference
 
 
 ITEM_TYPES = frozenset(kind.__struct_config__.tag for kind in get_args(Item))
@@ -148,6 +155,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     text: TextConfig | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
+    store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -204,7 +212,7 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
     choice = request.tool_choice
     return ChatRequest(
         model=request.model,
-        messages=list(_messages(request, context.notes)),
+        messages=list(_messages(request, _items(request.input, context), context.notes)),
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -233,7 +241,21 @@ def _check_include(names: list[str], context: Context) -> None:
 # -- input ---------------------------------------------------------------------------------------------------------
 
 
-def _messages(request: ResponsesRequest, notes: FieldNotes) -> Iterator[dict[str, Any]]:
+def _items(given: str | list[Item], context: Context) -> list[Item]:
+    """References as what they refer to; what is not known, or no longer, is left out and told."""
+    items: list[Item] = []
+    for index, item in enumerate(given if isinstance(given, list) else ()):
+        known = context.recall(item.id) if isinstance(item, ItemReference) else None
+        if known is not None:
+            items.append(msgspec.json.decode(known, type=Item))
+        elif isinstance(item, ItemReference):
+            context.notes.ignore(f"input[{index}].item_reference")
+        else:
+            items.append(item)
+    return items
+
+
+def _messages(request: ResponsesRequest, items: list[Item], notes: FieldNotes) -> Iterator[dict[str, Any]]:
     """Neighbouring items of an answer become one message: thought, text, calls, in this order."""
     if request.instructions is not None:
         yield {"role": "system", "content": request.instructions}
@@ -241,8 +263,8 @@ def _messages(request: ResponsesRequest, notes: FieldNotes) -> Iterator[dict[str
         yield {"role": "user", "content": request.input}
         return
     turn: dict[str, Any] = {}
-    own = newest([_role(item) for item in request.input])
-    for index, item in enumerate(request.input):
+    own = newest([_role(item) for item in items])
+    for index, item in enumerate(items):
         where = f"input[{index}]"
         if turn and _begins_another(item, turn):
             yield {"role": "assistant", "content": "", **turn}
@@ -256,7 +278,7 @@ def _messages(request: ResponsesRequest, notes: FieldNotes) -> Iterator[dict[str
         elif isinstance(item, FunctionOutputItem):
             text = text_of(item.output, f"{where}.output", notes, past=True)
             yield {"role": "tool", "tool_call_id": item.call_id, "content": text}
-        else:
+        elif isinstance(item, MessageItem):
             past, answered = index != own, item.role == "assistant"
             text = text_of(item.content, f"{where}.content", notes, past=past or item.role != "user", own=answered)
             if answered:

@@ -288,3 +288,20 @@ def test_an_error_in_a_stream_is_its_last_event(folder):
         assert last.type == "response.failed" and last.response.status == "failed"
         assert last.response.error.code == "server_error" and "scripted fault" in last.response.error.message
         assert last.response.output == []
+
+
+def test_items_may_be_named_in_place_of_sending_them_back(client, prompt_of):
+    """As Vercel's AI SDK does, unless it is told that nothing is stored."""
+    said = create(client, "Hm.</think>I look." + CALL, tools=[TOOL], reasoning=THINK)
+    thought, message, call = said.output
+    ask = {"role": "user", "content": asking("x")}
+    named = [{"type": "item_reference", "id": item.id} for item in (thought, message, call)]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    sent = [item.model_dump(exclude_none=True) for item in said.output]
+    assert prompt_of(input=[ask, *named, result, ask]) == prompt_of(input=[ask, *sent, result, ask])
+    other = create(client, "Not kept.", store=False).output[0]
+    for item_id in (other.id, "msg_unknown"):
+        answer = client.responses.with_raw_response.create(
+            model="scripted", input=[ask, {"type": "item_reference", "id": item_id}, ask]
+        )
+        assert answer.headers["X-Ignored-Fields"] == "input.item_reference"
