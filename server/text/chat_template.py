@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.meta
-import jinja2.sandbox
 
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.text.bounded_jinja import BoundedEnvironment, bounded_filter, bounded_rendering
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 
@@ -41,6 +41,9 @@ class ChatTemplate:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        # what the compilers of Jinja and of Python say to deep nesting
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise TemplateError(f"chat template: it cannot be compiled: {error}") from error
         self._special_tokens = special_tokens or {}
         self.source = source
 
@@ -64,16 +67,17 @@ class ChatTemplate:
         if continue_last:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
         try:
-            text = self._template.render(
-                {
-                    **self._special_tokens,
-                    **values,
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt and not continue_last,
-                }
-            )
+            with bounded_rendering():
+                text = self._template.render(
+                    {
+                        **self._special_tokens,
+                        **values,
+                        "messages": messages,
+                        "tools": tools,
+                        "documents": None,
+                        "add_generation_prompt": add_generation_prompt and not continue_last,
+                    }
+                )
         # a sandboxed template can fail in any way Python can: all are about what the client sent
         except Exception as error:
             raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from error
@@ -129,10 +133,8 @@ def _find_source(folder: Path, tokenizer_config: dict[str, Any], override: Path 
 
 
 def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = bounded_filter(_to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return environment
