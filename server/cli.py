@@ -206,14 +206,20 @@ def _add_tls_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_cors_flags(group: argparse._ArgumentGroup) -> None:
-    """vLLM's names and defaults."""
+    """vLLM's names, and with API keys its defaults."""
     anything = '["*"]'
     group.add_argument(
         "--allowed-origins",
         type=_origins,
-        default=anything,
         metavar="JSON",
-        help="whose scripts a browser lets call and read; [] for nobody's (default: %(default)s)",
+        help='whose pages may call this server (default: ["*"] with API keys, else those of this machine)',
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        type=_hosts,
+        default="[]",
+        metavar="JSON",
+        help='without API keys: names by which pages may call it, beside those of this machine, e.g. ["llm.example"]',
     )
     group.add_argument(
         "--allowed-methods", type=_methods, default=anything, metavar="JSON", help="default: %(default)s"
@@ -350,6 +356,7 @@ def _list_of(pattern: str, wanted: str) -> Callable[[str], list[str]]:
 _origins = _list_of(
     r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", 'a JSON list of "*" or origins such as "https://app.example:8443"'
 )
+_hosts = _list_of(r"[A-Za-z0-9._:\[\]-]+", 'a JSON list of "*" or hosts such as "llm.example"')
 _methods = _list_of(r"[A-Z]+", 'a JSON list of "*" or methods such as "POST"')
 _headers = _list_of(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", 'a JSON list of "*" or names of headers such as "Authorization"')
 

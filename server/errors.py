@@ -4,6 +4,7 @@
     ├── BadRequest           400, names the field
     │   └── ContextExceeded  400, more tokens than the model takes
     ├── Unauthorized         401
+    ├── Forbidden            403, a web page that may not call this server
     ├── NotFound             404, no such model or path
     ├── TooManyRequests      429, the key's own limit; carries Retry-After
     ├── Overloaded           503, the queue is full; carries Retry-After
@@ -124,6 +125,15 @@ class Unauthorized(ApiError):
     status = 401
     type = "invalid_request_error"
     reason = "unauthorized"
+
+
+class Forbidden(ApiError):
+    status = 403
+    type = "invalid_request_error"
+    reason = "unauthorized"
+
+    def __init__(self, what: str, message: str) -> None:
+        super().__init__(message, code=f"{what}_not_allowed")
 
 
 class NotFound(ApiError):

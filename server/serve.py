@@ -64,7 +64,8 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     )
     tls = _tls(args)
     cors = Cors(
-        origins=tuple(args.allowed_origins),
+        origins=None if args.allowed_origins is None else tuple(args.allowed_origins),
+        hosts=tuple(args.allowed_hosts),
         methods=tuple(args.allowed_methods),
         headers=tuple(args.allowed_headers),
         credentials=args.allow_credentials,

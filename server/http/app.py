@@ -101,12 +101,17 @@ def make_app(
     )
     keys = Keys(options.api_keys, options.api_key_file)
     drain = Drain()
-    middlewares = [_errors(metrics, options.root_path), _auth(keys, options.root_path), drain.middleware()]
+    has_keys = bool(options.api_keys) or options.api_key_file is not None
+    cors = msgspec.structs.replace(options.cors, keyless=not has_keys)
+    middlewares = [
+        *(_errors(metrics, options.root_path), cors.guard(), _auth(keys, options.root_path)),
+        drain.middleware(),
+    ]
     if options.log_requests:
         log = RequestLog(handlers.KEY.get, files.tokenizer, prompts=options.log_prompts)
         middlewares.insert(0, log.middleware(options.root_path))
     # outside of keys and log: a preflight has no key, and is no request for text
-    middlewares.insert(0, options.cors.middleware())
+    middlewares.insert(0, cors.middleware())
     app = web.Application(
         middlewares=middlewares,
         client_max_size=MAX_BODY_BYTES,
@@ -120,7 +125,7 @@ def make_app(
         any_model_name=options.any_model_name,
         strict_fields=options.strict_fields,
         limiter=Limiter(keys.limits),
-        bodies=Bodies(shared=bool(options.api_keys) or options.api_key_file is not None),
+        bodies=Bodies(shared=has_keys),
     )
     app[status.SCRAPE] = status.Shared(metrics.exposition)
     app[DRAIN] = drain
@@ -128,7 +133,7 @@ def make_app(
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
-    prepare = [_add_request_id, handlers.tell_ignored_fields, options.cors.add_headers, drain.close_connections]
+    prepare = [_add_request_id, handlers.tell_ignored_fields, cors.add_headers, drain.close_connections]
     app.on_response_prepare.extend(prepare)
     app.add_routes(guarded([*_routes(""), *(_routes(options.root_path) if options.root_path else ())]))
     return app

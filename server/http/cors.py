@@ -1,18 +1,24 @@
 """CORS, as the Fetch standard has it: what a browser lets pages of other origins ask this server and read.
 
+Where there are no keys, a page may ask for nothing unless it is of this machine or its origin is named: a browser sends
+what a page wants before it looks who may read the answer, and a page may reach this server by a name of its own (DNS
+rebinding). What no browser sends for a page has no Origin, and is not looked at.
+
 A preflight comes without a key, by that standard, and is answered before keys are looked at. All other answers get
 their headers as they are sent: streams, refusals and failures alike.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import hdrs, web
 
 from pilotfish.engine.errors import PilotfishError
-from pilotfish.server.errors import BadRequest
+from pilotfish.server.errors import BadRequest, Forbidden
 
 ANY = "*"
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
@@ -32,19 +38,41 @@ class CorsError(PilotfishError):
 class Cors(msgspec.Struct, frozen=True, kw_only=True):
     """What pages of other origins may do; "*" in a list is any. Without origins no page may do anything.
 
+    `origins` None: any, or, where the server is `keyless`, none but this machine's. Pages
+    may call a keyless server by names of this machine and by `hosts`.
     `credentials`: browsers may send cookies and client certificates along. Raises CorsError beside the origin "*".
     Browsers refuse that pair as it stands; to echo every origin, as Starlette does, hides it from them, and any page
     could then use what a browser holds for this server.
     """
 
-    origins: tuple[str, ...] = (ANY,)
+    origins: tuple[str, ...] | None = None
+    hosts: tuple[str, ...] = ()
     methods: tuple[str, ...] = (ANY,)
     headers: tuple[str, ...] = (ANY,)
     credentials: bool = False
+    keyless: bool = False
 
     def __post_init__(self) -> None:
-        if self.credentials and ANY in self.origins:
+        if self.credentials and (self.origins is None or ANY in self.origins):
             raise CorsError('--allow-credentials wants --allowed-origins that name each origin, got "*"')
+
+    @property
+    def _origins(self) -> tuple[str, ...]:
+        return self.origins if self.origins is not None else () if self.keyless else (ANY,)
+
+    def guard(self) -> Callable:
+        """The middleware that refuses what a page must not ask of a keyless server."""
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self.keyless and hdrs.ORIGIN in request.headers:
+                if not self._allows_origin(request):
+                    raise Forbidden("origin", "Pages of this origin may not call this server: --allowed-origins.")
+                if not self._allows_host(request):
+                    raise Forbidden("host", "Pages may not call this server by this name: --allowed-hosts.")
+            return await handler(request)
+
+        return middleware
 
     def middleware(self) -> Callable:
         @web.middleware
@@ -58,19 +86,34 @@ class Cors(msgspec.Struct, frozen=True, kw_only=True):
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """For `on_response_prepare`."""
-        if ANY not in self.origins:
+        if ANY not in self._origins:
             # whoever asked: a cache must not give the answer to one origin to another
             response.headers.add(hdrs.VARY, hdrs.ORIGIN)
         if not self._allows_origin(request):
             return
-        allowed = ANY if ANY in self.origins else request.headers[hdrs.ORIGIN]
+        allowed = ANY if ANY in self._origins else request.headers[hdrs.ORIGIN]
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
         if self.credentials:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
 
     def _allows_origin(self, request: web.Request) -> bool:
-        origin = request.headers.get(hdrs.ORIGIN)
-        return origin is not None and (ANY in self.origins or origin in self.origins)
+        origins = request.headers.getall(hdrs.ORIGIN, [])
+        return bool(origins) and all(map(self._is_allowed, origins))
+
+    def _is_allowed(self, origin: str) -> bool:
+        if ANY in self._origins or origin in self._origins:
+            return True
+        host = re.fullmatch(r"[a-z][a-z0-9+.-]*://([^/@]+)", origin)
+        return self.keyless and host is not None and is_local(host[1])
+
+    def _allows_host(self, request: web.Request) -> bool:
+        hosts = request.headers.getall(hdrs.HOST, [])
+        return bool(hosts) and all(ANY in self.hosts or is_local(host) or self._is_named(host) for host in hosts)
+
+    def _is_named(self, host: str) -> bool:
+        """Written with its port or without."""
+        named = {name.lower() for name in self.hosts}
+        return host.lower() in named or _without_port(host) in named
 
     def _preflight(self, request: web.Request) -> web.Response:
         """204, or a 400 that names what is not allowed: to a browser any other status than 2xx is a no."""
@@ -82,6 +125,7 @@ class Cors(msgspec.Struct, frozen=True, kw_only=True):
         headers = any_header if ANY in self.headers else [*SAFE_HEADERS, *self.headers]
         refused = {
             "origin": not self._allows_origin(request),
+            "host": self.keyless and not self._allows_host(request),
             "method": request.headers[hdrs.ACCESS_CONTROL_REQUEST_METHOD] not in methods,
             "headers": not {name.lower() for name in asked} <= {name.lower() for name in headers},
         }
@@ -95,3 +139,20 @@ class Cors(msgspec.Struct, frozen=True, kw_only=True):
             answer.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = ", ".join(headers)
         answer.headers[hdrs.ACCESS_CONTROL_MAX_AGE] = str(MAX_AGE_SECONDS)
         return answer
+
+
+def is_local(host: str) -> bool:
+    """Whether a host, with a port or without, can be nothing but this machine."""
+    name = _without_port(host).removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _without_port(host: str) -> str:
+    return re.sub(r":\d*$", "", host.lower())

@@ -131,6 +131,7 @@ EVENTS = (MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta, Message
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

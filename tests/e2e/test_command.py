@@ -266,6 +266,7 @@ def test_help_needs_no_torch(args, words):
         (["serve", "m", "--allowed-origins", '["https://*.example"]'], "origins such as"),
         (["serve", "m", "--allowed-origins", '["null"]'], "origins such as"),
         (["serve", "m", "--allowed-origins", "[\n7]"], "origins such as"),
+        (["serve", "m", "--allowed-hosts", '["https://llm.example"]'], "hosts such as"),
         (["serve", "m", "--allowed-methods", '["get"]'], "methods such as"),
         (["serve", "m", "--allowed-headers", '["x-a, x-b"]'], "names of headers"),
         (
@@ -287,8 +288,9 @@ def test_wrong_flags_are_explained(args, words, capsys):
 def test_cors_flags_reach_the_answers(folder):
     page, flags = "https://app.example:8443", ["--allow-credentials", "--allowed-methods", '["POST"]']
     flags += ["--allowed-origins", f'["{page}", "chrome-extension://abc"]', "--allowed-headers", '["X-A"]']
-    with served(folder, *flags) as (_, url):
+    with served(folder, *flags, "--allowed-hosts", '["llm.example"]') as (_, url):
         asked = {"Origin": page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+        asked["Host"] = "llm.example:443"
         request = urllib.request.Request(url + "/v1/completions", headers=asked, method="OPTIONS")
         with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             told = {name.removeprefix("Access-Control-Allow-"): value for name, value in response.headers.items()}
