@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from pilotfish.server import unused
+from pilotfish.server import dialects, unused
 from pilotfish.server.errors import BadRequest, missing_field, unsupported_field
 from pilotfish.server.fields import FieldNotes
 
@@ -44,6 +44,7 @@ NOT_YET = {
     "suffix": (None, ""),
     "continue_final_message": (None, False),
     "spaces_between_special_tokens": (None, True),
+    **dialects.NEUTRAL,
 }
 """Known fields that are not supported, and the values that ask for nothing."""
 
@@ -77,11 +78,14 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 class Body(Struct, frozen=True, kw_only=True):
     """A request. `REFUSED`: known fields that are not supported, and their values that ask for nothing; `UNUSED`:
-    fields without effect; `KINDS`: what may stand in `type` inside a field, for messages."""
+    fields without effect; `KINDS`: what may stand in `type` inside a field, for messages; `SAME_AS`: other names of
+    fields; `ALSO`: those that `prepare` reads."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_YET
     UNUSED: ClassVar[Set[str]] = unused.FIELDS
     KINDS: ClassVar[Mapping[str, str]] = {}
+    SAME_AS: ClassVar[Mapping[str, str]] = {}
+    ALSO: ClassVar[Set[str]] = frozenset()
 
     model: str | None = None
 
@@ -126,6 +130,9 @@ class SpeculationField(Struct, frozen=True):
 class SamplingFields(Body, frozen=True, kw_only=True):
     """What both endpoints share. None means: the checkpoint's default, else the neutral value."""
 
+    SAME_AS: ClassVar = dialects.SAMPLING
+    ALSO: ClassVar = frozenset({"usage"})
+
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -159,6 +166,10 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    @classmethod
+    def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
+        return dialects.with_usage(raw)
+
 
 AnyRequest = TypeVar("AnyRequest", bound=Body)
 
@@ -188,13 +199,14 @@ def decode_request(
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
     notes = notes or FieldNotes()
     _check_names(raw, kind, notes)
-    known = {name: value for name, value in raw.items() if name in kind.__struct_fields__}
-    _check_stream_options(known.get("stream_options"))
+    others = {own: name for name, own in kind.SAME_AS.items() if raw.get(name) is not None and raw.get(own) is None}
     try:
-        known = kind.prepare(known, notes)
+        prepared = kind.prepare(raw | {own: raw[name] for own, name in others.items()}, notes)
+        known = {name: value for name, value in prepared.items() if name in kind.__struct_fields__}
+        _check_stream_options(known.get("stream_options"))
         request = msgspec.convert(known, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise _named(str(error), kind.KINDS) from error
+        raise _named(str(error), kind.KINDS, others) from error
     _check_inside(known, request, "", notes)
     for name in unused.unused_in(raw, kind.UNUSED):
         notes.unused(name)
@@ -250,7 +262,9 @@ def _names_of(kind: type[Struct]) -> frozenset[str]:
     """What an object of this type may have."""
     tag = kind.__struct_config__.tag_field
     names = {*kind.__struct_fields__, *([tag] if tag is not None else [])}
-    return frozenset(names | {*kind.REFUSED, *kind.UNUSED} if issubclass(kind, Body) else names)
+    if issubclass(kind, Body):
+        names |= {*kind.REFUSED, *kind.UNUSED, *kind.SAME_AS, *kind.ALSO}
+    return frozenset(names)
 
 
 def _check_inside(raw: Any, value: Any, where: str, notes: FieldNotes) -> None:
@@ -289,11 +303,13 @@ def _check_stream_options(options: Any) -> None:
         raise unsupported_field("stream_options.include_obfuscation")
 
 
-def _named(message: str, kinds: Mapping[str, str]) -> BadRequest:
-    """msgspec's `Expected ... - at `$.field`` as a refusal that names the field, types by JSON's names."""
+def _named(message: str, kinds: Mapping[str, str], others: Mapping[str, str]) -> BadRequest:
+    """msgspec's `Expected ... - at `$.field`` as a refusal that names the field as the client does, types by JSON's
+    names."""
     found = _PATH.match(_TYPES.sub(lambda name: _JSON_TYPES[name[0]], message))
     if found:
-        param = found["path"].lstrip(".") or None
+        path = found["path"].lstrip(".")
+        param = others.get(path, path) or None
         field = re.search(r"(\w+)(\[\d+\])?\.type$", param or "")
         wanted = f", want {kinds[field[1]]}" if field and field[1] in kinds else ""
         return BadRequest(f"Invalid '{param or 'body'}': {found['what']}{wanted}.", param=param, code="invalid_value")

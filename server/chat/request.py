@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from pilotfish.engine.link.messages import Ready
+from pilotfish.server import dialects
 from pilotfish.server.calls.parser import CALL, END_THINK, FUNCTION, THINK, AnswerRules
 from pilotfish.server.calls.tools import Tools, read_tools
 from pilotfish.server.chat.history import check_messages, place_system
@@ -21,6 +22,9 @@ from pilotfish.server.text.prompts import check_num_messages, count_tokens, most
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions. Messages are checked one by one in `history.py`."""
+
+    SAME_AS: ClassVar = dialects.CHAT
+    ALSO: ClassVar = frozenset({"usage", *dialects.SWITCHES})
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
@@ -38,6 +42,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Count | None = None
+
+    @classmethod
+    def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
+        return dialects.with_switches(dialects.with_usage(raw))
 
 
 def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> tuple[str, AnswerRules | None]:

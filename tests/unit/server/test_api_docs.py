@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pilotfish.server import unused
+from pilotfish.server import dialects, unused
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
@@ -51,3 +51,8 @@ def test_the_matrix_is_what_the_code_does(heading, kinds, with_others):
 def test_counted_names_are_in_the_docs():
     for name in unused.NAMES:
         assert f"`{name}`" in TEXT
+
+
+def test_other_services_names_are_in_the_docs():
+    section = TEXT.split("## Other services' names")[1]
+    assert {*dialects.CHAT, *dialects.SWITCHES, "usage"} <= set(re.findall(r"`(\w+)", section))

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from pilotfish.server import unused
+from pilotfish.server import dialects, unused
 from pilotfish.server.chat.history import check_messages
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.request import CompletionRequest
@@ -227,3 +227,40 @@ def test_arguments_in_a_history_are_bounded_too():
     call = {"id": "c", "function": {"name": "f", "arguments": text}}
     (message,) = check_messages([{"role": "assistant", "tool_calls": [call]}], FieldNotes())
     assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": text}
+
+
+ROUTER = {
+    "no_stop_trim": False,
+    "continue_final_message": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "include_reasoning": True,
+    "logprobs": False,
+}
+"""What vllm-router 0.1.17 puts into every chat."""
+
+
+def test_what_a_router_adds_is_known():
+    notes = FieldNotes(strict=True)
+    decode(ChatRequest, notes, **ROUTER)
+    assert notes.ignored == []
+
+
+@pytest.mark.parametrize(("name", "own"), sorted(dialects.CHAT.items()))
+def test_other_services_names_mean_ours(name, own):
+    value = {"guided_regex": "a+", "guided_grammar": "x", "include_stop_str_in_output": True}.get(own, 2)
+    strict = FieldNotes(strict=True)
+    assert getattr(decode(ChatRequest, strict, **{name: value}), own) == value
+    assert getattr(decode(ChatRequest, strict, **{name: "x", own: value}), own) == value
+    if not own.startswith("guided"):
+        error = refusal({"messages": MESSAGES, name: "x"}, ChatRequest)
+        assert error.param == name and name in error.message
+
+
+def test_openrouters_usage_and_dashscopes_switch():
+    streamed = decode(ChatRequest, FieldNotes(strict=True), usage={"include": True}, stream=True)
+    assert streamed.stream_options.include_usage
+    assert decode(ChatRequest, usage={"include": True}).stream_options is None
+    switched = decode(ChatRequest, FieldNotes(strict=True), preserve_thinking=True, chat_template_kwargs={"a": 1})
+    assert switched.chat_template_kwargs == {"preserve_thinking": True, "a": 1}
