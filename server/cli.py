@@ -24,6 +24,8 @@ from pilotfish.engine.speculation import speculative_config
 Value = TypeVar("Value")
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
+KEY_VARIABLES = (KEY_VARIABLE, "VLLM_API_KEY")
+"""The first one that is set; vLLM's, so that a unit or a manifest goes on."""
 OWN_PARSERS = {
     "audit": ("pilotfish.engine.check.audit.command", "prove that speculation changes no token"),
     "bench": ("pilotfish.engine.bench.command", "speed of rounds by k, batch and context"),
@@ -90,10 +92,19 @@ def _add_serve(parser: Parser) -> None:
     group.add_argument(
         "--any-model-name", action="store_true", help="answer to every model name, under the name that was asked for"
     )
-    group.add_argument("--api-key", nargs="+", metavar="KEY", help=f"keys clients must send (or ${KEY_VARIABLE})")
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY|@FILE",
+        help=f"keys clients must send, or a file of them (a KEY shows in `ps`; ${KEY_VARIABLE} and a file do not)",
+    )
     group.add_argument(
         "--api-key-file", type=Path, metavar="PATH", help="keys by digest, a line each (see `pilotfish key`); reread"
     )
+    group.add_argument(
+        "--metrics-port", type=_port, metavar="N", help="serve /metrics there and not to clients; plain HTTP"
+    )
+    group.add_argument("--metrics-host", metavar="HOST", help="address of the metrics' port (default: --host's)")
     group.add_argument("--uds", type=Path, metavar="PATH", help="Unix socket to listen on in place of host and port")
     group.add_argument(
         "--root-path", type=_root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
@@ -411,8 +422,19 @@ def _fetch(args: argparse.Namespace) -> None:
 def serve(args: argparse.Namespace) -> int:
     from pilotfish.server.serve import serve_forever
 
-    keys = args.api_key or [key for key in (os.environ.get(KEY_VARIABLE),) if key]
-    return serve_forever(args, engine_options(args), keys)
+    return serve_forever(args, engine_options(args), _api_keys(args.api_key or ()))
+
+
+def _api_keys(given: Sequence[str]) -> list[str]:
+    """Those of the flag, of the files that it names, or else of the environment. Raises KeyFileError."""
+    from pilotfish.server.http.auth import KeyFileError, read_plain_keys
+
+    if not given:
+        return [key for key in (os.environ.get(name, "").strip() for name in KEY_VARIABLES) if key][:1]
+    keys = [key for word in given for key in (read_plain_keys(Path(word[1:])) if word.startswith("@") else [word])]
+    if not all(map(str.strip, keys)):
+        raise KeyFileError("--api-key: want keys that are not empty")
+    return keys
 
 
 def make_key(args: argparse.Namespace) -> int:

@@ -14,14 +14,14 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
 from pilotfish.server.handlers import SERVICE
-from pilotfish.server.http.app import SUPERVISOR, ServerOptions, make_app, make_runner
+from pilotfish.server.http.app import SUPERVISOR, ServerOptions, make_app, make_metrics_app, make_runner
 from pilotfish.server.http.bounded_log import Bounded
 from pilotfish.server.http.connections import TcpSite, UnixSite, room_for_connections
 from pilotfish.server.http.cors import Cors
@@ -84,6 +84,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             engine_timeout=args.engine_timeout or math.inf,
             log_requests=args.log_requests or args.log_prompts,
             log_prompts=args.log_prompts,
+            metrics_apart=args.metrics_port is not None,
             cors=cors,
         ),
         engine,
@@ -91,8 +92,10 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     )
     _quiet_collector()
     logger.info("serving %s with %s", ", ".join(names), engine)
-    address = Address(args.host, args.port, args.uds, *tls)
-    return asyncio.run(_run(app, address, args.shutdown_timeout, room_for_connections(args.max_connections)))
+    addresses = {app: Address(args.host, args.port, args.uds, *tls)}
+    if args.metrics_port is not None:
+        addresses[make_metrics_app(app)] = Address(args.metrics_host or args.host, args.metrics_port, None)
+    return asyncio.run(_run(app, addresses, args.shutdown_timeout, room_for_connections(args.max_connections)))
 
 
 def _quiet_collector() -> None:
@@ -137,29 +140,25 @@ class Address(NamedTuple):
         return UnixSite(runner, self.socket, ssl_context=self.tls)
 
 
-async def _run(app: web.Application, address: Address, shutdown_seconds: float, max_connections: int) -> int:
-    runner = make_runner(app, shutdown_seconds=LAST_WORDS_SECONDS, max_connections=max_connections)
-    stop = asyncio.Event()
+async def _run(
+    app: web.Application, addresses: Mapping[web.Application, Address], shutdown_seconds: float, max_connections: int
+) -> int:
+    address, stop = addresses[app], asyncio.Event()
     _stop_on_signals(stop)
-    await runner.setup()
+    runners = {
+        one: make_runner(one, shutdown_seconds=LAST_WORDS_SECONDS, max_connections=max_connections) for one in addresses
+    }
     watching = None
     if address.tls is not None and address.watched is not None:
         watching = asyncio.create_task(refresh(address.tls, address.watched))
     try:
-        try:
-            await address.site(runner).start()
-        except OSError as error:
-            # asyncio's own words repeat the address, and a resolver's numbers are no errno's
-            known = error.errno is not None and not isinstance(error, socket.gaierror)
-            reason = os.strerror(error.errno or 0) if known else error.strerror or error
-            print(f"pilotfish: cannot listen on {address}: {reason}", file=sys.stderr)
-            return 1 if error.errno in MAY_PASS else 2
-        logger.info(
-            "listening on %s, loading the model", ", ".join(_url(place, address.tls) for place in runner.addresses)
-        )
+        for one, runner in runners.items():
+            await runner.setup()
+            if (failed := await _listen(addresses[one], runner)) is not None:
+                return failed
         try:
             status = await _until_stopped(app, stop)
-            await _drain(app, runner, shutdown_seconds)
+            await _drain(app, runners[app], shutdown_seconds)
             return status
         finally:
             if address.socket is not None:
@@ -167,7 +166,24 @@ async def _run(app: web.Application, address: Address, shutdown_seconds: float, 
     finally:
         if watching is not None:
             watching.cancel()
-        await runner.cleanup()
+        # those that only look, last
+        for runner in runners.values():
+            await runner.cleanup()
+
+
+async def _listen(address: Address, runner: web.AppRunner) -> int | None:
+    """The exit status where it cannot."""
+    try:
+        await address.site(runner).start()
+    except OSError as error:
+        # asyncio's own words repeat the address, and a resolver's numbers are no errno's
+        known = error.errno is not None and not isinstance(error, socket.gaierror)
+        reason = os.strerror(error.errno or 0) if known else error.strerror or error
+        print(f"pilotfish: cannot listen on {address}: {reason}", file=sys.stderr)
+        return 1 if error.errno in MAY_PASS else 2
+    urls = ", ".join(_url(place, address.tls) for place in runner.addresses)
+    logger.info("listening on %s, loading the model" if SUPERVISOR in runner.app else "metrics on %s", urls)
+    return None
 
 
 async def _drain(app: web.Application, runner: web.AppRunner, shutdown_seconds: float) -> None:

@@ -58,7 +58,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `root_path` is a prefix under which a relay may forward, stripped or not; "" for none.
     `restart_engine` is how often within 10 minutes a failed engine is started again; one that has not answered for
-    `engine_timeout` seconds has failed.
+    `engine_timeout` seconds has failed. `metrics_apart`: /metrics is not here, but in `make_metrics_app`.
     """
 
     served_names: tuple[str, ...]
@@ -72,6 +72,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     close_seconds: float = 10.0
     restart_engine: int = 0
     engine_timeout: float = math.inf
+    metrics_apart: bool = False
     log_requests: bool = False
     log_prompts: bool = False
     cors: Cors = msgspec.field(default_factory=Cors)
@@ -135,8 +136,19 @@ def make_app(
     app.cleanup_ctx.append(_engine(options.close_seconds))
     prepare = [_add_request_id, handlers.tell_ignored_fields, cors.add_headers, drain.close_connections]
     app.on_response_prepare.extend(prepare)
-    app.add_routes(guarded([*_routes(""), *(_routes(options.root_path) if options.root_path else ())]))
+    routes = [*_routes(""), *(_routes(options.root_path) if options.root_path else ())]
+    if options.metrics_apart:
+        routes = [route for route in routes if route.handler is not status.metrics]
+    app.add_routes(guarded(routes))
     return app
+
+
+def make_metrics_app(app: web.Application) -> web.Application:
+    """/metrics of that application and nothing else, for an address that clients do not reach."""
+    apart = web.Application(middlewares=[_errors(app[SERVICE].metrics, "")])
+    apart[SERVICE], apart[status.SCRAPE] = app[SERVICE], app[status.SCRAPE]
+    apart.add_routes(guarded([web.get("/metrics", status.metrics)]))
+    return apart
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:

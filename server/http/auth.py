@@ -117,6 +117,17 @@ class Keys:
         logger.info("%s: %d keys", self._file, len(self._read))
 
 
+def read_plain_keys(file: Path) -> list[str]:
+    """A key a line, as llama.cpp's key files and mounted secrets have them. Raises KeyFileError."""
+    try:
+        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"key file {file} cannot be read: {error}") from error
+    if not any(keys):
+        raise KeyFileError(f"key file {file}: want a key a line, got none")
+    return [key for key in keys if key]
+
+
 def _read_file(file: Path) -> tuple[list[tuple[bytes, str]], dict[str, Limits]]:
     """Digests with their labels, and the labels' limits."""
     try:

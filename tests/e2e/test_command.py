@@ -116,6 +116,47 @@ def test_names_and_keys(folder):
             assert [model["id"] for model in json.load(response)["data"]] == ["a", "b"]
 
 
+def test_keys_come_from_a_file_or_from_vllms_variable(folder):
+    (folder / "plain").write_text("first\n\n  second \n")
+    for flags, env, keys in (
+        (["--api-key", "@" + str(folder / "plain"), "third"], ENVIRONMENT, ("first", "second", "third")),
+        ([], {**ENVIRONMENT, "VLLM_API_KEY": "fourth"}, ("fourth",)),
+    ):
+        with served(folder, *flags, env=env) as (process, url):
+            shown = Path(f"/proc/{process.pid}/cmdline").read_text()
+            assert "first" not in shown and "second" not in shown
+            for key in keys:
+                request = urllib.request.Request(url + "/v1/models", headers={"Authorization": f"Bearer {key}"})
+                with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+                    assert response.status == 200
+            for headers in ({}, {"Authorization": "Bearer @"}, {"Authorization": "Bearer "}):
+                with pytest.raises(urllib.error.HTTPError, match="401") as caught:
+                    urllib.request.urlopen(urllib.request.Request(url + "/v1/models", headers=headers))
+                caught.value.close()
+
+
+@pytest.mark.parametrize(("word", "content"), [("@nowhere", None), ("@plain", "\n \n"), ("", None)])
+def test_no_key_at_all_is_refused(folder, word, content):
+    if content is not None:
+        (folder / "plain").write_text(content)
+    word = "@" + str(folder / word[1:]) if word else word
+    with command("serve", str(folder), *SCRIPTED, "--api-key", word) as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2 and "key" in errors
+
+
+def test_metrics_on_a_port_of_their_own(folder):
+    port = str(free_port())
+    with served(folder, "--metrics-port", port, "--metrics-host", "127.0.0.1") as (_, url):
+        apart = f"http://127.0.0.1:{port}"
+        with urllib.request.urlopen(apart + "/metrics", timeout=PATIENCE) as response:
+            assert b"pilotfish_engine_up 1.0" in response.read()
+        for missing in (url + "/metrics", apart + "/v1/models", apart + "/health"):
+            with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+                get(missing)
+            assert json.load(caught.value)["error"]["message"]
+
+
 def test_a_key_file_made_by_the_command(folder):
     made = subprocess.run([*COMMAND, "key", "alice"], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     (folder / "keys").write_text("# ours\n" + made.stdout)
