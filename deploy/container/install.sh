@@ -15,7 +15,14 @@ system)
 python)
     prefix=${2:?want PREFIX} source=${3:?want SOURCE}
     python3 -m venv "$prefix"
-    "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check "$source"
+    # what was locked, file by file, and then the source alone; a wheel brings no lock
+    lock=$source/deploy/container/requirements.lock
+    if [ -f "$lock" ]; then
+        "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check --require-hashes --requirement "$lock"
+        "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation "$source"
+    else
+        "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check "$source"
+    fi
     "$prefix/bin/pilotfish" --version
     ;;
 *)

@@ -7,16 +7,19 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import msgspec
 import pytest
 from byte_model import write_model
+from packaging.requirements import Requirement
 from processes import backend
 
 from pilotfish.server.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
+LOCK = ROOT / "deploy" / "container" / "requirements.lock"
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "Containerfile").read_text()).splitlines()
 
 
@@ -42,6 +45,8 @@ def context(folder):
 def test_the_steps_install_a_command_that_runs(tmp_path):
     """Without its dependencies, which are borrowed from here: they are gigabytes."""
     seen, root = context(tmp_path / "context"), tmp_path / "root"
+    assert LOCK.relative_to(ROOT).parts[0] in os.listdir(seen)
+    (seen / LOCK.relative_to(ROOT)).write_text("# borrowed\n")
     borrowed = str(Path(msgspec.__file__).parents[1])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PIP_NO_DEPS": "1", "PYTHONPATH": borrowed, "PATH": path}
@@ -65,6 +70,19 @@ def test_the_steps_install_a_command_that_runs(tmp_path):
         path.relative_to(ROOT) for name in ("engine", "server", "deploy") for path in (ROOT / name).rglob("*.py")
     }
     assert not [str(path) for path in modules if not (package / path).exists()]
+
+
+def test_the_lock_has_all_that_the_project_wants_by_version_and_hash():
+    locked: dict[str, list[str]] = {}
+    for line in re.sub(r"\\\n\s*", "", LOCK.read_text()).splitlines():
+        if line and not line.lstrip().startswith("#"):
+            found = re.match(r"([a-z0-9-]+)==(\S+)( ;.*?)?( --hash=sha256:[0-9a-f]{64})+\s*$", line)
+            assert found, line[:200]
+            locked.setdefault(found[1], []).append(found[2])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for wanted in map(Requirement, project["dependencies"]):
+        assert locked.get(wanted.name), wanted.name
+        assert all(wanted.specifier.contains(version) for version in locked[wanted.name]), wanted
 
 
 def test_the_script_is_one_for_any_shell():

@@ -41,10 +41,10 @@ def built(tmp_path_factory):
 def test_the_schemas_know_every_field(built):
     done = validate(built)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (done.stdout + done.stderr).count("passed for resource") == 3
+    assert (done.stdout + done.stderr).count("passed for resource") == 4
 
 
-@pytest.mark.parametrize("kind", ["Deployment", "Service", "HorizontalPodAutoscaler"])
+@pytest.mark.parametrize("kind", ["Deployment", "Service", "HorizontalPodAutoscaler", "NetworkPolicy"])
 def test_an_unknown_field_would_be_refused(built, tmp_path, kind):
     (document,) = (one for one in yaml.safe_load_all(built.read_text()) if one["kind"] == kind)
     document["spec"]["replica"] = 2
@@ -56,11 +56,12 @@ def test_an_unknown_field_would_be_refused(built, tmp_path, kind):
 
 def test_everything_selects_the_same_pods(built):
     by_kind = {document["kind"]: document for document in yaml.safe_load_all(built.read_text())}
-    assert by_kind.keys() == {"Deployment", "Service", "PodMonitor", "HorizontalPodAutoscaler"}
+    assert by_kind.keys() == {"Deployment", "Service", "PodMonitor", "HorizontalPodAutoscaler", "NetworkPolicy"}
     spec = by_kind["Deployment"]["spec"]
     labels = spec["template"]["metadata"]["labels"]
     assert labels == spec["selector"]["matchLabels"] == by_kind["Service"]["spec"]["selector"]
     assert by_kind["PodMonitor"]["spec"]["selector"]["matchLabels"] == labels
+    assert by_kind["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
     assert (
         by_kind["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"]
         == by_kind["Deployment"]["metadata"]["name"]
@@ -72,7 +73,11 @@ def test_the_pod_agrees_with_the_server():
     spec = load("deployment.yaml")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     args = build_parser().parse_args(container["args"])
-    assert args.port == container["ports"][0]["containerPort"] and args.host == "0.0.0.0"
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": args.port, "metrics": args.metrics_port} and args.host == "0.0.0.0"
+    policy = load("networkpolicy.yaml")["spec"]
+    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == ports.keys()
+    assert load("podmonitor.yaml")["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
     closing = args.shutdown_timeout + ServerOptions(served_names=("m",)).close_seconds
     assert spec["terminationGracePeriodSeconds"] > closing + int(
         container["lifecycle"]["preStop"]["exec"]["command"][1]
@@ -80,6 +85,9 @@ def test_the_pod_agrees_with_the_server():
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
     assert str(args.api_key_file).startswith(mounts["keys"]) and args.model.startswith(mounts["models"])
+    # nothing that is written is without a limit
+    assert all("sizeLimit" in volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume)
+    assert {"memory", "ephemeral-storage"} <= container["resources"]["limits"].keys()
     # what the server writes to, its root being read-only
     assert {mounts["tmp"], mounts["cache"]} == {"/tmp", "/var/cache/pilotfish"}
 
