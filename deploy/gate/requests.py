@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from pilotfish.deploy.gate.gate import CannotRun, Found, Subject
@@ -44,6 +45,7 @@ PROBE = {"prompt": "one two three one two three one two", "max_tokens": 24, "tem
 """A request that any head drafts for, the look-up too."""
 PROMPT_CHARS = 120
 EXACT_TOKENS = 32
+BAD_CHARS = 8
 
 
 def ask(subject: Subject) -> None:
@@ -170,35 +172,66 @@ def json_schema(subject: Subject) -> Found:
 
 
 def exactness(subject: Subject) -> Found:
-    """Each request alone at k = 0, then all at once at the served k: the same token ids."""
+    """Each request alone at k = 0, then all at once at the served k: the same token ids.
+
+    Some forbid words of what came without: bans that fire, in the middle of runs of accepted drafts.
+    """
     prompts = [prompt.completion[:PROMPT_CHARS] for prompt in domains().values()]
-    requests = [(text, mode) for text in prompts for mode in MODES]
-    alone = [_tokens(subject, text, mode, k=0)[0] for text, mode in requests]
+    plain = [(text, mode, ()) for text in prompts for mode in MODES]
+    free = [_tokens(subject, *request, k=0) for request in plain]
+    banning = [
+        (text, mode, words)
+        for (text, mode, _), answer in zip(plain, free, strict=True)
+        if (words := bad_words(answer.text))
+    ]
+    requests = [*plain, *banning]
+    alone = [answer.ids for answer in free] + [_tokens(subject, *request, k=0).ids for request in banning]
     with ThreadPoolExecutor(len(requests)) as pool:
         together = list(pool.map(lambda one: _tokens(subject, *one), requests))
     wanted = (
-        f"the same ids of {len(requests)} requests, greedy and sampled, at k = 0 alone and k = {subject.k} together"
+        f"the same ids of {len(requests)} requests, greedy and sampled, {len(banning)} with bad_words, "
+        f"at k = 0 alone and k = {subject.k} together"
     )
-    for (text, mode), first, (second, _) in zip(requests, alone, together, strict=True):
-        if first != second:
-            at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), "the end")
-            return Found(False, wanted, f"{mode} after {text[:30]!r}: differs at token {at}")
-    drafted = sum(drafts for _, drafts in together)
-    came = f"the same {sum(map(len, alone))} ids, {drafted} tokens drafted"
+    for (text, mode, words), first, second in zip(requests, alone, together, strict=True):
+        if first != second.ids:
+            at = next((i for i, (a, b) in enumerate(zip(first, second.ids, strict=False)) if a != b), "the end")
+            banned = f" without {', '.join(map(repr, words))}" if words else ""
+            return Found(False, wanted, f"{mode}{banned} after {text[:30]!r}: differs at token {at}")
+    drafted = sum(answer.num_drafted for answer in together)
+    without = {(text, mode): answer.ids for (text, mode, _), answer in zip(plain, free, strict=True)}
+    fired = sum(without[text, mode] != ids for (text, mode, _), ids in zip(banning, alone[len(plain) :], strict=True))
+    came = f"the same {sum(map(len, alone))} ids, {drafted} tokens drafted, bad_words changed {fired} texts"
     return Found(bool(drafted) == bool(subject.k), wanted, came)
 
 
-def _tokens(subject: Subject, text: str, mode: str, k: int | None = None) -> tuple[list[int], int]:
-    """Ids of an answer, and how many tokens were drafted for it."""
+def bad_words(text: str) -> tuple[str, ...]:
+    """Two neighbouring words of a text and a piece of its middle: sequences of several tokens that it holds."""
+    words = text.split()
+    pair = words[len(words) // 3 :][:2]
+    middle = text[len(text) // 2 :][:BAD_CHARS].strip()
+    return tuple(dict.fromkeys(word for word in (" ".join(pair), middle) if word))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`num_drafted`: tokens drafted for it."""
+
+    ids: list[int]
+    text: str
+    num_drafted: int
+
+
+def _tokens(subject: Subject, text: str, mode: str, banned: tuple[str, ...], k: int | None = None) -> Answer:
     body = {
         "prompt": text,
         "max_tokens": EXACT_TOKENS,
         "return_token_ids": True,
         "include_metrics": True,
         **MODES[mode],
+        **({"bad_words": list(banned)} if banned else {}),
     }
     answer = subject.server.post(COMPLETIONS, body | ({} if k is None else {"speculation": {"k": k}}))
-    ids = answer["choices"][0].get("token_ids")
-    if ids is None:
+    choice = answer["choices"][0]
+    if choice.get("token_ids") is None:
         raise CannotRun("the server returns no token_ids")
-    return ids, answer["metrics"]["speculative_decoding"]["drafted"]
+    return Answer(choice["token_ids"], choice["text"], answer["metrics"]["speculative_decoding"]["drafted"])

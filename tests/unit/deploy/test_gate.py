@@ -441,12 +441,12 @@ def exact_server(change=None, drafted=9):
     """Tokens follow from prompt and mode, as they should; `change` may spoil them."""
 
     def complete(body):
-        ids = [len(body["prompt"]), int(10 * body["temperature"]), 3]
+        ids = [len(body["prompt"]), int(10 * body["temperature"]), 3 + len(body.get("bad_words", ()))]
         plain = body.get("speculation") == {"k": 0}
         if change:
             ids = change(body, ids, plain)
         return {
-            "choices": [{"token_ids": ids}],
+            "choices": [{"token_ids": ids, "text": "down by the old stone quay"}],
             "metrics": {"speculative_decoding": {"drafted": 0 if plain else drafted}},
         }
 
@@ -455,7 +455,15 @@ def exact_server(change=None, drafted=9):
 
 def test_exactness():
     found = requests.exactness(exact_server())
-    assert found.passed and "the same 24 ids" in found.came
+    assert found.passed and "the same 48 ids" in found.came and "bad_words changed 8 texts" in found.came
+
+
+def test_bad_words_that_do_not_see_drafts_are_seen():
+    def blind(body, ids, plain):
+        return [*ids[:2], 3] if "bad_words" in body and not plain else ids
+
+    found = requests.exactness(exact_server(blind))
+    assert not found.passed and "without 'the old', " in found.came and "token 2" in found.came
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
