@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pilotfish.engine.checkpoint.foreign import look_at, what_folder
+from pilotfish.engine.checkpoint.foreign import broken_link, look_at, what_folder
 from pilotfish.engine.errors import ConfigError
 
 LINEAR = "linear_attention"
@@ -174,7 +174,10 @@ class ModelConfig:
         """The config of `folder`/config.json. Raises ConfigError if it is missing, unreadable or not served."""
         path = Path(folder) / "config.json"
         try:
-            return cls.from_dict(read_json_object(path))
+            raw = read_json_object(path)
+            if "model_type" not in raw and isinstance(raw.get("error"), str):
+                raise ConfigError(f"an error message in place of the file, fetch it again: {raw['error']!r:.120}")
+            return cls.from_dict(raw)
         except ConfigError as error:
             raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from None
 
@@ -182,6 +185,8 @@ class ModelConfig:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold one object; at most MAX_CONFIG_BYTES. Raises ConfigError naming the file."""
     if not path.is_file():
+        if (link := broken_link(path)) is not None:
+            raise ConfigError(f"{path}: {link}")
         what = what_folder(path.parent)
         raise ConfigError(f"{path}: no such file" + (f": {path.parent} is {what}" if what else ""))
     if (size := path.stat().st_size) > MAX_CONFIG_BYTES:

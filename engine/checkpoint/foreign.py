@@ -51,6 +51,13 @@ def look_at(file: Path) -> str | None:
         return None
 
 
+def broken_link(path: Path) -> str | None:
+    """What a link is whose file is not there, as in a hub cache that was copied in part; None for anything else."""
+    if not path.is_symlink() or path.exists():
+        return None
+    return f"a link to {path.readlink()}, which is not there; fetch it again, or copy what links point to (cp -L)"
+
+
 def what_folder(folder: Path) -> str | None:
     """What a folder is that is no checkpoint of weights in safetensors; None for what is not known."""
     if not folder.is_dir():
@@ -122,7 +129,7 @@ def _one_below(folder: Path) -> str | None:
 def _unfinished(folder: Path) -> str | None:
     if found := sorted([*folder.glob("*.incomplete"), *folder.glob("*.aria2"), *folder.glob("*.part")]):
         return f"an unfinished download ({found[0].name}); let it end, or fetch it again"
-    return "empty" if not any(folder.iterdir()) else None
+    return "an empty folder" if not any(folder.iterdir()) else None
 
 
 _LOOKS: tuple[Callable[[Path], str | None], ...] = (

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pilotfish.engine.checkpoint.foreign import SNIFFED_BYTES, what_file
+from pilotfish.engine.checkpoint.foreign import SNIFFED_BYTES, broken_link, what_file
 from pilotfish.engine.errors import HeaderError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
@@ -103,7 +103,7 @@ def _read_raw(path: Path) -> tuple[bytes, int]:
     try:
         # Looked at before it is opened: opening a pipe would wait for its writer.
         if not path.is_file():
-            raise HeaderError(f"{path}: want a regular file")
+            raise HeaderError(f"{path}: {broken_link(path) or 'want a regular file'}")
         with path.open("rb") as file:
             file_size = os.fstat(file.fileno()).st_size
             return _read_body(path, file, file_size), file_size

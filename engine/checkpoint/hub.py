@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pilotfish.engine.checkpoint.foreign import look_at
+from pilotfish.engine.checkpoint.foreign import look_at, what_folder
 from pilotfish.engine.errors import BusyError, CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
@@ -24,9 +24,14 @@ def resolve_model(name: str, revision: str | None = None, cache_dir: str | Path 
     if name and folder.is_dir():
         if revision is not None:
             raise CheckpointError(f"revision: want it with a hub id alone, {name} is a folder")
+        # before anything of it is missed: a tokenizer, say
+        is_whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+        if not is_whole and (what := what_folder(folder)) is not None:
+            raise CheckpointError(f"{name}: {what}")
         return folder
     if folder.is_file():
-        what = look_at(folder) or f"a file; want its folder, {folder.parent}"
+        part = folder.suffix in (".safetensors", ".json")
+        what = look_at(folder) or f"a file; want {f'its folder, {folder.parent}' if part else 'a checkpoint folder'}"
         raise CheckpointError(f"{name}: {what}")
     if folder.exists() or not HUB_ID.match(name):
         raise CheckpointError(f"{name}: want a checkpoint folder, or a hub id such as Qwen/Qwen3.6-27B")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pilotfish.engine.checkpoint import inventory
+from pilotfish.engine.checkpoint.copies import take_copies
 from pilotfish.engine.checkpoint.gguf_file import BLOCKS, PREFIX, GgufHeader, read_gguf
 from pilotfish.engine.checkpoint.headers import Header, TensorInfo, read_header
 from pilotfish.engine.checkpoint.inventory import Inventory
@@ -86,18 +87,21 @@ def attach_head(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
     """
     path = _gguf_of(Path(path))
     head = _from_gguf(path, checkpoint.config) if path.suffix == ".gguf" else _from_safetensors(path)
-    wanted = inventory.mtp(checkpoint.config, experts_by_layer(head.modules, checkpoint.config))
-    _check(path, head.modules, wanted)
     trunk = {name: module for name, module in checkpoint.modules.items() if not is_mtp(name)}
+    whole = trunk | dict(head.modules)
+    copies = take_copies(whole, checkpoint.config)
+    found = {name: module for name, module in whole.items() if is_mtp(name)}
+    wanted = inventory.mtp(checkpoint.config, experts_by_layer(found, checkpoint.config))
+    _check(path, found, wanted)
     own = {name: module for name, module in checkpoint.modules.items() if is_mtp(name)}
     dropped = {what: row for what, row in checkpoint.dropped.items() if what != "incomplete head"}
     for what, infos in (
         ("replaced head", [part for module in own.values() for part in module.parts.values()]),
-        ("not the head's", head.unused),
+        ("not the head's", head.unused + [part for copy in copies for part in copy.module.parts.values()]),
     ):
         if infos:
             dropped[what] = (len(infos), sum(info.num_bytes for info in infos))
-    modules = {name: dataclasses.replace(head.modules[name], shape=wanted[name].shape) for name in wanted}
+    modules = {name: dataclasses.replace(found[name], shape=wanted[name].shape) for name in wanted}
     return dataclasses.replace(
         checkpoint,
         modules=trunk | modules,
@@ -107,6 +111,7 @@ def attach_head(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
         num_files=checkpoint.num_files + head.num_files,
         num_head_weights=len(wanted),
         head=head.source,
+        copies=tuple(copy for copy in checkpoint.copies if not is_mtp(copy.module.name)) + copies,
     )
 
 

@@ -29,12 +29,15 @@ from pilotfish.kernels.linear import TILE_ROWS, AnyLinear, cpu_multiplies_bf16
 CPU = torch.device("cpu")
 DEPTH, NUM_PROMPTS, NUM_TOKENS, BATCH = 3, 8, 48, 4
 """Of the measurement of acceptance: k, places of the text to go on from, tokens at each, sequences at once."""
+KNOWS_SOMETHING, LARGEST_LOSS = 4, 700.0
+"""A model that knows a text is this many times better than guessing; nats whose exponential is still a number."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
     """Over `num_tokens` tokens: perplexities of the text, the mean of KL(source || output) in nats for the token after
-    each, and the share of them where both rank the same token first. Acceptance is None where there is no head."""
+    each, and the share of them where both rank the same token first. Acceptance is None where there is no head.
+    `vocab_size` is what a model that knows nothing has for a perplexity."""
 
     num_tokens: int
     source_perplexity: float
@@ -43,12 +46,19 @@ class Fidelity:
     agreement: float
     source_acceptance: Acceptance | None = None
     output_acceptance: Acceptance | None = None
+    vocab_size: int = 0
 
     def lines(self) -> Iterator[str]:
         yield (
             f"on {self.num_tokens} tokens: perplexity {self.source_perplexity:.4f} -> {self.output_perplexity:.4f}, "
             f"mean KL(source || output) {self.divergence:.6f} nats, same first choice {self.agreement:.2%}"
         )
+        if self.vocab_size and not self.source_perplexity < self.vocab_size / KNOWS_SOMETHING:
+            yield (
+                f"THE SOURCE DOES NOT KNOW THIS TEXT: its perplexity is that of a guess among {self.vocab_size} tokens,"
+                " so that what is made of it writes nonsense too; likely a damaged file, weights of another convention,"
+                " or another model's tokenizer.json"
+            )
         for what, acceptance in (("source", self.source_acceptance), ("output", self.output_acceptance)):
             found = acceptance.line() if acceptance else "no MTP head"
             yield f"acceptance at k = {DEPTH}, greedy, {what}: {found}"
@@ -70,9 +80,10 @@ def compare(source: Path, output: Path, ids: list[int]) -> Fidelity:
         agreed = (p.argmax(1) == q.argmax(1)).sum()
         sums += torch.stack([-p[:known].gather(1, after).sum(), -q[:known].gather(1, after).sum(), divergence, agreed])
     count = len(ids)
-    first, second = (math.exp(float(total) / (count - 1)) for total in sums[:2])
+    first, second = (math.exp(min(float(total) / (count - 1), LARGEST_LOSS)) for total in sums[:2])
     means = float(sums[2]) / count, float(sums[3]) / count
-    return Fidelity(count, first, second, *means, source_acceptance, output_acceptance)
+    vocab_size = open_checkpoint(source).config.vocab_size
+    return Fidelity(count, first, second, *means, source_acceptance, output_acceptance, vocab_size)
 
 
 def read_tokens(folder: Path, text_file: Path, max_tokens: int) -> list[int]:

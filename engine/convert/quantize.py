@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from pilotfish.engine.checkpoint.copies import check_copies
+from pilotfish.engine.checkpoint.findings import NOT_FINITE, ZEROS, findings
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.quantization import MODELOPT_FILE
 from pilotfish.engine.checkpoint.recognise import INDEX_FILE, Checkpoint, census, open_checkpoint
@@ -58,7 +59,7 @@ class Result:
     """What a run made: the censuses before and after, and the error of each packed matrix.
 
     `merged` counts the matrices that an adapter changed, of the `adapted` ones that it names; errors are against what
-    they were changed to.
+    they were changed to. `zeros`: the source's plain matrices that are 0 throughout, and where.
     """
 
     source: Checkpoint
@@ -66,6 +67,7 @@ class Result:
     errors: Errors
     merged: int = 0
     adapted: int = 0
+    zeros: str | None = None
 
 
 def quantize_folder(
@@ -97,6 +99,7 @@ def quantize_folder(
     partial = out.with_name(out.name + ".partial")
     with _hold(partial, _stamp(checkpoint, plan, recipe, adapter, calibration)):
         moments = collect(checkpoint, list(calibration)) if calibration else {}
+        zeros = _check_plain(checkpoint, plan)
         weights = SourceWeights(plan, recipe, adapter, moments)
         merged = weights.changed()
         try:
@@ -111,7 +114,18 @@ def quantize_folder(
         _sync_folder(out.parent)
     shutil.rmtree(out / STATE)
     adapted = len(adapter.pairs) if adapter else 0
-    return Result(opened, dataclasses.replace(output, path=out), errors, merged, adapted)
+    return Result(opened, dataclasses.replace(output, path=out), errors, merged, adapted, zeros)
+
+
+def _check_plain(checkpoint: Checkpoint, plan: Plan) -> str | None:
+    """Looks at what stays plain; what is packed is looked at meanwhile. Returns a word on matrices of zeros, if there
+    are any. Raises CheckpointError for values that are not finite."""
+    found = findings(
+        job.module for jobs in plan.values() for job in jobs if job.module is not None and job.action is not Action.PACK
+    )
+    if NOT_FINITE in found:
+        raise CheckpointError(f"{checkpoint.path}: {found[NOT_FINITE]}")
+    return found.get(ZEROS)
 
 
 # The partial folder
@@ -343,6 +357,8 @@ def report_lines(result: Result) -> Iterator[str]:
         yield f"{what}: {checkpoint.summary()}"
         for layout, row in census(checkpoint).items():
             yield f"  {row['modules']:6} modules {row['bytes'] / 1e6:12.1f} MB  {layout}"
+    if result.zeros:
+        yield f"in the source: {result.zeros}"
     if result.merged:
         unchanged = result.adapted - result.merged
         left = f"; {unchanged} of those it names stay as they were" if unchanged else ""

@@ -22,6 +22,7 @@ from byte_model import write_model
 from processes import PATIENCE, ask, backend, events, running, status, until
 from serving import script
 
+from pilotfish.deploy.gate.command import main as gate
 from pilotfish.deploy.ports import free_port
 
 CONFIGURATIONS = Path(__file__).resolve().parents[2] / "deploy" / "relay"
@@ -239,3 +240,13 @@ def answers(server):
         return status(server.url + "/ready") == 200
     except OSError:
         return False
+
+
+def test_gates_want_the_server_itself(steady, tmp_path):
+    """Through a relay the first gate says so, and the others do not guess."""
+    file = tmp_path / "gates.json"
+    assert gate([steady.url, "--only", "version,metrics", "--json", str(file)]) == 1
+    first, *others = json.loads(file.read_text())["gates"]
+    assert first["name"] == "answers" and "/metrics: 403" in first["came"]
+    assert "gates want the server itself, not a relay before it" in first["came"]
+    assert all("the gate 'answers' did not pass" in other["came"] for other in others) and len(others) == 2

@@ -232,6 +232,7 @@ def quantised_by_mlx(head):
     }
 
 
+COPIED = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
 FAULTS = [
     (lambda head: {"model.norm.weight": torch.ones(4)}, CheckpointError, "holds no draft head"),
     (lambda head: {n: t for n, t in head.items() if "fc" not in n}, CheckpointError, "incomplete: 3 of its 15 weights"),
@@ -240,7 +241,7 @@ FAULTS = [
         CheckpointError,
         r"no head for this model: mtp.fc: want",
     ),
-    (lambda head: head | {"mtp.embed_tokens.weight": torch.ones(4, 4)}, CheckpointError, "implies no such tensor"),
+    (lambda head: head | {"mtp.embed_tokens.weight": torch.ones(4, 4)}, CheckpointError, "dedicated_embeddings"),
     (lambda head: head | {"mtp.layers.1.mlp.up_proj.weight": torch.ones(4, 4)}, CheckpointError, "no such tensor"),
     (lambda head: head | {"model.mtp.fc.weight": torch.ones(4, 4)}, CheckpointError, "are the same weight"),
     (quantised_by_mlx, LayoutError, "mtp.fc: stored as MLX affine-quantised integers"),
@@ -250,6 +251,21 @@ FAULTS = [
         "mtp.norm: stored as un",
     ),
 ]
+
+
+def test_copies_of_the_trunk_s_matrices_are_left(models, tmp_path):
+    """Some exports of a head bring the embedding and lm_head along."""
+    model = models["dense"]
+    trunk = load_weights(model.trunk, progress=False)
+    copied = {f"mtp.{name}.weight": trunk[f"{full}.weight"].clone() for name, full in COPIED.items()}
+    checkpoint = attach_head(model.trunk, write(tmp_path / "mtp.safetensors", dict(model.head) | copied))
+    assert checkpoint.has_mtp and len(checkpoint.copies) == 2 and "not the head's" in checkpoint.dropped
+    loaded = load_weights(checkpoint, progress=False)
+    assert {name for name in loaded if name.startswith("mtp.")} == set(model.head)
+    copied["mtp.lm_head.weight"][0, 0] += 1
+    other = attach_head(model.trunk, write(tmp_path / "mtp.safetensors", dict(model.head) | copied))
+    with pytest.raises(CheckpointError, match=r"mtp.lm_head.weight: other values than lm_head.weight"):
+        load_weights(other, progress=False)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), FAULTS)

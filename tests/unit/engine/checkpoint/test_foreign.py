@@ -126,7 +126,7 @@ def folders(root):
         root / "pickles": r"weights in pickle files alone \(pytorch_model.bin\)",
         root / "download": "an unfinished download",
         root / "outer": f"no checkpoint itself; did you mean {root}/outer/inner",
-        root / "nothing": "is empty",
+        root / "nothing": "an empty folder",
     }
 
 
@@ -148,3 +148,23 @@ def test_a_file_in_place_of_a_folder(draft, tmp_path):
     (tmp_path / "m.gguf").write_bytes(FILES["a GGUF file"])
     with pytest.raises(CheckpointError, match=r"m.gguf: a GGUF file; want safetensors \(--draft-head"):
         resolve_model(str(tmp_path / "m.gguf"))
+
+
+def test_broken_links_of_a_cache_are_named(draft, tmp_path):
+    """A snapshot that was copied without its blobs."""
+    folder = draft("dense").write()
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    for name, error in (("model.safetensors", HeaderError), ("config.json", ConfigError)):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("../../blobs/0abc")
+        with pytest.raises(error, match=rf"{name}: a link to ../../blobs/0abc, which is not there; fetch it again"):
+            open_checkpoint(folder)
+        (folder / name).unlink()
+        (folder / name).symlink_to(tmp_path / "blob")
+
+
+def test_an_error_message_in_place_of_a_config(draft):
+    folder = draft("dense").write()
+    (folder / "config.json").write_text('{"error": "Repository not found"}')
+    with pytest.raises(ConfigError, match=r"config.json: an error message in place of the file.*Repository not found"):
+        open_checkpoint(folder)

@@ -121,6 +121,7 @@ def test_what_is_not_there_is_one_line(hub, tmp_path, name, revision, offline):
 
 
 def test_a_folder_is_itself(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     assert resolve_model(str(tmp_path)) == tmp_path
     with pytest.raises(CheckpointError, match="revision"):
         resolve_model(str(tmp_path), revision="main")

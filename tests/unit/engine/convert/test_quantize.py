@@ -18,9 +18,9 @@ from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
 from pilotfish.engine.convert import pack as packing
 from pilotfish.engine.convert import quantize as command
 from pilotfish.engine.convert.calibrate import collect
-from pilotfish.engine.convert.fidelity import compare, read_tokens
+from pilotfish.engine.convert.fidelity import Fidelity, compare, read_tokens
 from pilotfish.engine.convert.pack import together
-from pilotfish.engine.convert.quantize import quantize_folder
+from pilotfish.engine.convert.quantize import quantize_folder, report_lines
 from pilotfish.engine.convert.recipe import Recipe
 from pilotfish.engine.errors import CheckpointError, LayoutError, OptionError
 from pilotfish.server import cli
@@ -591,6 +591,43 @@ def test_fidelity_is_of_transformers_logits(draft, tmp_path):
     same = compare(source, source, ids[:100])
     assert (same.divergence, same.agreement) == (0, 1)
     assert same.source_acceptance == same.output_acceptance
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "mtp.fc.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_values_that_are_not_finite_are_named_wherever_they_lie(draft, tmp_path, name):
+    """Also in what would only be copied."""
+    spoiled = draft("dense")
+    spoiled.tensors[name][3, 3] = float("nan")
+    with pytest.raises(CheckpointError, match=f"(NaN or infinite values in {name}|{name[:-7]}: want finite values)"):
+        quantize_folder(spoiled.write(), tmp_path / "out", DEFAULT, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_matrices_of_zeros_are_told(draft, tmp_path):
+    empty = draft("dense")
+    empty.tensors["mtp.fc.weight"].zero_()
+    result = quantize_folder(empty.write(), tmp_path / "out", DEFAULT, progress=False)
+    assert "in the source: zeros alone in mtp.fc.weight" in list(report_lines(result))
+    assert quantize_folder(draft("dense").write(), tmp_path / "other", DEFAULT, progress=False).zeros is None
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "known"), [(12.0, True), (79.0, True), (80.0, False), (1e300, False), (float("nan"), False)]
+)
+def test_a_source_that_knows_nothing_is_told(perplexity, known):
+    found = Fidelity(10, perplexity, perplexity, 0.0, 1.0, vocab_size=320)
+    assert any("THE SOURCE DOES NOT KNOW THIS TEXT" in line for line in found.lines()) is not known
+
+
+def test_a_source_of_absurd_logits_has_a_perplexity(draft, tmp_path):
+    """Whose exponential would be no number any more."""
+    absurd = draft("dense")
+    absurd.tensors["lm_head.weight"] *= 1e4
+    folder = absurd.write()
+    write_tokenizer(folder)
+    found = compare(folder, folder, list(range(20)))
+    assert found.source_perplexity > 1e300
+    assert "THE SOURCE DOES NOT KNOW THIS TEXT" in "\n".join(found.lines())
 
 
 def test_acceptance_is_told_before_and_after_a_graft(tmp_path, capsys):
