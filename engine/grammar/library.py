@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_KEPT = 512
 MAX_KEPT_BYTES = 256 << 20
 """Of compiled grammars that nobody waits for, as their trials measured them; one of more than a quarter is not kept."""
-NICE = 5
+NICE = 10
 """The compiling thread leaves the processors to rounds."""
 
 

@@ -4,9 +4,9 @@ Started by trials.py as `python -m pilotfish.engine.grammar.worker TOKENIZER_JSO
 and verdicts go out on stdout, msgpack behind a 4-byte length. It imports no torch, and reads the tokenizer once: a
 child has it by being forked, in about a millisecond. Nothing that a client wrote is looked at outside a child.
 
-Two at a time run on the quick lane; what needs more CPU time than that allows starts again on the slow lane, one at a
-time, so that costly grammars wait for each other and small ones pass them. On both, API keys take turns. The end of
-stdin ends everything.
+One at a time runs on the quick lane; what needs more CPU time than that allows starts again on the slow lane, so that
+costly grammars wait for each other and small ones pass them. On both, API keys take turns. The end of stdin ends
+everything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 @dataclass(frozen=True)
 class Lane:
     """Seconds of CPU time, and by the clock, that a trial may take; how many run at a time; how far they give way to
-    rounds, which take all processors where there is no GPU."""
+    rounds, which need every processor where there is no GPU."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -49,8 +49,8 @@ class Lane:
     nice: int
 
 
-QUICK = Lane(0.15, 15.0, 2, 5)
-SLOW = Lane(1.0, 30.0, 1, 15)
+QUICK = Lane(0.15, 15.0, 1, 10)
+SLOW = Lane(1.0, 30.0, 1, 19)
 
 
 @dataclass

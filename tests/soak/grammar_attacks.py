@@ -75,6 +75,8 @@ def rules(count: int, number: int, form: str, last: str) -> str:
     ) + ("\n" + form.format(f"r{count}", last))
 
 
+# what others' requests do to a stream without any grammar: to hold the rest against
+fresh("chats without a grammar", lambda number: {"seed": number})
 fresh("1 300 references", tools(lambda number: {"properties": {"a": {"$ref": "#/$defs/d0"}}, **chain(1300 + number)}))
 fresh("480 references", schema(lambda number: chain(480) | {"title": str(number)}))
 fresh("4 000 Lark rules", text("grammar", lambda number: "start: r0\n" + rules(4000, number, "{}: {}", '"a"')))
