@@ -65,6 +65,8 @@ class EngineLoop:
         self.self_audit = SelfAudit(engine.audit_rate)
         self._sequences: dict[str, Sequence] = {}
         self._coming: dict[str, tuple[Sequence, Ticket]] = {}
+        # aborted while their grammars were being compiled, which goes on
+        self._leaving: dict[str, Ticket] = {}
         self._ended: list[RequestOutput] = []
         self._in_flight: InFlight | None = None
         self._read_graph = False
@@ -77,7 +79,7 @@ class EngineLoop:
             sequence = self._check(request)
             ticket = self._ask_grammar(request)
             if ticket is None:
-                self.scheduler.add(sequence, len(self._coming))
+                self.scheduler.add(sequence, self._num_coming)
         except RequestError as error:
             self._refuse(request.request_id, str(error), "invalid")
         except QueueFull as error:
@@ -103,12 +105,21 @@ class EngineLoop:
             self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
         elif (coming := self._coming.pop(request_id, None)) is not None:
             assert self.grammars is not None
-            self.grammars.drop(coming[1])
-            self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
+            if self.grammars.drop(coming[1]):
+                self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
+            else:
+                self._leaving[request_id] = coming[1]
 
     def has_work(self) -> bool:
         """See EngineCore."""
-        return bool(self._sequences or self._coming or self._ended or self._in_flight or self.self_audit.has_work)
+        return bool(
+            self._sequences
+            or self._coming
+            or self._leaving
+            or self._ended
+            or self._in_flight
+            or self.self_audit.has_work
+        )
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence in self.scheduler.running:
@@ -163,6 +174,11 @@ class EngineLoop:
             raise RequestError("min_tokens: want 0 with a grammar")
         return Sequence(request, limit, own_k, num_pages, None, allowed_ids(params))
 
+    @property
+    def _num_coming(self) -> int:
+        """Those that wait outside the queue, or have left but still cost something."""
+        return len(self._coming) + len(self._leaving)
+
     # -- grammars ---------------------------------------------------------------------------------------------------
 
     def _ask_grammar(self, request: Submit) -> Ticket | None:
@@ -173,7 +189,7 @@ class EngineLoop:
             return None
         if self.grammars is None:
             raise RequestError("grammar: this engine has no tokenizer to read grammars with")
-        self.scheduler.check_room(len(self._coming))
+        self.scheduler.check_room(self._num_coming)
         return self.grammars.ask(params.grammar, params.eos_token_ids, request.key)
 
     def _take_grammars(self) -> list[RequestOutput]:
@@ -186,7 +202,7 @@ class EngineLoop:
             is_check = check is not None and check.request.request_id == request_id
             if ticket.constraint is not None:
                 sequence.constraint = Guarded(ticket.constraint, request_id)
-                self.scheduler.add(sequence, len(self._coming))
+                self.scheduler.add(sequence, self._num_coming)
                 if not is_check:
                     self._sequences[request_id] = sequence
                     self.self_audit.on_submit(sequence.request)
@@ -196,6 +212,10 @@ class EngineLoop:
                 self._refuse(request_id, tell(ticket.fault, request_id), None)
             else:
                 self._refuse(request_id, ticket.error or "grammar: it cannot be read", "invalid")
+        for request_id, ticket in list(self._leaving.items()):
+            if ticket.done:
+                del self._leaving[request_id]
+                self._ended.append(RequestOutput(request_id=request_id, finish_reason="abort", round=False))
         outputs, self._ended = self._ended, []
         return outputs
 
@@ -242,7 +262,7 @@ class EngineLoop:
             num_prefilled = step.end - step.start
             phases["prefill"] = perf_counter() - began
         elif not (phases or outputs):
-            if self._coming and step is None:
+            if (self._coming or self._leaving) and step is None:
                 assert self.grammars is not None
                 self.grammars.wait(IDLE_SECONDS)
             return None
@@ -405,7 +425,7 @@ class EngineLoop:
             num_audit_mismatches=mismatches,
             memory_bytes=0 if self._sequences else ledger.used(self.runner.model.device),
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(self._coming),
+            num_waiting=len(scheduler.waiting) + self._num_coming,
             kv_pages_used=scheduler.pages.num_used,
             kv_pages_total=scheduler.pages.capacity,
             state_slots_used=scheduler.slots.num_used,

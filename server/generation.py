@@ -319,6 +319,11 @@ class Generation:
             self._client.abort(choice.submit.request_id)
             choice.give_up()
 
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Calls once for each choice, when the engine has nothing more of it: after an abort that may take a while."""
+        for choice in self.choices:
+            self._client.when_gone(choice.submit.request_id, call)
+
     async def first(self, timeout: float) -> None:
         """Waits for the first news, or until it is time to answer something. Raises ApiError for a refusal."""
         try:

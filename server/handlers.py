@@ -283,7 +283,7 @@ async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.Stream
     generation = Generation(plan, service.client, service.files.tokenizer, service.metrics, KEY.get())
     note_choices(plan, generation.choices)
     try:
-        with service.limiter.admit(KEY.get(), num_sequences), generation:
+        with service.limiter.admit(KEY.get(), num_sequences, generation.when_gone), generation:
             if plan.stream:
                 return await _stream(request, service, plan, shape, generation)
             return await _whole(plan, shape, generation)

@@ -60,6 +60,7 @@ class Entry:
     matcher: LLMatcher | None = None
     error: str | None = None
     num_bytes: int = 0
+    is_compiling: bool = False
 
 
 class GrammarLibrary:
@@ -137,16 +138,21 @@ class GrammarLibrary:
             raise RequestError(ticket.error)
         return ticket.constraint
 
-    def drop(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more: a trial that is nobody else's ends."""
+    def drop(self, ticket: Ticket) -> bool:
+        """Nobody waits for it any more: a trial that is nobody else's ends. False while it is being compiled, which
+        cannot be ended: then the ticket will be done."""
         with self._news:
             for entry in self._numbered.values():
-                if ticket in entry.tickets:
-                    entry.tickets.discard(ticket)
-                    if not entry.tickets:
-                        self._trials.give_up(entry.number)
-                        self._forget(entry)
-                    return
+                if ticket not in entry.tickets:
+                    continue
+                if entry.is_compiling:
+                    return False
+                entry.tickets.discard(ticket)
+                if not entry.tickets:
+                    self._trials.give_up(entry.number)
+                    self._forget(entry)
+                break
+        return True
 
     def wait(self, seconds: float) -> None:
         """Until some ticket is done, or so long."""
@@ -179,6 +185,7 @@ class GrammarLibrary:
             if not entry.tickets:
                 self._forget(entry)
                 return
+            entry.is_compiling = True
         try:
             matcher = compile_form(form, self._tokenizer(entry.key[1]))
             # what the first masks look up is found once for all copies

@@ -108,6 +108,7 @@ class EngineClient:
         self._on_report = on_report
         self._environment = dict(environment) if environment is not None else None
         self._open: dict[str, Receive] = {}
+        self._leaving: dict[str, list[Callable[[], None]]] = {}
         self._folder: str | None = None
         self._listener: asyncio.Server | None = None
         self._connection: _Connection | None = None
@@ -297,6 +298,8 @@ class EngineClient:
     def _end_all(self, reason: Literal["abort", "error"], message: str) -> None:
         for request_id, receive in list(self._open.items()):
             self._deliver(RequestOutput(request_id=request_id, finish_reason=reason, error=message), receive)
+        for request_id in list(self._leaving):
+            self._gone(request_id)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -311,9 +314,22 @@ class EngineClient:
         self._open[request.request_id] = receive
 
     def abort(self, request_id: str) -> None:
-        """Frees the sequence within one round; unknown and finished ids are fine."""
+        """Frees the sequence within one round; unknown and finished ids are fine. See when_gone."""
         if self._open.pop(request_id, None) is not None:
+            self._leaving[request_id] = []
             self._send(Abort(request_id))
+
+    def when_gone(self, request_id: str, call: Callable[[], None]) -> None:
+        """Calls once the engine has nothing more of a request that has ended here: at once, or, after an abort, when it
+        says so or has itself gone."""
+        if request_id in self._leaving:
+            self._leaving[request_id].append(call)
+        else:
+            call()
+
+    def _gone(self, request_id: str) -> None:
+        for call in self._leaving.pop(request_id, ()):
+            call()
 
     def abort_all(self) -> None:
         """Those who wait for open requests hear that the server ends; the engine itself goes on until `close`."""
@@ -366,6 +382,8 @@ class EngineClient:
             receive = self._open.get(output.request_id)
             if receive is not None:
                 counted.append(self._deliver(output, receive))
+            elif output.finish_reason is not None:
+                self._gone(output.request_id)
         if self._on_report:
             self._on_report(StepReport(outputs=counted, stats=report.stats))
 
@@ -378,7 +396,8 @@ class EngineClient:
         if output.finish_reason is not None:
             self._open.pop(output.request_id, None)
         elif counted.finish_reason is not None:
-            self.abort(output.request_id)
+            self._open.pop(output.request_id, None)
+            self._send(Abort(output.request_id))
         return counted
 
 

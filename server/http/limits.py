@@ -26,6 +26,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 NO_LIMITS = Limits()
+WhenGone = Callable[[Callable[[], None]], None]
 
 
 class _Bucket(msgspec.Struct):
@@ -45,9 +46,10 @@ class Limiter:
         self._buckets: dict[str, _Bucket] = {}
 
     @contextlib.contextmanager
-    def admit(self, label: str, num_sequences: int) -> Iterator[None]:
+    def admit(self, label: str, num_sequences: int, when_gone: WhenGone | None = None) -> Iterator[None]:
         """Counts the sequences of one request while it runs: the first as the request that `count` has counted, each
-        further one as a request more.
+        further one as a request more. `when_gone` is told at the end, and calls back for each sequence: what a client
+        leaves behind counts as long as the engine has it.
 
         Raises TooManyRequests, or BadRequest for what could never be admitted.
         """
@@ -57,7 +59,13 @@ class Limiter:
         try:
             yield
         finally:
-            self._running[label] -= num_sequences
+            if when_gone is not None:
+                when_gone(lambda: self._leave(label))
+            else:
+                self._leave(label, num_sequences)
+
+    def _leave(self, label: str, num_sequences: int = 1) -> None:
+        self._running[label] -= num_sequences
 
     def check(self, label: str, num_sequences: int) -> None:
         """Raises what `admit` would raise for a key that has sent nothing else, and for one whose places are taken."""

@@ -17,7 +17,8 @@ class MadeGrammars:
     def ask(self, grammar: Any, eos_token_ids: Any, api_key: str = "") -> Ticket:
         return Ticket(None, constraint=self.make(), done=True)
 
-    def drop(self, ticket: Ticket) -> None: ...
+    def drop(self, ticket: Ticket) -> bool:
+        return True
 
     def wait(self, seconds: float) -> None: ...
 
@@ -29,13 +30,15 @@ class HeldGrammars(MadeGrammars):
         super().__init__(make)
         self.tickets: list[Ticket] = []
         self.dropped: list[Ticket] = []
+        self.is_compiling = False
 
     def ask(self, grammar: Any, eos_token_ids: Any, api_key: str = "") -> Ticket:
         self.tickets.append(Ticket(None))
         return self.tickets[-1]
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, ticket: Ticket) -> bool:
         self.dropped.append(ticket)
+        return not self.is_compiling
 
     def come(self, number: int, **fields: Any) -> None:
         """The ticket of that number is done: with a constraint, or with what `fields` say."""

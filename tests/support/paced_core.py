@@ -25,6 +25,7 @@ class PacedCore:
         self._log = Path(options.model).joinpath("started.jsonl").open("a")
         self._done: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
+        self._aborted: list[RequestOutput] = []
         self._due = 0.0
         self.ready = ready(max_model_len=options.max_model_len or 1 << 20, max_num_seqs=options.max_num_seqs or 64)
 
@@ -33,20 +34,22 @@ class PacedCore:
         self._wanted[request.request_id] = request.sampling.max_tokens
 
     def abort(self, request_id: str) -> None:
-        self._done.pop(request_id, None)
+        if self._done.pop(request_id, None) is not None:
+            self._aborted.append(RequestOutput(request_id=request_id, finish_reason="abort"))
 
     def has_work(self) -> bool:
-        return bool(self._done)
+        return bool(self._done or self._aborted)
 
     def step(self) -> StepReport | None:
+        aborted, self._aborted = self._aborted, []
         if not self._done:
-            return None
+            return StepReport(outputs=aborted, stats=StepStats()) if aborted else None
         now = time.monotonic()
         if now > self._due + 1:
             self._due = now
         self._due += PERIOD
         time.sleep(max(0.0, self._due - time.monotonic()))
-        outputs = [self._advance(name) for name in list(self._done)]
+        outputs = aborted + [self._advance(name) for name in list(self._done)]
         stats = StepStats(phases={"verify": PERIOD}, step_seconds=PERIOD, num_running=len(self._done))
         return StepReport(outputs=outputs, stats=stats)
 

@@ -80,8 +80,9 @@ class ScriptedCore:
             self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
-        known = self._running.pop(request_id, None)
-        self._waiting = [sequence for sequence in self._waiting if sequence.request.request_id != request_id]
+        kept = [sequence for sequence in self._waiting if sequence.request.request_id != request_id]
+        known = self._running.pop(request_id, None) is not None or len(kept) < len(self._waiting)
+        self._waiting = kept
         if known:
             self._refused.append(RequestOutput(request_id=request_id, finish_reason="abort"))
 

@@ -53,6 +53,18 @@ def test_an_abort_drops_the_grammar_and_frees_the_place(driver):
     assert len(driver.loop.grammars.dropped) == 1
 
 
+def test_what_cannot_be_ended_counts_until_it_has(driver):
+    asked = driver.ask("asked", 40, grammar=SOME)
+    driver.loop.grammars.is_compiling = True
+    driver.loop.abort("asked")
+    more = [driver.ask(f"plain {i}", 21) for i in range(4)]
+    driver.step()
+    assert asked.finish is None and more[-1].last.error_code == "queue_full"
+    driver.loop.grammars.come(0)
+    driver.run()
+    assert asked.finish == "abort" and not asked.tokens and not driver.loop.has_work()
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "code"),
     [

@@ -119,6 +119,22 @@ def test_a_drop_after_the_trial_leaves_nothing(library, monkeypatch):
     assert [key[0].source for key in library._entries] == ["abcd"]
 
 
+def test_what_is_being_compiled_is_waited_for(library, monkeypatch):
+    begun, held = threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        assert held.wait(60)
+        return whole(*args)
+
+    whole = library_module.compile_form
+    monkeypatch.setattr(library_module, "compile_form", slow)
+    ticket = library.ask(regex("abc"), EOS)
+    assert begun.wait(60) and not library.drop(ticket) and not ticket.done
+    held.set()
+    end(library, [ticket])
+
+
 def test_the_longest_unused_goes_first(library, monkeypatch):
     monkeypatch.setattr(library_module, "MAX_KEPT", 3)
     for source in ("a", "b", "c", "a", "d"):

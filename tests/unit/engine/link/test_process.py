@@ -410,3 +410,56 @@ def test_neither_side_imports_torch():
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy imports'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
+def test_an_aborted_request_is_gone_when_the_engine_says_so(folder):
+    async def body():
+        async with engine(folder) as client:
+            client.submit(request("r", reply="x", times=500, delay=0.05), lambda output: output)
+            gone = asyncio.Event()
+            client.when_gone("unknown", gone.set)
+            assert gone.is_set()
+            gone.clear()
+            client.abort("r")
+            client.when_gone("r", gone.set)
+            assert not gone.is_set() and client.num_open == 0
+            await asyncio.wait_for(gone.wait(), PATIENCE)
+            # once
+            gone.clear()
+            client.when_gone("r", gone.set)
+            assert gone.is_set()
+
+    run(body())
+
+
+def test_with_the_engine_all_that_has_left_it_is_gone(folder):
+    async def body():
+        async with engine(folder) as client:
+            client.submit(request("hangs", fault="hang"), lambda output: output)
+            gone = asyncio.Event()
+            client.abort("hangs")
+            client.when_gone("hangs", gone.set)
+            os.kill(client.pid, signal.SIGKILL)
+            await asyncio.wait_for(gone.wait(), PATIENCE)
+
+    run(body())
+
+
+def test_who_ends_a_request_itself_does_not_wait_for_the_engine(folder):
+    """A client that asks again at once must find its place free."""
+
+    async def body():
+        async with engine(folder) as client:
+            ended = asyncio.Event()
+
+            def stop(output):
+                ended.set()
+                return output if output.finish_reason else RequestOutput(request_id="r", finish_reason="stop")
+
+            client.submit(request("r", reply="x", times=500), stop)
+            await asyncio.wait_for(ended.wait(), PATIENCE)
+            gone = asyncio.Event()
+            client.when_gone("r", gone.set)
+            assert gone.is_set()
+
+    run(body())

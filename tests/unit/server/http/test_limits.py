@@ -46,6 +46,20 @@ def test_what_fails_is_given_back():
     ask(limits)
 
 
+def test_what_is_left_behind_counts_until_it_has_gone():
+    limiter, calls = Limiter(lambda label: Limits(concurrent=2)), []
+    with limiter.admit("a", 2, lambda call: calls.extend([call] * 2)):
+        pass
+    with pytest.raises(TooManyRequests), limiter.admit("a", 1):
+        pass
+    calls.pop()()
+    with limiter.admit("a", 1):
+        pass
+    calls.pop()()
+    with limiter.admit("a", 2):
+        pass
+
+
 def test_requests_a_minute():
     clock = Clock()
     limits = limiter(clock, per_minute=6)
