@@ -30,6 +30,7 @@ from pilotfish.deploy.gate import after, audit, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
+from pilotfish.engine.errors import OptionError
 from pilotfish.engine.options import KV_DTYPES
 from pilotfish.engine.output import check_file, check_folder, write_file
 from pilotfish.engine.parser import Parser, whole_number
@@ -151,6 +152,9 @@ def main(argv: Sequence[str]) -> int:
             run_gates(report, Server(args.target, args.api_key, args.served_model), expected_of(args))
         else:
             run_on_model(report, args)
+    except OSError as error:
+        # of a folder for its log: a server that cannot be reached is what gates say themselves
+        raise OptionError(f"the server's log: {error}; --log says where") from error
     finally:
         if args.json:
             write_file(args.json, report.as_json(), "--json")

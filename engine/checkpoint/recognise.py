@@ -135,7 +135,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     config = ModelConfig.load(folder)
     headers = _read_headers(folder)
     index = _read_index(folder, headers)
-    headers, left_aside = _leave_aside(headers, index, folder)
+    headers, others = _leave_aside(headers, index, folder)
     _refuse_foreign_metadata(headers)
     found = _Found.collect(_choose_copies(headers, index, folder))
     modules = describe_all(found.tensors)
@@ -145,6 +145,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     check_modules(modules, trunk | head)
     _require_all(trunk, modules, folder)
     problem = _mtp_problem(config, modules, head)
+    if problem is not None and (elsewhere := next(filter(_has_head, others), None)) is not None:
+        problem += f"; {elsewhere.file}, another set that is not read, has one: --draft-head takes it"
     has_mtp = all(name in modules for name in head)
     wanted = trunk | head if has_mtp else trunk
     # lynn-engine flattens the leading axes of fused experts: here they get them back
@@ -162,7 +164,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         num_head_weights=len(head),
         kv_scales=tuple(info for info in found.tolerated if names.kv_scale(names.normalise(info.name) or "")),
         copies=copied,
-        left_aside=left_aside,
+        left_aside=tuple(header.file for header in others),
     )
 
 
@@ -176,9 +178,7 @@ def _read_headers(folder: Path) -> list[Header]:
     return [read_header(file) for file in files]
 
 
-def _leave_aside(
-    headers: list[Header], index: Mapping[str, str], folder: Path
-) -> tuple[list[Header], tuple[Path, ...]]:
+def _leave_aside(headers: list[Header], index: Mapping[str, str], folder: Path) -> tuple[list[Header], list[Header]]:
     """The files to read, and those of another set of weights: not in the index, with layers that the index has too.
 
     A side file with a head, and be it with copies of the embedding, is none.
@@ -190,8 +190,12 @@ def _leave_aside(
         unlisted = header.file.relative_to(folder).as_posix() not in listed
         return unlisted and any(_module_of(name) in layers for name in header.tensors)
 
-    others = tuple(header.file for header in headers if is_another_set(header))
-    return [header for header in headers if header.file not in others], others
+    others = [header for header in headers if is_another_set(header)]
+    return [header for header in headers if header not in others], others
+
+
+def _has_head(header: Header) -> bool:
+    return any(names.is_mtp(names.normalise(name) or "") for name in header.tensors)
 
 
 def _module_of(name: str) -> str:

@@ -12,6 +12,7 @@ from pilotfish.engine.checkpoint.layouts import Layout
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
+from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import CheckpointError, ConfigError, HeaderError, LayoutError
 from tests.support.packing import refused_layouts
 from tests.support.tiny_models import KINDS, NVFP4_IGNORE, ct_parts, fuse_experts, nvfp4_config, split_experts
@@ -384,6 +385,20 @@ def test_of_two_sets_the_indexed_one_is_read_and_said(draft, nvfp4):
     read = {file.name for module in checkpoint.modules.values() for file in module.files}
     assert read == {f"{part}.safetensors" for part in parts}
     assert "read: the files of model.safetensors.index.json; not read: model.safetensors" in checkpoint.summary()
+
+
+def test_a_head_that_only_the_other_set_has_is_told(draft):
+    meant, other = draft("dense"), draft("dense")
+    meant.take("mtp.")
+    parts = shards(meant.tensors)
+    meant.tensors = other.tensors
+    folder = meant.write(**parts)
+    write_index(folder, {name: f"{file}.safetensors" for file, part in parts.items() for name in part})
+    checkpoint = open_checkpoint(folder)
+    assert not checkpoint.has_mtp and checkpoint.left_aside == (folder / "model.safetensors",)
+    assert "no file holds any mtp.* tensor" in checkpoint.mtp_problem
+    assert f"{folder}/model.safetensors, another set that is not read, has one: --draft-head" in checkpoint.mtp_problem
+    assert attach_head(checkpoint, folder / "model.safetensors").has_mtp
 
 
 def test_a_head_s_file_with_copies_of_the_embedding_is_no_other_set(draft):
