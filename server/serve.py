@@ -153,8 +153,7 @@ async def _run(
         watching = asyncio.create_task(refresh(address.tls, address.watched))
     try:
         for one, runner in runners.items():
-            await runner.setup()
-            if (failed := await _listen(addresses[one], runner)) is not None:
+            if (failed := await _set_up(runner) or await _listen(addresses[one], runner)) is not None:
                 return failed
         try:
             status = await _until_stopped(app, stop)
@@ -169,6 +168,17 @@ async def _run(
         # those that only look, last
         for runner in runners.values():
             await runner.cleanup()
+
+
+async def _set_up(runner: web.AppRunner) -> int | None:
+    """The exit status where the engine process cannot be started: a full disk, a folder that cannot be written."""
+    try:
+        await runner.setup()
+    except OSError as error:
+        print(f"pilotfish: the engine cannot be started: {error}", file=sys.stderr)
+        await runner.app[SUPERVISOR].close(0)
+        return 1
+    return None
 
 
 async def _listen(address: Address, runner: web.AppRunner) -> int | None:

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 from byte_model import write_model
@@ -50,6 +51,19 @@ def test_of_an_option_and_of_a_file_of_a_real_checkpoint(tmp_path):
     os.truncate(weights, weights.stat().st_size // 2)
     cut, said = ended(folder, *SMALL)
     assert cut == 2 and "Traceback" not in errors + said, said
+
+
+def test_of_an_engine_that_cannot_be_started(folder):
+    """As on a full disk."""
+    code = (
+        "import os, sys, pilotfish.engine.link.client as client, pilotfish.server.cli as cli\n"
+        "def full(): raise OSError(28, os.strerror(28), '/tmp')\n"
+        "client._private_folder = full\n"
+        f"sys.exit(cli.main(['serve', {str(folder)!r}, '--port', '0']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "the engine cannot be started: [Errno 28] No space left on device: '/tmp'\n" in done.stderr
 
 
 def test_of_addresses(folder):
