@@ -140,6 +140,12 @@ def test_requests_run_on_both_and_metrics_stay_inside(steady):
         assert [name_of(ask(steady.url, stream=True, reply="y")) for _ in range(3)].count(other.name) >= 2
         for path in ("/metrics", "/%6detrics", "/./metrics"):
             assert status(steady.url + path) == 403, path
+        for target in ("/metrics#", "/metrics#x", "/metrics?x#y", "/m%65trics#", "http://x/metrics#x"):
+            # urllib would leave out what comes after '#'
+            connection = http.client.HTTPConnection(steady.url.removeprefix("http://"), timeout=PATIENCE)
+            connection.request("GET", target)
+            assert connection.getresponse().status in (400, 403), target
+            connection.close()
         assert status(busy.url + "/metrics") == 200
 
 
