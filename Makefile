@@ -58,7 +58,7 @@ audit: $(VENV)/.installed
 
 fuzz: $(VENV)/.installed  ## grammars, then hostile requests to the server, on the scripted engine, and on the model
 	$(BIN)/python -m tests.fuzz.grammars --count 50000 --seed $(SEED)
-	$(BIN)/python -m tests.fuzz.campaign --requests 10000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.campaign --requests 10000 --sessions 2000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.campaign --requests 1000 --seed $(SEED) --model $(MODEL)
 
 soak: $(VENV)/.installed  ## attacks beside a victim's stream, then 64 streaming clients: 10 minutes on the model, one at 200 tokens/s

@@ -173,6 +173,10 @@ class SamplingFields(Body, frozen=True, kw_only=True):
 
 AnyRequest = TypeVar("AnyRequest", bound=Body)
 
+LONE_HIGH = re.compile(rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+LONE_LOW = re.compile(rb"(?<!\\)((?:\\\\)*)(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+REPLACED = rb"\1\\ufffd"
+"""Halves of a character: JavaScript cuts a text between them, and writes what is left as an escape."""
 _JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 _TYPES = re.compile(r"(?<=[`| ])(int|float|str|bool)(?=[`| ])")
 _PATH = re.compile(r"^(?P<what>.*?) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
@@ -190,11 +194,7 @@ def decode_request(
     `notes` are told what the request has and nothing here reads.
     """
     check_num_values(body, most_values)
-    try:
-        raw = msgspec.json.decode(body)
-    # ValueError: what is no UTF-8, by msgspec before 0.23
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    raw = _decode(body)
     if not isinstance(raw, dict):
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
     notes = notes or FieldNotes()
@@ -211,6 +211,21 @@ def decode_request(
     for name in unused.unused_in(raw, kind.UNUSED):
         notes.unused(name)
     return request
+
+
+def _decode(body: bytes | bytearray) -> Any:
+    """JSON, halves of characters that somebody cut replaced by U+FFFD. Raises BadRequest."""
+    try:
+        try:
+            return msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            whole = LONE_LOW.sub(REPLACED, LONE_HIGH.sub(REPLACED, body))
+            if whole == body:
+                raise
+            return msgspec.json.decode(whole)
+    # ValueError: what is no UTF-8, by msgspec before 0.23
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def check_num_values(text: bytes | bytearray, most: int = MAX_VALUES) -> None:

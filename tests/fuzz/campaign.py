@@ -1,11 +1,12 @@
 """Sends hostile requests to a running server and judges the answers; as a command, many of them, with a report.
 
-    python -m tests.fuzz.campaign --requests 10000 --report docs/fuzz.md
+    python -m tests.fuzz.campaign --requests 10000 --sessions 2000 --report docs/fuzz.md
     python -m tests.fuzz.campaign --requests 1000 --model demo/model
 
 Allowed: any 2xx or 4xx, and 503 for a full queue. Errors are JSON in OpenAI's or Anthropic's shape, also for what is
 no HTTP; a stream ends in [DONE], its own last event, or an error event. Every 200
 requests and at the end the server is healthy, its engine was never started again, and nothing is left running.
+Sessions are of several turns (histories.py): what we have said ourselves is never refused.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from byte_model import write_model  # noqa: E402  (the path above makes it importable)
 from serving import Server, serving_in_thread  # noqa: E402
 
+from tests.fuzz.histories import run_session  # noqa: E402
 from tests.fuzz.hostile import REQUESTS, Hostile  # noqa: E402
 
 PATIENCE = 30.0
@@ -183,13 +185,13 @@ class Campaign:
 
 
 @contextlib.contextmanager
-def campaign(model: Path | None = None) -> Iterator[Campaign]:
-    """On the scripted engine, or on a model."""
+def campaign(model: Path | None = None, **more: Any) -> Iterator[Campaign]:
+    """On the scripted engine, or on a model; `more` are the server's options."""
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"engine": {"max_num_seqs": 4, "max_waiting": 32}}
         if model is not None:
             options = {"core": "pilotfish.engine.start:make_core", "engine": {"max_model_len": 512, "max_num_seqs": 4}}
-        with serving_in_thread(model or write_model(Path(folder)), **options) as server:
+        with serving_in_thread(model or write_model(Path(folder)), **options, **more) as server:
             running = Campaign(server)
             try:
                 yield running
@@ -211,6 +213,16 @@ def bombard(running: Campaign, count: int, seed: int, progress: bool = False) ->
     each()
 
 
+def converse(running: Campaign, count: int, seed: int) -> None:
+    """Sessions `seed` .. `seed + count - 1`. Raises AssertionError at the first turn that is refused."""
+    for number in range(seed, seed + count):
+        turns = run_session(running.port, number)
+        running.tally.sent["turns of sessions"] += turns
+        running.tally.answers["200"] += turns
+        assert not running.log.messages, running.log.messages[0]
+    running.check_alive()
+
+
 def report(running: Campaign, seed: int, seconds: float, what: str) -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -229,6 +241,7 @@ def report(running: Campaign, seed: int, seconds: float, what: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--sessions", type=int, default=0, help="of several turns, after the requests")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--model", type=Path, help="a checkpoint in place of the scripted engine")
     parser.add_argument("--report", type=Path, help="file to write the report to")
@@ -237,6 +250,7 @@ def main() -> int:
     started = time.monotonic()
     with campaign(args.model) as running:
         bombard(running, args.requests, args.seed, progress=True)
+        converse(running, args.sessions, args.seed)
         running.check_idle()
         text = report(running, args.seed, time.monotonic() - started, str(args.model or "the scripted engine"))
     print(text)

@@ -1,10 +1,11 @@
-"""A thousand hostile requests: only 2xx, 4xx and a full queue's 503, and the engine lives. `make fuzz` sends more."""
+"""A thousand hostile requests: only 2xx, 4xx and a full queue's 503, and the engine lives. Sessions of our own answers:
+only 200. `make fuzz` sends more."""
 
 import logging
 
 import pytest
 
-from tests.fuzz.campaign import ErrorLog, Hostile, bombard, campaign, judge
+from tests.fuzz.campaign import ErrorLog, Hostile, bombard, campaign, converse, judge
 
 SEED = 20260101
 
@@ -16,6 +17,18 @@ def test_hostile_requests_get_refusals_and_nothing_worse():
     # the requests are of all kinds, and not all refused
     assert len(running.tally.sent) == 9
     assert running.tally.answers["200"] > 50 and running.tally.answers["400"] > 200
+
+
+def test_what_we_said_ourselves_is_never_refused():
+    with campaign() as running:
+        converse(running, 60, SEED)
+        running.check_idle()
+    assert running.tally.answers["200"] > 120
+
+
+def test_sessions_find_a_server_that_refuses():
+    with campaign(strict_fields=True) as running, pytest.raises(AssertionError, match="Unrecognized"):
+        converse(running, 60, SEED)
 
 
 @pytest.mark.parametrize(
