@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 
+from pilotfish.engine.checkpoint.foreign import look_at
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.text.bounded_jinja import BoundedEnvironment, bounded_filter, bounded_rendering
@@ -119,12 +120,17 @@ def token_content(entry: Any) -> str | None:
 def _find_source(folder: Path, tokenizer_config: dict[str, Any], override: Path | None) -> str | None:
     path = override or folder / "chat_template.jinja"
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         if override is not None:
             raise TemplateError(f"chat template {override} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"chat template {path} cannot be read: {error}") from error
+    else:
+        # each chat would begin with it
+        if (what := look_at(path)) is not None:
+            raise TemplateError(f"chat template {path} cannot be read: {what}")
+        return text
     source = tokenizer_config.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}

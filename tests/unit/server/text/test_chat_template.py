@@ -118,3 +118,19 @@ def test_where_a_template_is_found(tmp_path):
     assert load_chat_template(tmp_path, config, tmp_path / "mine.jinja").render(USER) == "from flag"
     with pytest.raises(TemplateError, match="does not exist"):
         load_chat_template(tmp_path, config, tmp_path / "none.jinja")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n", "a Git LFS pointer"),
+        ("<!DOCTYPE html><html>Sign in</html>", "a web page"),
+        ("", "empty"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(tmp_path, content, what):
+    """As a template it would stand in front of each chat."""
+    for file, override in ((tmp_path / "chat_template.jinja", None), (tmp_path / "mine", tmp_path / "mine")):
+        file.write_text(content)
+        with pytest.raises(TemplateError, match=f"chat template {file} cannot be read: {what}"):
+            load_chat_template(tmp_path, {}, override)
