@@ -16,7 +16,7 @@ import msgspec
 from pilotfish.engine.link.client import ENGINE_FAILED, EngineClient
 from pilotfish.engine.link.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
-from pilotfish.server.calls.parser import MARKERS, AnswerParser, Part, Said, merge
+from pilotfish.server.calls.parser import MARKERS, THINK, AnswerParser, Part, Said, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.plan import Plan, StopRules
@@ -75,6 +75,8 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer.token_bytes, _hidden_ids(tokenizer, rules))
         self._stops = StopMatcher(rules.strings, include=rules.include)
         self._parser = AnswerParser(rules.answer) if rules.answer is not None else None
+        looks = rules.answer is not None and rules.answer.thinking == "look" and not rules.in_reasoning
+        self._opening: str | None = "" if looks and rules.strings else None
         self._is_plain = not rules.strings and self._parser is None and not rules.keep_tokens
         self._parts: list[Part] = []
         self._num_chars = self._num_shown = 0
@@ -130,8 +132,7 @@ class Choice:
             stops_here = position == last and output.stop_token_id is not None
             text = "" if stops_here and not self.rules.include else self._detokenizer.push(token_id)
             armed = self._num_generated + position >= self.rules.min_tokens
-            shown, matched = self._stops.push(text, armed=armed)
-            self._show(shown)
+            matched = self._match(text, armed=armed)
             logprob = output.logprobs[position] if output.logprobs else None
             drafted = position < output.num_accepted
             self._unsettled.append(ShownToken(token_id, self._num_chars, drafted, logprob))
@@ -139,6 +140,35 @@ class Choice:
             if matched is not None or self._is_complete():
                 return position + 1, matched
         return last + 1, None
+
+    def _match(self, text: str, *, armed: bool) -> str | None:
+        """Shows what is certain of a token's text, up to the stop string that it completes.
+
+        What is thought passes by the stop strings: they are about the answer. Where the model may open the block
+        itself, the beginning waits until it is known to be no marker.
+        """
+        for part in text if self._parser is not None and self.rules.strings else (text,):
+            if self._opening is not None:
+                self._opening += part
+                begun = self._opening.lstrip()
+                if begun != THINK and THINK.startswith(begun):
+                    continue
+                part, self._opening = self._opening, None
+                if begun == THINK:
+                    self._show(part)
+                    continue
+            if self._is_thinking() and not self.rules.in_reasoning:
+                self._show(part)
+                continue
+            shown, matched = self._stops.push(part, armed=armed)
+            self._show(shown)
+            if matched is not None:
+                return matched
+        return None
+
+    def _is_thinking(self) -> bool:
+        parser = self._parser
+        return parser is not None and parser.reasoning_begin is not None and parser.reasoning_end is None
 
     def _is_complete(self) -> bool:
         return self._parser is not None and self._parser.finished
@@ -212,7 +242,7 @@ class Choice:
         """The rest: an unfinished character becomes U+FFFD, held text was no stop string after all."""
         rest = self._detokenizer.flush()
         self._num_chars += len(rest)
-        shown, _ = self._stops.push(rest, armed=False)
+        shown, _ = self._stops.push((self._opening or "") + rest, armed=False)
         self._show(shown + self._stops.flush())
 
     def give_up(self) -> None:

@@ -44,6 +44,7 @@ class StopRules(msgspec.Struct, frozen=True):
     """What the HTTP side itself watches for in a sequence's text. Without `answer` rules all of it is content."""
 
     strings: tuple[str, ...] = ()
+    in_reasoning: bool = False
     include: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
@@ -131,7 +132,7 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     plan = _plan(prefix, request, context, [prompt], sampling, limits)
     return msgspec.structs.replace(
         plan,
-        stops=msgspec.structs.replace(plan.stops, answer=answer),
+        stops=msgspec.structs.replace(plan.stops, answer=answer, in_reasoning=bool(request.stop_in_reasoning)),
         include_reasoning=shows_reasoning(request),
     )
 

@@ -93,12 +93,24 @@ def test_without_thinking_nothing_is_reasoning(client):
     assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == ("a", "b")
 
 
-def test_stop_strings_end_the_whole_text_reasoning_included(client):
-    choice = ask(client, stop=["and"]).choices[0]
+def test_stop_strings_count_in_the_answer(client):
+    """A model that thinks of the word that is to end its answer must not end before it."""
+    reply = "A simple one.\n</think>\n\nNot simple at all."
+    for runs in ((1,), (3, 1, 4), (100,)):
+        choice = ask(client, reply, runs=runs, stop=["simple"]).choices[0]
+        assert (choice.message.reasoning, choice.message.content) == ("A simple one.", "Not ")
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", "simple")
+    choice = ask(client, reply, stop=["one"]).choices[0]
+    assert (choice.message.content, choice.stop_reason) == ("Not simple at all.", None)
+
+
+def test_as_in_vllm_they_end_the_whole_text_where_asked_for(client):
+    extra = {"chat_template_kwargs": {"enable_thinking": True}, "stop_in_reasoning": True}
+    choice = ask(client, stop=["and"], extra=extra).choices[0]
     assert (choice.message.reasoning.strip(), choice.message.content) == ("Both €", "")
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "and")
     # a stop string across the markers is found in the text as it was written
-    choice = ask(client, stop=[".\n</think>"]).choices[0]
+    choice = ask(client, stop=[".\n</think>"], extra=extra).choices[0]
     assert (choice.message.reasoning, choice.message.content) == ("Both € and 😀", "")
 
 

@@ -96,6 +96,24 @@ def test_runs_do_not_change_what_the_client_sees(tokenizer, text, stops, rules, 
             assert run(choice, outputs_of(tokens, runs), read_every) == plain, runs
 
 
+@pytest.mark.parametrize("thinking", ["open", "look"])
+def test_runs_do_not_change_where_stop_strings_begin_to_count(tokenizer, thinking):
+    """From right after the thinking block on, also where both stand in one run."""
+    answer = AnswerRules(thinking=thinking)
+    for seed in range(300):
+        rng = random.Random(seed)
+        thought, said = ("".join(rng.choices("ab€<>", k=rng.randrange(8))) for _ in range(2))
+        text = ("<think>" if thinking == "look" else "") + f"{thought}</think>{said}"
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        stops = ["".join(rng.choices("ab€<>", k=rng.randrange(1, 3)))]
+        cut = said.find(stops[0])
+        for runs in ([1] * len(tokens), [len(tokens)], [rng.randrange(1, 5) for _ in tokens]):
+            choice = make_choice(tokenizer, stops, answer=answer)
+            content = run(choice, outputs_of(tokens, runs))[0]
+            assert content == (said if cut < 0 else said[:cut]), f"seed {seed}: {text!r} {stops}"
+            assert choice.stop_reason == (None if cut < 0 else stops[0])
+
+
 def test_random_tokens_random_stops_random_runs(tokenizer):
     for seed in range(400):
         rng = random.Random(seed)
