@@ -222,11 +222,11 @@ class EngineLoop:
     def _with_masks(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[RequestOutput]]:
         """Those that the next round can take: it is not held up by a slow grammar. What ends those of broken ones."""
         outputs = []
+        ready = set(self.runner.settle_grammars([sequence.slot for sequence in sequences]))
         for sequence in sequences:
             if sequence.constraint is not None and sequence.constraint.error is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
         going = [sequence for sequence in sequences if sequence in self.scheduler.running]
-        ready = set(self.runner.settle_grammars([sequence.slot for sequence in going]))
         if going and not ready and not outputs:
             self.runner.grammar_steps.wait(going[0].slot, IDLE_SECONDS)
         return [sequence for sequence in going if sequence.slot in ready], outputs
@@ -344,8 +344,8 @@ class EngineLoop:
     def _outputs(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> list[RequestOutput]:
         """What a client is told of a sequence's tokens: nothing, if they are a check's, or chosen past a fault."""
         self.scheduler.wrote(sequence, len(report.token_ids))
-        if sequence.constraint is not None and sequence.constraint.fault is not None:
-            return self._fail(sequence, sequence.constraint.fault)
+        if sequence.constraint is not None and sequence.constraint.error is not None:
+            return self._fail_grammar(sequence, sequence.constraint)
         if sequence.request_id not in self._sequences:
             if self.self_audit.on_check_tokens(report.token_ids, report.done):
                 self._finish(sequence)
@@ -439,4 +439,4 @@ def _error(sequence: Sequence, report: SequenceReport) -> str | None:
         return "the model's logits hold NaN: no token can be chosen"
     if sequence.allowed is not None and not sequence.allowed.issuperset(report.token_ids):
         return "no token is left to choose: allowed_token_ids, bad_words and the grammar forbid them all"
-    return sequence.constraint.error if sequence.constraint is not None else None
+    return None

@@ -1,9 +1,10 @@
 """From a round's tokens to the masks of the next round's rows, on threads beside the loop; no torch.
 
 A step takes what was committed, finds what must come, and the masks after the drafts that will then be verified. A
-round is launched with the sequences whose steps are near their end and waits for them while the trunk runs. A sequence
-whose last steps were slow is left out of rounds until its step has ended, on threads that give way; one whose step
-takes more than LIMIT_SECONDS of CPU time ends with an error. The others go on.
+round is launched with the sequences whose steps know what must come, and waits for their masks while the trunk runs. A
+sequence whose last steps were slow is left out of rounds until its step has ended, on threads that give way. A step
+that takes more than LIMIT_SECONDS of CPU time, or ROUND_SECONDS once a round waits for it, ends its request with an
+error. The others go on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ SLOW_STEPS = 32
 """Quick steps until it is trusted again."""
 LIMIT_SECONDS = 0.5
 """CPU time that one step may take."""
+ROUND_SECONDS = 0.15
+"""CPU time that it may take while a round waits for its masks; no step of the trial took as long."""
 HELD_SECONDS = 0.25
 """CPU time that the part of a step may take during which the library keeps the interpreter's lock."""
 LOOK_SECONDS = 0.02
@@ -70,18 +73,18 @@ class Step:
             self.knows_forced.set()
             self.ended.set()
 
-    def wait(self, event: threading.Event) -> bool:
-        """For its end, or for what is forced; False if the step has used up its time first, and the constraint ends."""
-        while not event.wait(LOOK_SECONDS):
-            if self.is_late():
+    def wait(self) -> bool:
+        """For its end; False if it has used up a round's time first: then it is given up."""
+        while not self.ended.wait(LOOK_SECONDS):
+            if self.is_late(ROUND_SECONDS):
                 return False
         return True
 
-    def is_late(self) -> bool:
-        """Whether it has used more than its time; then it is given up, though its thread may go on for a while."""
+    def is_late(self, limit: float) -> bool:
+        """Whether it has used more than its time; then its constraint ends, though its thread may go on for a while."""
         if self.ended.is_set() or self.clock is None:
             return False
-        if time.clock_gettime(self.clock) - self.began > LIMIT_SECONDS:
+        if time.clock_gettime(self.clock) - self.began > limit:
             self.constraint.overrun = TOO_SLOW
             return True
         return False
@@ -98,7 +101,7 @@ class Masks:
         width = self._depth + 1
         words = np.full((len(self._steps) * width, self._num_words), -1, dtype=np.int32)
         for b, step in enumerate(self._steps):
-            if step is not None and step.wait(step.ended) and step.rows is not None:
+            if step is not None and step.wait() and step.rows is not None:
                 rows = step.rows[:width]
                 words[b * width : b * width + len(rows)] = rows
         return words
@@ -127,14 +130,13 @@ class Steps:
         self._slow.pop(slot, None)
 
     def ready(self, slot: int) -> bool:
-        """Whether a round may take the slot: it has no grammar, or its step is near its end, or has failed."""
+        """Whether a round may take the slot: it has no grammar, or its step is near its end."""
         step = self._newest.get(slot)
-        if step is None or step.is_settled:
+        if step is None or step.is_settled or step.ended.is_set():
             return True
-        if self._slow.get(slot) and not step.ended.is_set():
-            return step.is_late()
-        step.wait(step.knows_forced)
-        return True
+        # being left out costs a sequence one round, waiting for it costs the others
+        is_near = not self._slow.get(slot) and step.knows_forced.wait(LOOK_SECONDS)
+        return is_near or step.is_late(LIMIT_SECONDS)
 
     def settle(self, slot: int) -> list[int]:
         """What a ready step forces, once: the drafts that it counted on."""

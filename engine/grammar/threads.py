@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-STACK_BYTES = 512 << 20
-"""Mapped, not used: memory is taken where it is touched. A trial (worker.py) has a sixteenth of it."""
+STACK_BYTES = 128 << 20
+"""Mapped, not used: memory is taken where it is touched. A trial (worker.py) has a quarter of it, and what needs more
+does not come here."""
 _starting = threading.Lock()
 
 

@@ -74,6 +74,35 @@ def test_a_grammar_that_cannot_be_used_is_a_400_that_says_why(demo_client, field
         demo_client.completions.create(model="scripted", prompt="x", max_tokens=4, extra_body=fields)
 
 
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1300)} | {"d1300": {"type": "integer"}}
+RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
+MULTIPLE = {"type": "integer", "multipleOf": 999983}
+ATTACKS = {
+    "references": (
+        {"response_format": FORMAT | {"json_schema": {"schema": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}}},
+        "500",
+    ),
+    "rules": ({"structured_outputs": {"grammar": RULES}}, "at most 1000 rules"),
+    "multiples": ({"guided_json": MULTIPLE, "n": 4}, "multipleOf"),
+    "multiples where they are not counted": ({"guided_grammar": f"start: %json {json.dumps(MULTIPLE)}"}, "CPU time"),
+    "properties": ({"guided_json": {"properties": {f"p{i}": {} for i in range(9000)}}}, "2000 properties"),
+    "repetitions": ({"guided_regex": "((a{99}){99}){99}"}, "written out"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_grammar_that_costs_too_much_is_a_400_that_says_which_bound(demo_client, name):
+    fields, word = ATTACKS[name]
+    with pytest.raises(openai.BadRequestError, match=word):
+        demo_client.chat.completions.create(**BASE, extra_body=fields)
+
+
+def test_after_all_of_them_the_engine_is_the_first_one(demo_client):
+    root = str(demo_client.base_url).removesuffix("/v1/")
+    metrics = demo_client.with_options(base_url=root).get("/metrics", cast_to=str)
+    assert "\npilotfish_engine_restarts_total 0.0" in metrics
+
+
 def test_tools_and_a_schema_together_are_refused(demo_client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     with pytest.raises(openai.BadRequestError, match="tools"):

@@ -45,6 +45,7 @@ def spin(seconds):
 @pytest.fixture
 def limits(monkeypatch):
     monkeypatch.setattr(steps_module, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(steps_module, "ROUND_SECONDS", 0.05)
     monkeypatch.setattr(steps_module, "LOOK_SECONDS", 0.005)
 
 
