@@ -7,9 +7,11 @@ what host memory it takes.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,14 @@ from pilotfish.engine.checkpoint import fp8, gguf_file
 from pilotfish.engine.checkpoint.copies import check_copies
 from pilotfish.engine.checkpoint.fp8 import Fp8Weight
 from pilotfish.engine.checkpoint.headers import TensorInfo
-from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, Layout, Module, lynn_prefix
+from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, PACKED, Layout, Module, lynn_prefix
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight, NvFp4Weight
+from pilotfish.engine.checkpoint.plausible import SeenScales
 from pilotfish.engine.checkpoint.recognise import Checkpoint, loaded_parts
 from pilotfish.engine.checkpoint.stream import SMALL, TORCH_DTYPES, Part, Place, stream
 from pilotfish.engine.errors import CheckpointError, LayoutError
+
+logger = logging.getLogger(__name__)
 
 PackedWeight = NvFp4Weight | LynnWeight | Fp8Weight
 Weight = torch.Tensor | PackedWeight
@@ -37,15 +42,8 @@ EXPERT_PARTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     **{name: (name,) for name in ("gate_proj", "up_proj", "down_proj")},
 }
+CODES = (".weight_packed", ".weight.packed", ".packed", ".weight")
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight.scale", ".scale")
-SCALE_BITS = {
-    "F8_E4M3": (np.uint8, 0x7E, None),
-    "BF16": (np.uint16, 0x7F7F, 0x8000),
-    "F16": (np.uint16, 0x7BFF, 0x8000),
-    "F32": (np.uint32, 0x7F7FFFFF, 0x80000000),
-}
-"""How to read their bits, those of the largest finite number, above which come infinity, NaN and the negatives, and
-those of minus zero where it may stand."""
 
 
 def load_weights(
@@ -55,14 +53,15 @@ def load_weights(
 
     `model.layers.0.mlp.down_proj.weight` is a tensor, or a PackedWeight if stored packed; `lm_head.weight` is
     absent when tied. Nothing is shared with the files. `progress` draws a bar over bytes on a terminal.
-    Raises CheckpointError if a file changed since it was opened, a copy of a shared matrix differs, or a scale is not a
-    finite number above 0;
+    Raises CheckpointError if a file changed since it was opened, a copy of a shared matrix differs, a scale is not a
+    finite number above 0, or scales say what no model's weights are;
     LayoutError for a layout that the device has no arithmetic for.
     """
     device = torch.device(device)
     _refuse_for_device(checkpoint, device)
     check_copies(checkpoint.copies)
     weights: dict[str, Weight] = {}
+    seen, zeros = SeenScales(), []
     found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     wanted = {name: len(loaded_parts(module)) for name, module in checkpoint.modules.items()}
     with (
@@ -74,14 +73,19 @@ def load_weights(
             # None: where nobody watches, a bar is one long line of a log
             disable=None if progress else True,
         ) as bar,
-        closing(_read_all(checkpoint, device)) as tensors,
+        closing(_read_all(checkpoint, device, seen)) as tensors,
     ):
         for module, suffix, info, tensor in tensors:
             parts = found[module.name]
             parts[suffix] = tensor
             bar.update(info.num_bytes)
             if len(parts) == wanted[module.name]:
-                weights.update(_assemble(module, found.pop(module.name)))
+                whole = found.pop(module.name)
+                if not _is_sound(module, whole, seen):
+                    zeros.append(module.raw_name)
+                weights.update(_assemble(module, whole))
+    if zeros:
+        logger.warning("packed matrices that are 0 throughout: %d, the first is %s", len(zeros), zeros[0])
     assert not found, f"modules left half read: {list(found)[:3]}"
     if checkpoint.head is not None and checkpoint.head.absolute_norms:
         _to_deltas(weights)
@@ -96,7 +100,7 @@ def _to_deltas(weights: dict[str, Weight]) -> None:
 
 
 def _read_all(
-    checkpoint: Checkpoint, device: torch.device
+    checkpoint: Checkpoint, device: torch.device, seen: SeenScales
 ) -> Generator[tuple[Module, str, TensorInfo, torch.Tensor], None, None]:
     """Each tensor to load, on the device but for global scales, which become numbers on the host."""
     files: dict[Path, list[Part]] = defaultdict(list)
@@ -106,7 +110,7 @@ def _read_all(
                 yield module, suffix, info, _decode(module, info).to(device)
             else:
                 files[info.file].append(Part(module, suffix, info, _place(module, suffix, info), suffix in SCALES))
-    with closing(stream(dict(sorted(files.items())), device, _check_part)) as tensors:
+    with closing(stream(dict(sorted(files.items())), device, partial(_see, seen))) as tensors:
         for part, tensor in tensors:
             yield part.module, part.suffix, part.info, tensor
 
@@ -118,8 +122,17 @@ def _place(module: Module, suffix: str, info: TensorInfo) -> Place:
     return Place.OWN if module.layout is Layout.PLAIN or info.num_bytes > SMALL else Place.SHARED
 
 
-def _check_part(part: Part, raw: memoryview) -> None:
-    _check_scales(part.module, part.suffix, np.frombuffer(raw, np.uint8))
+def _see(seen: SeenScales, part: Part, raw: memoryview) -> None:
+    seen.see(part.module, part.suffix, np.frombuffer(raw, np.uint8))
+
+
+def _is_sound(module: Module, parts: dict[str, torch.Tensor], seen: SeenScales) -> bool:
+    """Whether the module is more than zeros as far as scales tell. Raises CheckpointError for what no model has."""
+    if module.layout not in PACKED:
+        return True
+    number = next((suffix for suffix in parts if suffix.endswith(GLOBAL_SCALES)), None)
+    codes = next(parts[suffix] for suffix in CODES if suffix in parts)
+    return seen.check(module, codes, (number, _number(module, number, parts)) if number else None)
 
 
 def _decode(module: Module, info: TensorInfo) -> torch.Tensor:
@@ -138,9 +151,11 @@ class ModuleReader:
     def read(self, module: Module) -> dict[str, Weight]:
         """Its weights by normalised tensor name, experts one by one. Raises CheckpointError as load_weights does."""
         parts = {suffix: self._tensor(module, info) for suffix, info in loaded_parts(module).items()}
+        seen = SeenScales()
         for suffix, tensor in parts.items():
             if suffix in SCALES:
-                _check_scales(module, suffix, tensor.reshape(-1).view(torch.uint8).numpy())
+                seen.see(module, suffix, tensor.reshape(-1).view(torch.uint8).numpy())
+        _is_sound(module, parts, seen)
         return _assemble(module, parts)
 
     def close(self) -> None:
@@ -187,8 +202,8 @@ def _packed(module: Module, parts: dict[str, torch.Tensor]) -> PackedWeight:
     assert module.layout in NVFP4_CT | NVFP4_MODELOPT, module.layout
     scale = parts[".weight_scale"]
     if module.layout in NVFP4_MODELOPT:
-        return NvFp4Weight(parts[".weight"], scale, _number(module, ".weight_scale_2", parts, "factor"), True)
-    return NvFp4Weight(parts[".weight_packed"], scale, _number(module, ".weight_global_scale", parts, "divisor"))
+        return NvFp4Weight(parts[".weight"], scale, _number(module, ".weight_scale_2", parts), True)
+    return NvFp4Weight(parts[".weight_packed"], scale, _number(module, ".weight_global_scale", parts))
 
 
 def _fp8(module: Module, parts: dict[str, torch.Tensor]) -> Fp8Weight:
@@ -201,25 +216,12 @@ def _fp8(module: Module, parts: dict[str, torch.Tensor]) -> Fp8Weight:
 
 def _lynn(module: Module, parts: dict[str, torch.Tensor]) -> LynnWeight:
     prefix = lynn_prefix(parts)
-    number = _number(module, f"{prefix}.global_scale", parts, "factor")
+    number = _number(module, f"{prefix}.global_scale", parts)
     return LynnWeight(parts[f"{prefix}.packed"], parts[f"{prefix}.scale"], number)
 
 
-def _check_scales(module: Module, suffix: str, raw: np.ndarray) -> None:
-    """Raises CheckpointError unless the bytes, uint8 [n], are finite numbers, none negative."""
-    dtype = module.parts[suffix].dtype
-    bits_type, largest, minus_zero = SCALE_BITS[dtype]
-    bits = raw.view(bits_type)
-    if not bits.size or bits.max() <= largest:
-        return
-    if minus_zero is None:
-        raise CheckpointError(f"{module.raw_name}{suffix}: want scales in [0, 448], got a NaN or a negative one")
-    if not ((bits <= largest) | (bits == minus_zero)).all():
-        raise CheckpointError(f"{module.raw_name}{suffix}: want finite scales, none negative")
-
-
-def _number(module: Module, suffix: str, parts: dict[str, torch.Tensor], what: str) -> float:
-    number = float(parts[suffix].reshape(()))
+def _number(module: Module, suffix: str, parts: dict[str, torch.Tensor]) -> float:
+    number, what = float(parts[suffix].reshape(())), "divisor" if module.layout in NVFP4_CT else "factor"
     if not 0 < number < float("inf"):
         raise CheckpointError(f"{module.raw_name}{suffix}: want a finite {what} above 0, got {number}")
     return number

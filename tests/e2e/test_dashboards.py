@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(api.missing() is not None, reason=str(api.missin
 
 EMPTY_WHEN_HEALTHY = {"PilotfishSpeculationOff", "PilotfishExactnessUnchecked"}
 """Alerts on a series that exists only when something is wrong."""
-FIRING = {"PilotfishAcceptanceCollapsed"}
-"""A random head is a broken head."""
+FIRING = {"PilotfishAcceptanceCollapsed", "PilotfishSelfTestFailed"}
+"""A random head is a broken head, and a random trunk knows no text."""
 OF_THE_MOMENT = {"PilotfishSpeculationLoses", "PilotfishKvCacheBinds"}
 """Alerts on times, or on one scrape: a busy machine bends either. promtool tests them."""
 LOAD_SECONDS = 8.0
