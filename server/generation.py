@@ -394,7 +394,7 @@ def _submissions(plan: Plan, key: str) -> list[Submit]:
         for number in range(plan.n):
             submissions.append(
                 Submit(
-                    request_id=f"{plan.id}-{len(submissions)}",
+                    request_id=f"{plan.engine_id}-{len(submissions)}",
                     prompt_token_ids=prompt.token_ids,
                     sampling=msgspec.structs.replace(sampling, choice=number),
                     speculative_k=plan.speculative_k,

@@ -169,14 +169,32 @@ async def responses(request: web.Request) -> web.StreamResponse:
         items.keep(label, item.id, item)
 
     def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
-        context = msgspec.structs.replace(context, recall=lambda item_id: items.recall(label, item_id))
-        wanted, context = _decode(request, body, ResponsesRequest, context)
+        wanted, context = _decode(request, body, ResponsesRequest, _recalling(request, context, label))
         with renamed(responses_request.RENAMED):
             chat = responses_request.chat_request(wanted, context)
             plan = plan_chat(chat, context, "resp_")
         return plan, ResponsesFormat(wanted, plan, *([] if wanted.store is False else [keep]))
 
     return await _answer(request, *await _prepared(request, prepare))
+
+
+async def count_input(request: web.Request) -> web.Response:
+    """OpenAI's count of what a Responses request would have as its prompt."""
+
+    def prepare(body: bytearray, context: Context) -> responses_answer.InputTokens:
+        wanted, context = _decode(request, body, ResponsesRequest, _recalling(request, context, label))
+        with renamed(responses_request.RENAMED):
+            count = count_prompt(responses_request.chat_request(wanted, context), context)
+        return responses_answer.InputTokens(count)
+
+    label = KEY.get()
+    return json_answer(await _prepared(request, prepare))
+
+
+def _recalling(request: web.Request, context: Context, label: str) -> Context:
+    """With what is remembered of answers to this key."""
+    items = request.app[SERVICE].items
+    return msgspec.structs.replace(context, recall=lambda item_id: items.recall(label, item_id))
 
 
 async def messages(request: web.Request) -> web.StreamResponse:

@@ -30,6 +30,7 @@ from pilotfish.server.text.prompts import (
     check_num_messages,
     count_tokens,
     most_counted,
+    most_tokens,
     tokenize,
 )
 from pilotfish.server.text.structured import GUIDED_FIELDS, grammar_of
@@ -53,9 +54,11 @@ class StopRules(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request: every prompt is run `n` times, choices numbered prompt by prompt."""
+    """One HTTP request: every prompt is run `n` times, choices numbered prompt by prompt. `id` is what the client is
+    told, and may have asked for; `engine_id` is no other request's."""
 
     id: str
+    engine_id: str
     model: str
     created: int
     arrived: float
@@ -104,7 +107,8 @@ def completion_steps(request: CompletionRequest, context: Context) -> Generator[
         raise BadRequest("Log-probabilities of an echoed prompt are not supported yet.", param="echo")
     entries = prompt_entries(request)
     _check_num_sequences(len(entries), request.n or 1, context)
-    prompts = yield from read_prompts(request, entries, context.files.tokenizer, context.ready)
+    last = _kept(request, request.max_tokens, context.ready)
+    prompts = yield from read_prompts(request, entries, context.files.tokenizer, context.ready, last)
     sampling = _sampling(request, context, request.logprobs, _grammar(request))
     limit = request.max_tokens or context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
     limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]
@@ -117,16 +121,17 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
     _check_num_sequences(1, request.n or 1, context)
-    check_num_messages(request.messages, ready.max_model_len)
+    asked = request.max_completion_tokens or request.max_tokens
+    last = _kept(request, asked, ready)
+    check_num_messages(request.messages, ready.max_model_len if last is None else most_counted(ready))
     text, answer = chat_prompt(request, context.files, context.notes)
-    prompt = Prompt(tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False))
+    prompt = Prompt(tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False, last=last))
     grammar = _chat_grammar(request, context.files, answer)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
     thinking, budget = answer.thinking if answer is not None else None, _budget(request, context)
     sampling = msgspec.structs.replace(
         sampling, thinking=thinking_budget(budget, thinking, context.files, ready.vocab_size)
     )
-    asked = request.max_completion_tokens or request.max_tokens
     limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
     limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
     plan = _plan(prefix, request, context, [prompt], sampling, limits)
@@ -173,11 +178,12 @@ def _plan(
     n = request.n or 1
     if sampling.min_tokens > min(limits):
         raise BadRequest(f"Want min_tokens <= max_tokens, got {sampling.min_tokens}.", param="min_tokens")
-    stream = bool(request.stream)
+    stream, unique = bool(request.stream), secrets.token_hex(12)
     if request.stream_options is not None and not stream:
         raise BadRequest("'stream_options' wants 'stream' to be true.", param="stream_options")
     return Plan(
-        id=prefix + secrets.token_hex(12),
+        id=prefix + (request.request_id or unique),
+        engine_id=prefix + unique,
         model=context.model,
         created=int(time.time()),
         arrived=context.arrived,
@@ -289,13 +295,19 @@ def _stop_rules(request: SamplingFields, sampling: SamplingParams) -> StopRules:
     )
 
 
+def _kept(request: SamplingFields, asked: int | None, ready: Ready) -> int | None:
+    """How many last tokens of a prompt are kept, None for all; -1 stands for as many as leave room for the answer."""
+    last = request.truncate_prompt_tokens
+    if last == 0:
+        raise BadRequest("Want at least one token, got 0.", param="truncate_prompt_tokens")
+    return max(1, most_tokens(ready) - (asked or 1)) if last == -1 else last
+
+
 def _limit(num_prompt: int, limit: int, asked: int | None, ready: Ready) -> int:
     """max_tokens for a prompt: what was asked or a 400; a default shrinks to what fits."""
-    # the cache holds the whole sequence and one window of drafts, reserved before it starts
-    held = ready.kv_pages_total * ready.page_size - ready.num_speculative_tokens - 1
-    most = min(ready.max_model_len, held)
+    most = most_tokens(ready)
     more = (
-        "" if most == ready.max_model_len else f" The key-value cache holds {held + ready.num_speculative_tokens + 1}."
+        "" if most == ready.max_model_len else f" The key-value cache holds {ready.kv_pages_total * ready.page_size}."
     )
     if num_prompt >= most:
         raise ContextExceeded(num_prompt, most, param="prompt", more=more)

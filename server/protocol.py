@@ -36,7 +36,6 @@ NOT_YET = {
     "tool_choice": (None, "none"),
     "thinking_token_budget": (None,),
     "tools": (None, []),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
@@ -162,6 +161,8 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     speculation: SpeculationField | None = None
     priority: Priority | None = None
     include_metrics: bool | None = None
+    request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     max_tokens: PositiveCount | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -10,7 +10,7 @@ from msgspec import Meta
 from pilotfish.engine.link.messages import Ready
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.protocol import MAX_LOGPROBS, SamplingFields
-from pilotfish.server.text.prompts import MAX_SEQUENCES, Prompt, check_id, check_length, is_id, tokenize
+from pilotfish.server.text.prompts import MAX_SEQUENCES, Prompt, check_id, checked, is_id, tokenize
 from pilotfish.server.text.tokenizer import Tokenizer
 
 
@@ -35,9 +35,9 @@ def prompt_entries(request: CompletionRequest) -> list[Any]:
 
 
 def read_prompts(
-    request: CompletionRequest, entries: list[Any], tokenizer: Tokenizer, ready: Ready
+    request: CompletionRequest, entries: list[Any], tokenizer: Tokenizer, ready: Ready, last: int | None = None
 ) -> Generator[None, None, list[Prompt]]:
-    """Each entry as ids; others may have their turn between two of them."""
+    """Each entry as ids, the `last` ones; others may have their turn between two entries."""
     echo, prompts = bool(request.echo), list[Prompt]()
     for index, entry in enumerate(entries):
         if prompts:
@@ -45,17 +45,20 @@ def read_prompts(
         where = "prompt" if entry is request.prompt else f"prompt[{index}]"
         if isinstance(entry, str):
             special = request.add_special_tokens is not False
-            ids = tokenize(entry, tokenizer, ready, where, add_special_tokens=special)
-            prompts.append(Prompt(ids, entry if echo else ""))
+            ids = tokenize(entry, tokenizer, ready, where, add_special_tokens=special, last=last)
+            text = entry if last is None else tokenizer.decode(ids, skip_special_tokens=False)
+            prompts.append(Prompt(ids, text if echo else ""))
         elif isinstance(entry, list):
-            prompts.append(_id_prompt(entry, tokenizer, ready, where, echo))
+            prompts.append(_id_prompt(entry, tokenizer, ready, where, echo, last))
         else:
             raise BadRequest(f"Want text or token ids, got {type(entry).__name__}.", param=where)
     return prompts
 
 
-def _id_prompt(entry: list[Any], tokenizer: Tokenizer, ready: Ready, where: str, echo: bool) -> Prompt:
-    check_length(len(entry), ready, where)
+def _id_prompt(
+    entry: list[Any], tokenizer: Tokenizer, ready: Ready, where: str, echo: bool, last: int | None
+) -> Prompt:
+    entry = checked(entry, ready, where, last)
     for token_id in entry:
         if not is_id(token_id):
             raise BadRequest(f"Want token ids, got {type(token_id).__name__}.", param=where)

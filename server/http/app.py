@@ -165,6 +165,7 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
         web.post(root + "/v1/completions", handlers.completions),
         web.post(root + "/v1/chat/completions", handlers.chat_completions),
         web.post(root + "/v1/responses", handlers.responses),
+        web.post(root + "/v1/responses/input_tokens", handlers.count_input),
         web.post(root + MESSAGES, handlers.messages),
         web.post(root + MESSAGES + "/count_tokens", handlers.count_tokens),
         web.post(root + "/tokenize", handlers.tokenize),

@@ -66,6 +66,12 @@ OPERATIONS = (
         events=responses_answer.EVENTS,
     ),
     Operation(
+        path="/v1/responses/input_tokens",
+        summary="How many tokens a response's prompt has",
+        body=ResponsesRequest,
+        answer=responses_answer.InputTokens,
+    ),
+    Operation(
         path="/v1/messages",
         summary="Anthropic's Messages API",
         body=MessagesRequest,

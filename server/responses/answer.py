@@ -126,6 +126,13 @@ class Response(Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
 
 
+class InputTokens(Struct, frozen=True):
+    """The answer of /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 # -- events --------------------------------------------------------------------------------------------------------
 
 

@@ -24,11 +24,27 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-def tokenize(text: str, tokenizer: Tokenizer, ready: Ready, where: str, *, add_special_tokens: bool) -> list[int]:
-    """The ids of a prompt. A text that cannot fit is refused before it is tokenised."""
+def most_tokens(ready: Ready) -> int:
+    """Of a prompt and its answer: the cache holds all of them and one window of drafts, reserved before they start."""
+    return min(ready.max_model_len, ready.kv_pages_total * ready.page_size - ready.num_speculative_tokens - 1)
+
+
+def tokenize(
+    text: str, tokenizer: Tokenizer, ready: Ready, where: str, *, add_special_tokens: bool, last: int | None = None
+) -> list[int]:
+    """The ids of a prompt, of which the `last` ones are kept where that is given. A text that cannot fit is refused
+    before it is tokenised."""
+    if last is not None:
+        ids = count_tokens(text, tokenizer, ready, where, add_special_tokens=add_special_tokens)
+        return checked(ids, ready, where, last)
     if (least := _at_least(text, tokenizer, ready.max_model_len)) >= ready.max_model_len:
         check_length(least, ready, where, "at least ")
-    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return checked(tokenizer.encode(text, add_special_tokens=add_special_tokens), ready, where, None)
+
+
+def checked(ids: list[int], ready: Ready, where: str, last: int | None) -> list[int]:
+    """The last ids, if they are of a prompt's length."""
+    ids = ids if last is None else ids[len(ids) - last :] if last < len(ids) else ids
     check_length(len(ids), ready, where)
     return ids
 

@@ -305,3 +305,10 @@ def test_items_may_be_named_in_place_of_sending_them_back(client, prompt_of):
             model="scripted", input=[ask, {"type": "item_reference", "id": item_id}, ask]
         )
         assert answer.headers["X-Ignored-Fields"] == "input.item_reference"
+
+
+def test_a_prompt_is_counted(client):
+    fields = {"model": "scripted", "input": asking("x"), "instructions": "Be brief.", "tools": [TOOL]}
+    counted = client.responses.input_tokens.count(**fields)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == client.responses.create(**fields).usage.input_tokens

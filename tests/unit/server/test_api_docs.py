@@ -37,7 +37,7 @@ def expected(field, kind, others):
     ("heading", "kinds", "with_others"),
     [
         ("## POST /v1/completions", (CompletionRequest, ChatRequest), True),
-        ("## POST /v1/responses", (ResponsesRequest,), True),
+        ("## POST /v1/responses and", (ResponsesRequest,), True),
         ("## POST /v1/messages", (MessagesRequest, CountTokensRequest), True),
         ("## POST /tokenize", (TokenizeRequest, DetokenizeRequest), False),
     ],

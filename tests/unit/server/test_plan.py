@@ -290,3 +290,28 @@ def test_ids_are_turned_into_text_up_to_a_bound():
     with pytest.raises(BadRequest) as caught:
         check_ids([0] * (most_counted(READY) + 1), READY)
     assert caught.value.param == "tokens"
+
+
+def test_a_prompts_last_tokens_are_kept(files):
+    long = "x" * 90 + "abcde"
+    assert bytes(complete(files, prompt=long, truncate_prompt_tokens=3).prompts[0].token_ids) == b"cde"
+    assert bytes(complete(files, prompt=list(long.encode()), truncate_prompt_tokens=3).prompts[0].token_ids) == b"cde"
+    assert complete(files, prompt=long, truncate_prompt_tokens=3, echo=True).prompts[0].text == "cde"
+    assert len(complete(files, prompt=long, truncate_prompt_tokens=500).prompts[0].token_ids) == 95
+    # a prompt beyond the context is none any more
+    fitting = complete(files, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=30)
+    assert len(fitting.prompts[0].token_ids) == 70 and fitting.sampling[0].max_tokens == 30
+    message = [{"role": "user", "content": "x" * 5000}]
+    assert len(chat(files, messages=message, truncate_prompt_tokens=50).prompts[0].token_ids) == 50
+    assert len(chat(files, messages=message, truncate_prompt_tokens=-1).prompts[0].token_ids) == 99
+    assert refusal(complete, files, prompt=long, truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
+    assert refusal(complete, files, prompt="x" * 5000, truncate_prompt_tokens=200).code == "context_length_exceeded"
+
+
+def test_a_client_may_name_its_answer(files):
+    """Two requests of one name are two to the engine."""
+    first, second = (complete(files, request_id="job-7") for _ in range(2))
+    assert first.id == second.id == "cmpl-job-7"
+    assert first.engine_id != second.engine_id
+    for name in ("", "a b", "é", "x" * 129):
+        assert refusal(complete, files, request_id=name).param == "request_id"
