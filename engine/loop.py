@@ -170,8 +170,8 @@ class EngineLoop:
                 f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"
             )
         if params.grammar is not None and params.min_tokens:
-            # a finished grammar allows the end alone
-            raise RequestError("min_tokens: want 0 with a grammar")
+            # a finished grammar allows the end alone: its own min_tokens give way to that
+            raise RequestError("min_tokens: want 0 beside a grammar, which has its own")
         return Sequence(request, limit, own_k, num_pages, None, allowed_ids(params))
 
     @property

@@ -158,6 +158,10 @@ class Collector:
         """A request had a field that changes nothing; `name` is one of a fixed list."""
         self._series["unused_fields"].labels(name).inc()
 
+    def on_schema_left_out(self, keyword: str) -> None:
+        """A request's schemas have a keyword that is not held; `keyword` is one of a fixed list."""
+        self._series["schema_keywords_left_out"].labels(keyword).inc()
+
     def on_rejection(self, reason: str) -> None:
         self._series["request_rejected"].labels(reason).inc()
 

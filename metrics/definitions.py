@@ -201,6 +201,12 @@ DEFINITIONS = (
         "Fields of requests that were accepted and have no effect on the answer, by name.",
         ("field",),
     ),
+    Definition(
+        PREFIX + "schema_keywords_left_out_total",
+        "counter",
+        "Keywords of JSON schemas that no grammar holds and that were left out, by name, once a request.",
+        ("keyword",),
+    ),
     Definition(PREFIX + "key_requests_total", "counter", "Requests answered, by the API key's label.", ("key",)),
     Definition(
         PREFIX + "key_generation_tokens_total", "counter", "Tokens of answers, by the API key's label.", ("key",)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from pilotfish.engine.link.messages import TokenLogprob
-from pilotfish.server.calls.parser import merge
+from pilotfish.server.calls.parser import Part, Said, merge
 from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece
 from pilotfish.server.plan import Plan
@@ -56,6 +56,13 @@ def join(pieces: Sequence[Piece]) -> Piece:
         [token for piece in pieces for token in piece.tokens],
         last.finish_reason,
         last.stop_reason,
+    )
+
+
+def shown_parts(parts: Sequence[Part], plan: Plan) -> list[Part]:
+    """What the client sees, neighbours of one kind as one."""
+    return merge(
+        part for part in parts if plan.include_reasoning or not isinstance(part, Said) or part.kind == "content"
     )
 
 

@@ -144,6 +144,11 @@ def _add_serve(parser: Parser) -> None:
         help="read tool calls (auto: where the chat template writes <function=)",
     )
     group.add_argument(
+        "--stream-tool-arguments",
+        action="store_true",
+        help="chat streams tell calls as they are written: clients may run one that is cut off",
+    )
+    group.add_argument(
         "--enable-auto-tool-choice", action="store_true", help="as vLLM's; on wherever tool calls are read"
     )
     group = parser.add_argument_group("operation")

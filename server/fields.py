@@ -18,6 +18,8 @@ from pilotfish.server.errors import unknown_field
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Ignored-Fields"
+SCHEMA_HEADER = "X-Schema-Left-Out"
+"""Keywords of a request's schemas that the grammar does not hold."""
 MAX_NAMES = 16
 """That a header tells of one request; of more it tells that there are more. Relays want headers below 4 KiB."""
 MAX_NAME_LENGTH = 80
@@ -30,14 +32,34 @@ FAMILIAR = frozenset({"context", "models"})
 class FieldNotes:
     """What one request has that changes nothing. `strict` refuses every unknown field by name.
 
-    `on_unused` gets each known name, one of unused.NAMES, that has no effect.
+    `on_unused` gets each known name, one of unused.NAMES, that has no effect, `on_left_out` each keyword of a schema
+    that the grammar does not hold.
     """
 
-    def __init__(self, *, strict: bool = False, on_unused: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self,
+        *,
+        strict: bool = False,
+        on_unused: Callable[[str], None] = lambda name: None,
+        on_left_out: Callable[[str], None] = lambda keyword: None,
+    ) -> None:
         self.strict = strict
         self.unused = on_unused
+        self.on_left_out = on_left_out
         self._ignored: dict[str, None] = {}
         self.has_more = False
+        self._left_out: dict[str, None] = {}
+
+    def leave_out(self, keyword: str) -> None:
+        """Tells that a schema's keyword is not held: once a request."""
+        if keyword not in self._left_out:
+            self._left_out[keyword] = None
+            self.on_left_out(keyword)
+
+    @property
+    def schema_header(self) -> str:
+        """Empty where schemas are held as they are."""
+        return ", ".join(self._left_out)
 
     def check(self, given: Mapping[str, Any], known: frozenset[str], where: str = "") -> None:
         """Looks at the names of one object, at `where`. Raises BadRequest for a misspelling.

@@ -16,7 +16,7 @@ import msgspec
 from pilotfish.engine.link.client import ENGINE_FAILED, EngineClient
 from pilotfish.engine.link.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
-from pilotfish.server.calls.parser import MARKERS, THINK, AnswerParser, Part, Said, merge
+from pilotfish.server.calls.parser import MARKERS, THINK, AnswerParser, Part, Said, begins_call, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.plan import Plan, StopRules
@@ -77,6 +77,7 @@ class Choice:
         self._parser = AnswerParser(rules.answer) if rules.answer is not None else None
         looks = rules.answer is not None and rules.answer.thinking == "look" and not rules.in_reasoning
         self._opening: str | None = "" if looks and rules.strings else None
+        self._wrapper = ""
         self._is_plain = not rules.strings and self._parser is None and not rules.keep_tokens
         self._parts: list[Part] = []
         self._num_chars = self._num_shown = 0
@@ -145,9 +146,10 @@ class Choice:
         """Shows what is certain of a token's text, up to the stop string that it completes.
 
         What is thought passes by the stop strings: they are about the answer. Where the model may open the block
-        itself, the beginning waits until it is known to be no marker.
+        itself, the beginning waits until it is known to be no marker. Inside of a call none counts: it would cut it.
         """
-        for part in text if self._parser is not None and self.rules.strings else (text,):
+        parser = self._parser if self.rules.strings else None
+        for part in text if parser is not None else (text,):
             if self._opening is not None:
                 self._opening += part
                 begun = self._opening.lstrip()
@@ -160,7 +162,8 @@ class Choice:
             if self._is_thinking() and not self.rules.in_reasoning:
                 self._show(part)
                 continue
-            shown, matched = self._stops.push(part, armed=armed)
+            piece, inside = (part, False) if parser is None else self._beside_calls(part, parser)
+            shown, matched = (piece, None) if inside else self._stops.push(piece, armed=armed)
             self._show(shown)
             if matched is not None:
                 return matched
@@ -169,6 +172,19 @@ class Choice:
     def _is_thinking(self) -> bool:
         parser = self._parser
         return parser is not None and parser.reasoning_begin is not None and parser.reasoning_end is None
+
+    def _beside_calls(self, text: str, parser: AnswerParser) -> tuple[str, bool]:
+        """What is to be looked at now, and whether it belongs to a call: an opening tag may also be a word."""
+        if not parser.is_opening:
+            return text, parser.in_call
+        self._wrapper += text
+        begins = begins_call(self._wrapper)
+        if begins is None:
+            return "", True
+        piece, self._wrapper = self._wrapper, ""
+        if not begins:
+            self._parts += parser.deny_call()
+        return piece, begins
 
     def _is_complete(self) -> bool:
         return self._parser is not None and self._parser.finished
@@ -229,7 +245,7 @@ class Choice:
         if matched is None:
             self._flush()
         if self._parser is not None:
-            self._parts += self._parser.flush()
+            self._parts += self._parser.flush(cut=self._is_cut(output, matched))
         calls = self._parser.num_calls if self._parser is not None else 0
         self.finish_reason = "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
         if matched is not None:
@@ -238,11 +254,17 @@ class Choice:
             self.stop_reason = output.stop_token_id
         self._end(output.finish_reason or "error")
 
+    def _is_cut(self, output: RequestOutput, matched: str | None) -> bool:
+        """Whether the model would have gone on."""
+        by_id = output.stop_token_id is not None and output.stop_token_id not in self.submit.sampling.eos_token_ids
+        return matched is not None or output.finish_reason == "length" or by_id
+
     def _flush(self) -> None:
         """The rest: an unfinished character becomes U+FFFD, held text was no stop string after all."""
         rest = self._detokenizer.flush()
         self._num_chars += len(rest)
-        shown, _ = self._stops.push((self._opening or "") + rest, armed=False)
+        shown, _ = self._stops.push((self._opening or "") + self._wrapper + rest, armed=False)
+        self._wrapper = ""
         self._show(shown + self._stops.flush())
 
     def give_up(self) -> None:
@@ -363,21 +385,26 @@ class Generation:
         self._raise_errors()
 
     async def pieces(self, patience: float | None = None) -> AsyncIterator[list[tuple[Choice, Piece]]]:
-        """Batches of news until every choice has ended, an empty one after each `patience` seconds without any.
+        """Batches of news until every choice has ended, an empty one after each `patience` seconds without any: a
+        call that is being written is no news.
 
         Raises ApiError when a choice fails.
         """
+        clock = asyncio.get_running_loop()
+        last = clock.time()
         while True:
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout_at(None if patience is None else last + patience):
                     await self._news.wait()
             except TimeoutError:
                 yield []
+                last = clock.time()
                 continue
             self._news.clear()
             batch = [(choice, piece) for choice in self.choices if (piece := choice.take()) is not None]
-            if batch:
+            if batch or (patience is not None and clock.time() >= last + patience):
                 yield batch
+                last = clock.time()
             self._raise_errors()
             if all(choice.ended for choice in self.choices) and not self._news.is_set():
                 return

@@ -22,7 +22,7 @@ from pilotfish.server.chat.request import ChatRequest, tokens_of
 from pilotfish.server.completions.answer import CompletionFormat
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import ApiError, BadRequest, NotFound, Overloaded, Unavailable, renamed
-from pilotfish.server.fields import HEADER, FieldLog, FieldNotes
+from pilotfish.server.fields import HEADER, SCHEMA_HEADER, FieldLog, FieldNotes
 from pilotfish.server.generation import Generation, Piece
 from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.http.bodies import JSON, Bodies, read_body
@@ -82,6 +82,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     any_model_name: bool = False
     strict_fields: bool = False
+    tool_pieces: bool = False
     field_log: FieldLog = msgspec.field(default_factory=FieldLog)
     items: ItemMemory = msgspec.field(default_factory=ItemMemory)
     limiter: Limiter = msgspec.field(default_factory=Limiter)
@@ -116,8 +117,13 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             files=self.files,
             ready=ready,
             arrived=arrived,
-            notes=FieldNotes(strict=self.strict_fields, on_unused=self.metrics.on_unused_field),
+            notes=FieldNotes(
+                strict=self.strict_fields,
+                on_unused=self.metrics.on_unused_field,
+                on_left_out=self.metrics.on_schema_left_out,
+            ),
             check_room=check_room,
+            tool_pieces=self.tool_pieces,
         )
 
     def check_model(self, name: str | None) -> str:
@@ -284,6 +290,8 @@ def _decode(
 async def tell_ignored_fields(request: web.Request, response: web.StreamResponse) -> None:
     """What a request has that nobody here knows stands in a header of its answer, refusals too."""
     notes = request.get(NOTES)
+    if notes is not None and notes.schema_header:
+        response.headers[SCHEMA_HEADER] = notes.schema_header
     if notes is not None and notes.header:
         response.headers[HEADER] = notes.header
         request.app[SERVICE].field_log.tell(notes.ignored)

@@ -16,7 +16,7 @@ from pilotfish.engine.link.messages import Grammar, Ready, SamplingParams
 from pilotfish.server import unused
 from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parser import END_THINK, AnswerRules
-from pilotfish.server.chat.request import ChatRequest, budget_of, chat_prompt, shows_reasoning
+from pilotfish.server.chat.request import ChatPrompt, ChatRequest, budget_of, chat_prompt, shows_reasoning
 from pilotfish.server.completions.request import CompletionRequest, prompt_entries, read_prompts
 from pilotfish.server.errors import BadRequest, ContextExceeded
 from pilotfish.server.fields import FieldNotes
@@ -33,6 +33,7 @@ from pilotfish.server.text.prompts import (
     most_tokens,
     tokenize,
 )
+from pilotfish.server.text.schemas import Held
 from pilotfish.server.text.structured import GUIDED_FIELDS, grammar_of
 from pilotfish.server.text.token_rules import bad_words_ids, thinking_budget
 
@@ -94,6 +95,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     notes: FieldNotes = msgspec.field(default_factory=FieldNotes)
     check_room: Callable[[int], None] = lambda num_sequences: None
     recall: Callable[[str], bytes | None] = lambda item_id: None
+    tool_pieces: bool = False
 
 
 def plan_completion(request: CompletionRequest, context: Context) -> Plan:
@@ -109,7 +111,7 @@ def completion_steps(request: CompletionRequest, context: Context) -> Generator[
     _check_num_sequences(len(entries), request.n or 1, context)
     last = _kept(request, request.max_tokens, context.ready)
     prompts = yield from read_prompts(request, entries, context.files.tokenizer, context.ready, last)
-    sampling = _sampling(request, context, request.logprobs, _grammar(request))
+    sampling = _sampling(request, context, request.logprobs, _grammar(request, context))
     limit = request.max_tokens or context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
     limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]
     return _plan("cmpl-", request, context, prompts, sampling, limits)
@@ -124,9 +126,10 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     asked = request.max_completion_tokens or request.max_tokens
     last = _kept(request, asked, ready)
     check_num_messages(request.messages, ready.max_model_len if last is None else most_counted(ready))
-    text, answer = chat_prompt(request, context.files, context.notes)
-    prompt = Prompt(tokenize(text, context.files.tokenizer, ready, "messages", add_special_tokens=False, last=last))
-    grammar = _chat_grammar(request, context.files, answer)
+    chat = chat_prompt(request, context.files, context.notes, pieces=context.tool_pieces)
+    answer, tokenizer = chat.answer, context.files.tokenizer
+    prompt = Prompt(tokenize(chat.text, tokenizer, ready, "messages", add_special_tokens=False, last=last))
+    grammar = _chat_grammar(request, context, chat)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
     thinking, budget = answer.thinking if answer is not None else None, _budget(request, context)
     sampling = msgspec.structs.replace(
@@ -154,8 +157,8 @@ def _budget(request: ChatRequest, context: Context) -> int | None:
 def count_prompt(request: ChatRequest, context: Context) -> int:
     """How many tokens the prompt would have, up to twice what the model takes. Raises BadRequest."""
     check_num_messages(request.messages, most_counted(context.ready))
-    text, _ = chat_prompt(request, context.files, context.notes)
-    return len(count_tokens(text, context.files.tokenizer, context.ready, "messages", add_special_tokens=False))
+    chat = chat_prompt(request, context.files, context.notes)
+    return len(count_tokens(chat.text, context.files.tokenizer, context.ready, "messages", add_special_tokens=False))
 
 
 def _check_num_sequences(num_prompts: int, n: int, context: Context) -> None:
@@ -188,7 +191,7 @@ def _plan(
         created=int(time.time()),
         arrived=context.arrived,
         prompts=prompts,
-        sampling=[msgspec.structs.replace(sampling, max_tokens=limit) for limit in limits],
+        sampling=[msgspec.structs.replace(_with_least(sampling), max_tokens=limit) for limit in limits],
         n=n,
         stops=_stop_rules(request, sampling),
         stream=stream,
@@ -198,6 +201,17 @@ def _plan(
         include_metrics=bool(request.include_metrics),
         speculative_k=_speculative_k(request, context.ready),
         priority=request.priority or 0,
+    )
+
+
+def _with_least(sampling: SamplingParams) -> SamplingParams:
+    """Beside a grammar that is the one to hold min_tokens: only it knows whether the text can go on."""
+    grammar, least = sampling.grammar, sampling.min_tokens
+    if grammar is None or not least:
+        return sampling
+    ends = (*sampling.eos_token_ids, *sampling.stop_token_ids)
+    return msgspec.structs.replace(
+        sampling, min_tokens=0, grammar=msgspec.structs.replace(grammar, min_tokens=least, ends=ends)
     )
 
 
@@ -211,29 +225,25 @@ def _speculative_k(request: SamplingFields, ready: Ready) -> int:
     return served if asked is None else asked
 
 
-def _grammar(request: SamplingFields, after_token_id: int | None = None) -> Grammar | None:
+def _grammar(request: SamplingFields, context: Context, after_token_id: int | None = None) -> Grammar | None:
     """What the text must match, from whichever field asks for it. Raises BadRequest."""
     names = ("response_format", "structured_outputs", *GUIDED_FIELDS)
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
-    grammar = grammar_of(given, after_token_id)
-    if grammar is not None and request.min_tokens:
-        raise BadRequest("A grammar decides when the text ends: want no min_tokens with it.", param="min_tokens")
-    return grammar
+    return grammar_of(given, after_token_id, Held(context.notes.leave_out))
 
 
-def _chat_grammar(request: ChatRequest, files: ModelFiles, answer: AnswerRules | None) -> Grammar | None:
-    """In force after the thinking block where the prompt opens one. A demanded call is a grammar too."""
-    thinking = answer is not None and answer.thinking == "open"
-    grammar = _grammar(request, files.tokenizer.token_to_id(END_THINK) if thinking else None)
-    if grammar is None and answer is not None and answer.tools is not None and answer.forced:
-        if request.min_tokens:
-            raise BadRequest("A demanded call decides when the text ends: want no min_tokens.", param="min_tokens")
-        return call_grammar(answer.tools, answer.named, answer.single, files.tokenizer)
-    if grammar is not None and answer is not None and answer.tools is not None:
-        raise BadRequest(
-            "Structured output and tools are not supported together: want tool_choice none.", param="tools"
-        )
-    return grammar
+def _chat_grammar(request: ChatRequest, context: Context, chat: ChatPrompt) -> Grammar | None:
+    """In force after the thinking block where the prompt opens one. A demanded call is a grammar too, and so are calls
+    beside structured output, and those of tools that have a grammar of their own."""
+    tokenizer, tools = context.files.tokenizer, chat.tools
+    thinking = chat.answer is not None and chat.answer.thinking == "open"
+    after = tokenizer.token_to_id(END_THINK) if thinking else None
+    grammar = _grammar(request, context, after)
+    if tools is None or (grammar is None and not tools.is_demanded and not tools.has_grammar):
+        return grammar
+    single = request.parallel_tool_calls is False
+    held = Held(context.notes.leave_out)
+    return call_grammar(tools, held, tokenizer, single=single, answer=grammar, after=after)
 
 
 def _sampling(

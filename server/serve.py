@@ -79,6 +79,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             root_path=args.root_path,
             any_model_name=args.any_model_name,
             strict_fields=args.strict_fields,
+            stream_tool_arguments=args.stream_tool_arguments,
             core=args.core,
             restart_engine=args.restart_engine,
             engine_timeout=args.engine_timeout or math.inf,

@@ -28,7 +28,9 @@ MESSAGES_FIELDS = frozenset({"cache_control", "inference_geo", "metadata", "serv
 """The same of Anthropic's endpoints."""
 
 STRICT = "tools.strict"
-"""Arguments are typed by the schema, not constrained by it."""
+"""Arguments are typed by the schema, and constrained by it only where a call is demanded."""
+HOSTED = "tools.hosted"
+"""Tools that run at OpenAI or Anthropic: the model is not shown them."""
 CACHE_CONTROL = "cache_control"
 """Anthropic's mark on a part of a prompt."""
 IS_ERROR = "tool_result.is_error"
@@ -47,7 +49,7 @@ UNKNOWN = "unknown"
 """Whatever nobody here knows: its names are the client's, and no labels."""
 NAMES = (
     *sorted(FIELDS | RESPONSES_FIELDS | MESSAGES_FIELDS),
-    *(ANTHROPIC_BETA, BUDGET, EFFORT, INCLUDE, IS_ERROR, STRICT, SUMMARY, UNKNOWN),
+    *(ANTHROPIC_BETA, BUDGET, EFFORT, HOSTED, INCLUDE, IS_ERROR, STRICT, SUMMARY, UNKNOWN),
 )
 
 

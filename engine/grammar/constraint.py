@@ -19,11 +19,17 @@ MIN_FORCED = 2
 
 
 class Constraint:
-    """How far a text is in its grammar. `error` says why it cannot go on. Not for two threads at a time."""
+    """How far a text is in its grammar. `error` says why it cannot go on. Not for two threads at a time.
 
-    def __init__(self, matcher: LLMatcher, after_token_id: int | None):
+    `ends` are not allowed before `min_tokens` tokens where anything else is: a text that is whole may have to end.
+    """
+
+    def __init__(self, matcher: LLMatcher, after_token_id: int | None, min_tokens: int = 0, ends: tuple[int, ...] = ()):
         self._matcher, self._after = matcher, after_token_id
         self._active = after_token_id is None
+        self._to_come = min_tokens
+        self._words = np.array([token // 32 for token in ends], dtype=np.intp)
+        self._bits = np.array([1 << token % 32 for token in ends], dtype=np.uint32).view(np.int32)
         self.error: str | None = None
 
     def mask_rows(self, drafts: list[int], bits: np.ndarray) -> None:
@@ -32,18 +38,29 @@ class Constraint:
         Rows after a draft that the grammar forbids allow everything: that draft cannot be accepted, nor they be read.
         """
         bits[:] = -1
-        first = 0
-        if not self._active:
-            if self._after not in drafts:
-                return
+        first = 0 if self._active else len(drafts) + 1
+        if not self._active and self._after in drafts:
             first = drafts.index(self._after) + 1
-        rows = bits[first:]
+        if first <= len(drafts):
+            self._mask(drafts[first:], bits[first:])
+        for row in range(min(self._to_come, len(drafts) + 1)):
+            self._go_on(bits[row])
+
+    def _mask(self, drafts: list[int], rows: np.ndarray) -> None:
+        """The rows that the grammar is in force for."""
         assert rows.dtype == np.int32 and rows.flags.c_contiguous
         # one call for all rows, which keeps no other thread of ours from running
         fill: Any = self._matcher  # the library's stub leaves this method out
-        fill.unsafe_compute_mask_ptr_with_draft_token(rows.ctypes.data, rows.strides[0], drafts[first:])
+        fill.unsafe_compute_mask_ptr_with_draft_token(rows.ctypes.data, rows.strides[0], drafts)
         if self._matcher.is_error():
             self.error = first_words(self._matcher.get_error())
+
+    def _go_on(self, row: np.ndarray) -> None:
+        """Takes the ends out of a row that has anything else."""
+        rest = row.copy()
+        np.bitwise_and.at(rest, self._words, ~self._bits)
+        if rest.any():
+            row[:] = rest
 
     def forced(self) -> list[int]:
         """Tokens whose text must come next, at least MIN_FORCED, else none; other tokens may spell the same text."""
@@ -54,6 +71,7 @@ class Constraint:
 
     def advance(self, tokens: list[int]) -> None:
         """Takes committed tokens; sets `error` at one that the grammar forbids (no token at all was allowed)."""
+        self._to_come = max(0, self._to_come - len(tokens))
         for token in tokens:
             if not self._active:
                 self._active = token == self._after

@@ -43,7 +43,7 @@ class Ticket:
     `error` is the client's fault, `fault` ours or the library's.
     """
 
-    after_token_id: int | None
+    grammar: Grammar
     constraint: Constraint | None = None
     error: str | None = None
     fault: BaseException | None = None
@@ -105,8 +105,8 @@ class GrammarLibrary:
 
     def ask(self, grammar: Grammar, eos_token_ids: tuple[int, ...], api_key: str = "") -> Ticket:
         """Never waits. API keys take turns with what is not known yet."""
-        ticket = Ticket(grammar.after_token_id)
-        key = (msgspec.structs.replace(grammar, after_token_id=None), eos_token_ids)
+        ticket = Ticket(grammar)
+        key = (msgspec.structs.replace(grammar, after_token_id=None, min_tokens=0, ends=()), eos_token_ids)
         with self._news:
             if not eos_token_ids:
                 ticket.error = "grammar: the model has no end-of-text token, so no grammar could end"
@@ -218,7 +218,9 @@ class GrammarLibrary:
             tickets, entry.tickets = entry.tickets, set()
         for ticket in tickets:
             try:
-                ticket.constraint = Constraint(entry.matcher.deep_copy(), ticket.after_token_id)
+                asked = ticket.grammar
+                copy = entry.matcher.deep_copy()
+                ticket.constraint = Constraint(copy, asked.after_token_id, asked.min_tokens, asked.ends)
             except BaseException as error:
                 ticket.fault = error
         with self._news:

@@ -18,21 +18,24 @@ ErrorCode = Literal["queue_full", "invalid", "nan"]
 MAX_MESSAGE_BYTES = 256 << 20
 
 
-JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?", "coerce_one_of": True}
 """Of grammars made from JSON schemas: at most one space between parts, or a small model could go on with white space
-for ever."""
+for ever; of oneOf's alternatives more than one may fit, which the server tells where it may be so."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the text must match. `source` is a JSON schema, a regular expression, a JSON list of strings (choice), a
     grammar in Lark ("lark") or one of Lark and GBNF ("grammar"); unused for json_object. `schemas` are further rules of
     a "lark" grammar, (name, JSON schema, a simpler one to take where the library cannot read the first).
-    `after_token_id`: in force once that token has been generated (the end of thinking)."""
+    `after_token_id`: in force once that token has been generated (the end of thinking). `ends` are not chosen before
+    `min_tokens` tokens as long as the grammar allows anything else."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "lark"]
     source: str = ""
     schemas: tuple[tuple[str, str, str], ...] = ()
     after_token_id: int | None = None
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,9 @@
     <think>REASONING</think>CONTENT<tool_call><function=NAME><parameter=P>VALUE</parameter></function></tool_call>
 
 The parts do not depend on how the text is cut into pieces: each state acts only on what no later text can change,
-and every character is looked at a bounded number of times. What turns out to be no call is text, where it stood.
+and every character is looked at a bounded number of times. A call that is formed as above is certain once what follows
+cannot belong to it: another call, or the end. At the first tag that is not where the form has it, the rest is kept and
+read as a whole when it has ended (`reading.py`). What turns out to be no call is text, where it stood.
 Whitespace around the markers is the format's, not the answer's, and goes with them.
 """
 
@@ -11,13 +13,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
-from pilotfish.server.calls.tools import NAME, Schema, argument_json, argument_types, is_text
+from pilotfish.server.calls.parameters import Parameters
+from pilotfish.server.calls.reading import UNKNOWN, ReadCall, read_drifted
+from pilotfish.server.calls.tools import NAME
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -25,6 +30,19 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 MARKERS = (THINK, END_THINK, CALL, END_CALL)
 """Those that tokenizers have a token for. A bare `<function=` is a call too: models forget the wrapper."""
+
+TAG = re.compile(r"</?tool_call>|</function>|</parameter|<(?:function|parameter)(?: ?=| name ?=)")
+"""Whatever may be a part of a call's form, well written or not."""
+WORDS = (CALL, END_CALL, END_FUNCTION, END_PARAMETER[:-1], FUNCTION[:-1], PARAMETER[:-1])
+NAMED_FUNCTION = re.compile(r"<function=([^<>\n]{1,256})>")
+NAMED_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>")
+DRIFTED = re.compile(r"<function(?: ?=| name ?=) ?([\"']?)([^\"'<>\n]{1,256}?)\1 ?(?:>|(?=\n))")
+"""A function's beginning as models misspell it."""
+OPENED = re.compile(r"\s*(?:<function(?: ?=| name ?=)|\{)")
+UNFINISHED = re.compile(
+    r"<(?:function|parameter)"
+    r"(?:(?: ?=| name ?=)[^<>\n]{0,280}|(?: (?:n(?:a(?:m(?:e ?)?)?)?)?)?)"
+)
 
 Kind = Literal["content", "reasoning"]
 
@@ -34,39 +52,42 @@ class Said(msgspec.Struct, frozen=True):
     text: str
 
 
+class Call(msgspec.Struct, frozen=True):
+    """A call that is whole. `arguments` is the JSON of an object."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
 class CallOpened(msgspec.Struct, frozen=True):
+    """The beginning of a call that may break off yet: only where pieces were asked for, as the next."""
+
     index: int
     id: str
     name: str
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """A piece of the arguments' JSON."""
+    """A piece of the arguments' JSON. A call that breaks off stays without its end, and follows as text."""
 
     index: int
     text: str
 
 
-class CallClosed(msgspec.Struct, frozen=True):
-    """Not `complete`: the text broke off or was no call after all; all of it follows as text."""
-
-    index: int
-    complete: bool
-
-
-Part = Said | CallOpened | CallArguments | CallClosed
+Part = Said | Call | CallOpened | CallArguments
 
 
 class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
     """How to read an answer. `thinking`: "open" where the prompt ends inside the block, "look" where the model may
-    open it, "none" where there is none. `tools`: schemas by function, or no calls. `forced`: the beginning of the
-    answer that stood in the prompt, of a call of `named` if that is given. `single`: it ends with its first call."""
+    open it, "none" where there is none. `tools`: parameters by function, or no calls. `single`: it ends with its first
+    call. `pieces`: calls are told as they are written, before it is certain that they are any."""
 
     thinking: Literal["none", "look", "open"] = "none"
-    tools: dict[str, Schema] | None = None
-    forced: str = ""
-    named: str = ""
+    tools: dict[str, Parameters] | None = None
     single: bool = False
+    pieces: bool = False
 
 
 class AnswerParser:
@@ -74,16 +95,18 @@ class AnswerParser:
 
     def __init__(self, rules: AnswerRules) -> None:
         self._rules = rules
+        self._tools = rules.tools or {}
         self._parts: list[Part] = []
         self._buffer = ""
-        self._num_pushed = -len(rules.forced)
+        self._num_pushed = 0
         self._kind: Kind = "content"
         # of the kind at hand: whether its whitespace waits, has nothing before it, follows a marker
         self._space: list[str] = []
         self._fresh = self._after_marker = False
         self._has_said: set[Kind] = set()
         self._call = _Call()
-        self._num_opened = 0
+        self._reads_calls = rules.tools is not None
+        self._num_opened = self._num_kept = 0
         self.num_calls = 0
         self.finished = False
         self.reasoning_begin: int | None = None
@@ -91,12 +114,29 @@ class AnswerParser:
         self._state: Callable[[], bool] = self._look_for_think if rules.thinking == "look" else self._read_text
         if rules.thinking == "open":
             self._think()
-        self._parts = self.push(rules.forced)
 
     @property
     def position(self) -> int:
         """Characters of the answer that have been told apart."""
-        return self._num_pushed - len(self._buffer)
+        return self._num_pushed - len(self._buffer) - self._call.size - self._num_kept
+
+    @property
+    def in_call(self) -> bool:
+        """Whether what comes next may belong to a call that has begun."""
+        if self._state == self._after_call:
+            return self._call.wrapped and not self._call.closed and not self._call.has_trail
+        return self._state in (self._read_head, self._read_body, self._read_value, self._keep)
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a wrapper has just been opened, which may yet be a word of the text."""
+        return self._state == self._read_head and self._call.wrapped and self._call.size == len(CALL)
+
+    def deny_call(self) -> list[Part]:
+        """The wrapper that is opening is a word of the text: whoever holds what follows knows."""
+        assert self.is_opening
+        self._give_back()
+        return self.push("")
 
     def push(self, text: str) -> list[Part]:
         """The parts that are now certain."""
@@ -108,20 +148,24 @@ class AnswerParser:
         parts, self._parts = self._parts, []
         return parts
 
-    def flush(self) -> list[Part]:
-        """The text ends here: what was held back is text after all."""
+    def flush(self, *, cut: bool = False) -> list[Part]:
+        """The text ends here: what was held back is text after all. `cut`: it did not end by itself."""
         if not self.finished:
-            self._end()
+            self._end(cut)
         parts, self._parts = self._parts, []
         return parts
 
-    def _end(self) -> None:
-        if self._state in (self._open_call, self._read_name):
-            self._say_call()
-        elif self._state in (self._read_body, self._read_parameter, self._read_value):
-            self._break_call()
-        elif self._state == self._after_function and END_CALL.startswith(self._buffer):
-            self._take(len(self._buffer))
+    def _end(self, cut: bool) -> None:
+        if self._state == self._after_call:
+            if not self._call.closed and not self._call.has_trail and END_CALL.startswith(self._buffer):
+                self._take(len(self._buffer))
+            self._settle()
+            while self._buffer and self._state():
+                pass
+        if self._state == self._keep:
+            self._tell(read_drifted(self._call.take(), self._tools, cut=cut))
+        elif self._state not in (self._read_text, self._look_for_think):
+            self._tell([self._call.take() + self._take(len(self._buffer))])
         self._say(self._take(len(self._buffer)))
         if not self._after_marker:
             self._emit("".join(self._space))
@@ -143,14 +187,14 @@ class AnswerParser:
         """Text of the kind at hand; whitespace waits where a marker may follow."""
         if not text:
             return
-        body = text.rstrip() if self._markers() or self._fresh else text
+        body = text.rstrip() if self._waits() or self._fresh else text
         if not body:
             self._space.append(text)
             return
         whole = "".join(self._space) + body
         self._emit(whole.lstrip() if self._fresh else whole)
         self._space = [text[len(body) :]]
-        if not self._markers():
+        if not self._waits():
             self._emit(self._space.pop())
         self._fresh = self._after_marker = False
         self._has_said.add(self._kind)
@@ -161,8 +205,11 @@ class AnswerParser:
         self._fresh = kind not in self._has_said
         self._state = self._read_text
 
+    def _waits(self) -> bool:
+        return self._rules.tools is not None or self._kind == "reasoning"
+
     def _markers(self) -> tuple[str, ...]:
-        calls = (CALL, FUNCTION) if self._rules.tools is not None else ()
+        calls = (CALL, FUNCTION, FUNCTION[:-1] + " ") if self._reads_calls else ()
         return (*calls, END_THINK) if self._kind == "reasoning" else calls
 
     def _look_for_think(self) -> bool:
@@ -195,167 +242,279 @@ class AnswerParser:
             self._take(len(marker))
             self._enter("content")
             return True
-        wrapped = marker == CALL
-        self._begin_call(self._take(len(marker)), wrapped)
+        self._begin_call(wrapped=marker == CALL)
         return True
+
+    def _tell(self, said: list[str | ReadCall]) -> None:
+        """Texts and calls of an answer that has ended."""
+        self._reads_calls = False
+        self._num_kept = sum(len(part) if isinstance(part, str) else part.size for part in said)
+        self._state = self._read_text
+        for part in said:
+            if self.finished:
+                break
+            if isinstance(part, str):
+                self._num_kept -= len(part)
+                self._buffer = part
+                while self._buffer and self._state():
+                    pass
+                self._say(self._take(len(self._buffer)))
+            else:
+                self._num_kept -= part.size
+                self._tell_call(part.name, part.arguments)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _begin_call(self, opener: str, wrapped: bool) -> None:
-        self._call = _Call(opener, "".join(self._space), wrapped)
-        self._space = []
-        self._state = self._open_call if opener == CALL else self._read_name
+    def _begin_call(self, *, wrapped: bool) -> None:
+        self._call = _Call(wrapped)
+        if wrapped and self._buffer.startswith(CALL):
+            self._call.add(self._take(len(CALL)))
+        self._state = self._read_head
 
-    def _open_call(self) -> bool:
-        """Between `<tool_call>` and `<function=`."""
-        self._call.raw.append(self._take_space())
-        if self._buffer.startswith(FUNCTION):
-            self._call.raw.append(self._take(len(FUNCTION)))
-            self._state = self._read_name
-            return True
-        return not FUNCTION.startswith(self._buffer) and self._give_back()
-
-    def _read_name(self) -> bool:
+    def _read_head(self) -> bool:
+        """Up to the function's name."""
         call = self._call
-        name = _name_in(self._buffer)
-        if name is None:
+        if call.wrapped:
+            call.add(self._take_space())
+        found = NAMED_FUNCTION.match(self._buffer)
+        if found and (found[1] in self._tools or (call.wrapped and NAME.fullmatch(found[1]))):
+            call.add(self._take(found.end()))
+            self._open(found[1])
+            return True
+        drifted = DRIFTED.match(self._buffer)
+        if (drifted and drifted[2] in self._tools) or (call.wrapped and self._buffer.startswith("{")):
+            return self._odd()
+        if UNFINISHED.fullmatch(self._buffer) or FUNCTION.startswith(self._buffer):
             return False
-        if not name or not (call.wrapped or name in (self._rules.tools or {})):
-            return self._give_back()
-        call.raw.append(self._take(len(name) + 1))
-        call.index, call.schema = self._num_opened, (self._rules.tools or {}).get(name, {})
-        self._num_opened += 1
-        self._parts.append(CallOpened(call.index, f"call_{secrets.token_hex(12)}", name))
+        return self._give_back()
+
+    def _open(self, name: str) -> None:
+        self._call.name, self._call.parameters = name, self._tools.get(name, UNKNOWN)
         self._state = self._read_body
-        return True
+        if self._rules.pieces:
+            self._call.index = self._num_opened
+            self._num_opened += 1
+            self._parts.append(CallOpened(self._call.index, self._call.id, name))
 
     def _give_back(self) -> bool:
         """The opener was text; what came after it is looked at again."""
-        opener, *rest = self._call.raw
-        self._buffer = "".join(rest) + self._buffer
-        self._call.raw = [opener]
-        self._say_call()
-        return True
-
-    def _say_call(self) -> None:
-        self._space = [self._call.space]
-        self._state = self._read_text
-        self._say("".join(self._call.raw))
-
-    def _break_call(self) -> bool:
-        self._parts.append(CallClosed(self._call.index, False))
-        self._say_call()
+        text = self._call.take() + self._buffer
+        opener = CALL if self._call.wrapped and text.startswith(CALL) else FUNCTION[:-1]
+        self._state, self._buffer = self._read_text, text
+        self._say(self._take(len(opener)))
         return True
 
     def _read_body(self) -> bool:
         """Between parameters."""
         call = self._call
-        call.raw.append(self._take_space())
-        for marker in (PARAMETER, END_FUNCTION, END_CALL):
+        call.add(self._take_space())
+        for marker in (END_FUNCTION, END_CALL):
             if self._buffer.startswith(marker):
-                call.raw.append(self._take(len(marker)))
-                if marker == PARAMETER:
-                    self._state = self._read_parameter
-                else:
-                    self._complete_call(marker)
+                call.add(self._take(len(marker)))
+                self._complete(closed=marker == END_CALL)
                 return True
-            if marker.startswith(self._buffer):
-                return False
-        return self._break_call()
-
-    def _read_parameter(self) -> bool:
-        call = self._call
-        name = _name_in(self._buffer)
-        if name is None:
+        found = NAMED_PARAMETER.match(self._buffer)
+        if found and found[1] not in call.seen and (found[1] in call.parameters.properties or NAME.fullmatch(found[1])):
+            call.add(self._take(found.end()))
+            call.open_value(found[1])
+            self._state = self._read_value
+            return True
+        if found is None and (_may_begin(self._buffer, (PARAMETER, END_FUNCTION, END_CALL)) or self._is_unfinished()):
             return False
-        if not name or name in call.seen:
-            return self._break_call()
-        call.raw.append(self._take(len(name) + 1))
-        call.open_value(name)
-        if call.streams:
-            self._argue(call.key + '"')
-        self._state = self._read_value
-        return True
+        return self._odd()
+
+    def _is_unfinished(self) -> bool:
+        return self._buffer.startswith(PARAMETER) and UNFINISHED.fullmatch(self._buffer) is not None
 
     def _read_value(self) -> bool:
-        """One newline after `<parameter=P>` and one before `</parameter>` are the form's."""
-        call = self._call
-        if not call.has_begun:
-            call.has_begun = True
-            if self._buffer[0] == "\n":
-                call.raw.append(self._take(1))
-                return True
-        at = self._buffer.find(END_PARAMETER)
-        text = self._take(at if at >= 0 else len(self._buffer) - _held(self._buffer, (END_PARAMETER,)))
-        call.raw.append(text)
-        if sure := call.add(text):
-            self._argue(json.dumps(sure, ensure_ascii=False)[1:-1])
-        if at < 0:
+        found = TAG.search(self._buffer)
+        sure = found.start() if found else len(self._buffer) - _tag_length(self._buffer)
+        self._call.add_value(self._take(sure))
+        self._tell_pieces()
+        if found is None or self._buffer == END_PARAMETER[:-1]:
             return False
-        call.raw.append(self._take(len(END_PARAMETER)))
-        self._argue('"' if call.streams else call.key + argument_json("".join(call.value), call.types))
+        if not self._buffer.startswith(END_PARAMETER):
+            return self._odd()
+        self._call.add(self._take(len(END_PARAMETER)))
+        self._call.close_value()
+        self._tell_pieces()
         self._state = self._read_body
         return True
 
-    def _argue(self, text: str) -> None:
-        self._parts.append(CallArguments(self._call.index, text))
+    def _tell_pieces(self) -> None:
+        if self._call.index is not None and (text := self._call.news()):
+            self._parts.append(CallArguments(self._call.index, text))
 
-    def _complete_call(self, marker: str) -> None:
-        self._argue("}" if self._call.seen else "{}")
-        self._parts.append(CallClosed(self._call.index, True))
+    def _odd(self) -> bool:
+        """Not as the form has it: the rest of the answer is read when all of it is there."""
+        self._state = self._keep
+        return True
+
+    def _keep(self) -> bool:
+        self._call.add(self._take(len(self._buffer)))
+        return False
+
+    def _complete(self, *, closed: bool) -> None:
+        """The function has ended. `closed`: its wrapper has, too."""
+        self._call.closed = closed
+        self._state = self._after_call
+        if self._rules.single:
+            self._settle()
+
+    def _after_call(self) -> bool:
+        """Whether what follows leaves the call as it is: the wrapper's end, text, another call, or the answer's end."""
+        call = self._call
+        found = TAG.search(self._buffer)
+        end = self._buffer.find(END_THINK) if self._kind == "reasoning" else -1
+        if end >= 0 and (found is None or end < found.start()):
+            call.add_trail(self._take(end))
+            return self._settle()
+        kept = max(_tag_length(self._buffer), _held(self._buffer, self._markers()))
+        call.add_trail(self._take(found.start() if found else len(self._buffer) - kept))
+        if found is None:
+            return False
+        if found[0] == END_CALL and not call.closed and not call.has_trail:
+            call.close(self._take(len(END_CALL)))
+            return True
+        if found[0] == CALL:
+            return self._settle()
+        if found[0].startswith(FUNCTION[:-1]):
+            return self._follow_function()
+        return self._odd()
+
+    def _follow_function(self) -> bool:
+        """Another function: in the same wrapper, without one, or a word of the text."""
+        call = self._call
+        if UNFINISHED.fullmatch(self._buffer):
+            return False
+        named, drifted = NAMED_FUNCTION.match(self._buffer), DRIFTED.match(self._buffer)
+        if call.wrapped and not call.closed and not call.has_trail:
+            self._settle()
+            self._take_space()
+            self._begin_call(wrapped=True)
+        elif (named and named[1] in self._tools) or (drifted and drifted[2] in self._tools):
+            self._settle()
+        else:
+            call.add_trail(self._take(len(FUNCTION[:-1])))
+        return True
+
+    def _settle(self) -> bool:
+        """The call is certain, and what came after it is looked at again."""
+        call = self._call
+        trail = call.take_trail()
+        call.take()
+        self._tell_call(call.name, call.arguments())
+        if not self.finished:
+            self._buffer = trail + self._buffer
+        return True
+
+    def _tell_call(self, name: str, arguments: str) -> None:
+        call, self._call = self._call, _Call()
         self.num_calls += 1
         self.finished = self._rules.single
         self._enter(self._kind)
-        if marker == END_FUNCTION:
-            self._state = self._after_function
-
-    def _after_function(self) -> bool:
-        """`</tool_call>`, or another function in the same wrapper."""
-        self._space.append(self._take_space())
-        if self._buffer.startswith(END_CALL):
-            self._take(len(END_CALL))
-            self._enter(self._kind)
-            return True
-        if self._call.wrapped and self._buffer.startswith(FUNCTION):
-            self._begin_call(self._take(len(FUNCTION)), wrapped=True)
-            return True
-        if END_CALL.startswith(self._buffer) or (self._call.wrapped and FUNCTION.startswith(self._buffer)):
-            return False
-        self._state = self._read_text
-        return True
+        if call.index is not None and call.name == name and arguments.startswith(call.told):
+            if rest := arguments[len(call.told) :]:
+                self._parts.append(CallArguments(call.index, rest))
+            return
+        self._parts.append(Call(self._num_opened, call.id, name, arguments))
+        self._num_opened += 1
 
 
 class _Call:
-    """The call at hand: all its text, in case it is none, and the value that is being read."""
+    """The call at hand: all its text, in case it is none, its values, and what comes after it."""
 
-    def __init__(self, opener: str = "", space: str = "", wrapped: bool = False) -> None:
-        self.raw = [opener]
-        self.space = space
-        self.wrapped = wrapped
-        self.index = 0
-        self.schema: Schema = {}
+    def __init__(self, wrapped: bool = False) -> None:
+        self.id = f"call_{secrets.token_hex(12)}"
+        self.index: int | None = None
+        self.name = ""
+        self.parameters = UNKNOWN
         self.seen: set[str] = set()
+        self.wrapped, self.closed = wrapped, False
+        self.size = 0
+        self._raw: list[str] = []
+        self._trail: list[str] = []
+        self._parameter = ""
+        self._value: list[str] = []
+        # the arguments' JSON so far, pieces of strings included; of it, what has been told
+        self._written = ["{"]
+        self._num_told = 0
+
+    def add(self, text: str) -> None:
+        self._raw.append(text)
+        self.size += len(text)
+
+    def take(self) -> str:
+        """All its text, which is no longer counted here."""
+        text = "".join(self._raw)
+        self._raw, self.size = [], 0
+        return text
+
+    def add_trail(self, text: str) -> None:
+        self.add(text)
+        self._trail.append(text)
+
+    def take_trail(self) -> str:
+        return "".join(self._trail)
+
+    @property
+    def has_trail(self) -> bool:
+        """More than white space."""
+        return any(text.strip() for text in self._trail)
+
+    def close(self, marker: str) -> None:
+        self.add(marker)
+        self.closed, self._trail = True, []
 
     def open_value(self, name: str) -> None:
-        self.key = ("{" if not self.seen else ", ") + json.dumps(name, ensure_ascii=False) + ": "
+        key = ("" if not self.seen else ", ") + json.dumps(name, ensure_ascii=False) + ": "
         self.seen.add(name)
-        self.types = argument_types(self.schema, name)
-        self.streams = is_text(self.types)
-        self.value: list[str] = []
-        self.newline = ""
-        self.has_begun = False
+        self._parameter, self._value, self._newline = name, [], ""
+        self._is_text = self.parameters.is_text(name)
+        self._written.append(key + '"' if self._is_text else key)
 
-    def add(self, text: str) -> str:
-        """More of the value. Returns what of it can be written now: all of a string but a last newline."""
+    def add_value(self, text: str) -> None:
+        """More of the value. Strings are written at once, but for a newline that may be the last."""
+        self.add(text)
         if not text:
-            return ""
-        text = self.newline + text
-        self.newline = "\n" if text.endswith("\n") else ""
-        sure = text.removesuffix("\n")
-        if self.streams:
-            return sure
-        self.value.append(sure)
-        return ""
+            return
+        if not self._value:
+            self._value.append("")
+            text = text.removeprefix("\n")
+        self._value.append(text)
+        if self._is_text and text:
+            text = self._newline + text
+            self._newline = "\n" if text.endswith("\n") else ""
+            self._written.append(json.dumps(text.removesuffix("\n"), ensure_ascii=False)[1:-1])
+
+    def close_value(self) -> None:
+        text = "".join(self._value).removesuffix("\n")
+        self._written.append('"' if self._is_text else self.parameters.json_of(self._parameter, text))
+
+    def arguments(self) -> str:
+        return "".join(self._written) + "}"
+
+    def news(self) -> str:
+        """What has been written of the arguments since it was last asked for."""
+        text = "".join(self._written[self._num_told :])
+        self._num_told = len(self._written)
+        return text
+
+    @property
+    def told(self) -> str:
+        return "".join(self._written[: self._num_told])
+
+
+def _tag_length(text: str) -> int:
+    """How many last characters may be the beginning of a tag."""
+    at = text.rfind("<")
+    if at < 0 or not (_may_begin(text[at:], WORDS) or UNFINISHED.fullmatch(text, at)):
+        return 0
+    return len(text) - at
+
+
+def _may_begin(text: str, words: Iterable[str]) -> bool:
+    return any(word.startswith(text) for word in words)
 
 
 def _held(text: str, markers: Iterable[str]) -> int:
@@ -364,13 +523,12 @@ def _held(text: str, markers: Iterable[str]) -> int:
     return len(text) - at if at >= 0 and any(marker.startswith(text[at:]) for marker in markers) else 0
 
 
-def _name_in(text: str) -> str | None:
-    """The name that `>` ends, "" if it cannot be one, None if that is not known yet."""
-    found = NAME.match(text)
-    name = found[0] if found else ""
-    if len(name) == len(text):
-        return None
-    return name if text[len(name)] == ">" else ""
+def begins_call(text: str) -> bool | None:
+    """Whether this is a call, right after the wrapper's opening tag; None if that is not known yet."""
+    if OPENED.match(text):
+        return True
+    rest = text.lstrip()
+    return None if "<function".startswith(rest) or UNFINISHED.fullmatch(rest) else False
 
 
 def merge(parts: Iterable[Part]) -> list[Part]:

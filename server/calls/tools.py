@@ -1,30 +1,51 @@
-"""Tools: what a request offers, which of them it demands, and how an argument's text becomes JSON.
-
-The model writes arguments as text. The tool's JSON schema says what a text is: a string as it stands, or the JSON of
-a number, boolean, null, array or object. Text that is not what the schema allows is kept as a string: it is the
-caller who validates, and nothing is lost.
-"""
+"""Tools: what a request offers, and which of them it demands."""
 
 from __future__ import annotations
 
-import json
+import logging
 import re
-from typing import Any, Literal, NoReturn
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 
+from pilotfish.server import unused
+from pilotfish.server.calls.parameters import Parameters, Schema, check_names
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 
-Schema = dict[str, Any]
-
-NAME = re.compile(r"[^\s<>\"]{1,256}")
+NAME = re.compile(r"(?!')[^\s<>\"]{1,256}")
 MAX_TOOLS = 1024
-TOOL_FIELDS = frozenset({"type", "function", "cache_control"})
+TOOL_FIELDS = frozenset({"type", "function", "custom", "cache_control"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "cache_control"})
-SHOWN_FIELDS = frozenset({"name", "description", "parameters"})
-WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
-"""Some models write Python's constants."""
+CUSTOM_FIELDS = frozenset({"name", "description", "format", "cache_control"})
+SHOWN_FIELDS = ("name", "description", "parameters")
+INPUT = "input"
+"""The one parameter that the model fills of a tool that takes a text."""
+HOSTED = re.compile(
+    r"(web_search|web_fetch|code_execution|tool_search|file_search|code_interpreter|image_generation|computer"
+    r"|computer_use|mcp|mcp_toolset|local_shell|shell|apply_patch|advisor)(_tool)?(_(preview|regex|bm25))?"
+    r"(_[0-9_]{4,10})?"
+)
+"""Types of tools that run at OpenAI or Anthropic, or are known to their own models alone: left out here."""
+
+log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+class Custom(msgspec.Struct, frozen=True):
+    """A tool that takes a text. `syntax`: lark or regex, of the grammar that the text keeps to, if there is one."""
+
+    syntax: Literal["", "lark", "regex"] = ""
+    definition: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """`custom` of one that takes a text: then the parameters are INPUT alone."""
+
+    parameters: Parameters
+    strict: bool = False
+    custom: Custom | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -35,16 +56,33 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """`shown` is what the template prints, `schemas` the parameters' schemas by function."""
+    """`shown` is what the template prints, `offered` what may be called, by name."""
 
     shown: list[dict[str, Any]]
-    schemas: dict[str, Schema]
+    offered: dict[str, Tool]
     choice: ToolChoice
 
+    @property
+    def parameters(self) -> dict[str, Parameters]:
+        return {name: tool.parameters for name, tool in self.offered.items()}
 
-def function_tool(name: str, description: str | None, parameters: Schema | None) -> dict[str, Any]:
-    """A tool as chat completions have it."""
-    fields = {"name": name, "description": description, "parameters": parameters}
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the text of one of the tools keeps to a grammar of its own."""
+        return any(tool.custom is not None and tool.custom.syntax for tool in self.offered.values())
+
+    @property
+    def is_demanded(self) -> bool:
+        return self.choice.mode in ("required", "named")
+
+
+# -- as chat completions have them ---------------------------------------------------------------------------------
+
+
+def function_tool(
+    name: str, description: str | None, parameters: Schema | None, strict: bool | None = None
+) -> dict[str, Any]:
+    fields = {"name": name, "description": description, "parameters": parameters, "strict": strict}
     return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
@@ -52,131 +90,153 @@ def function_choice(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def custom_tool(name: str, description: str | None, form: dict[str, Any] | None) -> dict[str, Any]:
+    fields = {"name": name, "description": description, "format": form}
+    return {"type": "custom", "custom": {key: value for key, value in fields.items() if value is not None}}
+
+
+def allowed_choice(mode: str, names: Iterable[str]) -> dict[str, Any]:
+    allowed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def is_hosted(kind: Any) -> bool:
+    return isinstance(kind, str) and HOSTED.fullmatch(kind) is not None
+
+
+def leave_out(kind: str, notes: FieldNotes) -> None:
+    """Counts a tool that runs elsewhere, and says once of each type that the model is not shown it."""
+    notes.unused(unused.HOSTED)
+    if kind not in _told and len(_told) < MAX_TOOLS:
+        _told.add(kind)
+        log.warning("tools of type %s run elsewhere: they are left out of what the model is shown", kind)
+
+
 def read_tools(tools: list[Any] | None, choice: Any, notes: FieldNotes) -> Tools | None:
     """None where no tool may be called. Raises BadRequest naming the field."""
-    shown = [_read_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools or ())]
-    if len(shown) > MAX_TOOLS:
-        raise BadRequest(f"Want at most {MAX_TOOLS} tools, got {len(shown)}.", param="tools")
-    schemas: dict[str, Schema] = {}
-    for index, tool in enumerate(shown):
-        function = tool["function"]
-        if function["name"] in schemas:
-            raise BadRequest(f"Want different names, got {function['name']!r} twice.", param=f"tools[{index}]")
-        schemas[function["name"]] = function.get("parameters") or {}
-    chosen = _read_choice(choice, schemas)
-    return Tools(shown, schemas, chosen) if schemas and chosen.mode != "none" else None
-
-
-def _read_tool(tool: Any, where: str, notes: FieldNotes) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise BadRequest("Want an object with type 'function'.", param=f"{where}.type", code="unsupported_parameter")
-    notes.check(tool, TOOL_FIELDS, where)
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise BadRequest("Want an object.", param=f"{where}.function")
-    notes.check(function, FUNCTION_FIELDS, f"{where}.function")
-    name = function.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise BadRequest("Want a name of 1 to 256 characters without spaces.", param=f"{where}.function.name")
-    kinds: dict[str, type] = {"description": str, "parameters": dict, "strict": bool}
-    for field, kind in kinds.items():
-        if function.get(field) is not None and not isinstance(function[field], kind):
-            raise BadRequest(f"Want {kind.__name__}.", param=f"{where}.function.{field}")
-    # only what is for the model to read: `strict` is a promise about the decoder
-    return {"type": "function", "function": {field: function[field] for field in function if field in SHOWN_FIELDS}}
-
-
-def _read_choice(choice: Any, schemas: dict[str, Schema]) -> ToolChoice:
-    if choice is None or choice == "auto":
-        return ToolChoice("auto")
-    if choice == "none":
-        return ToolChoice("none")
-    if choice == "required":
-        if not schemas:
-            raise BadRequest("'tool_choice' wants 'tools'.", param="tool_choice")
-        return ToolChoice("required")
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest("Want 'none', 'auto', 'required', or a function by name.", param="tool_choice")
-    if function["name"] not in schemas:
-        raise BadRequest(f"No tool is called {function['name'][:100]!r}.", param="tool_choice.function.name")
-    return ToolChoice("named", function["name"])
-
-
-# -- arguments -----------------------------------------------------------------------------------------------------
-
-
-def argument_types(function: Schema, parameter: str) -> frozenset[str]:
-    """JSON types that the schema allows for a parameter; empty where it says nothing.
-
-    Each part of the schema is looked at once, whatever its references do.
-    """
-    properties = function.get("properties")
-    waiting = [properties.get(parameter)] if isinstance(properties, dict) else []
-    seen: set[int] = set()
-    found: set[str] = set()
-    while waiting:
-        schema = waiting.pop()
-        if not isinstance(schema, dict) or id(schema) in seen:
+    if len(tools or ()) > MAX_TOOLS:
+        raise BadRequest(f"Want at most {MAX_TOOLS} tools, got {len(tools or ())}.", param="tools")
+    shown: dict[str, dict[str, Any]] = {}
+    offered: dict[str, Tool] = {}
+    for index, given in enumerate(tools or ()):
+        if isinstance(given, dict) and is_hosted(given.get("type")):
+            leave_out(given["type"], notes)
             continue
-        seen.add(id(schema))
-        if isinstance(schema.get("$ref"), str):
-            waiting.append(resolve(schema["$ref"], function))
-        elif (own := _own_types(schema)) is not None:
-            found |= own
-        else:
-            for group in ("anyOf", "oneOf", "allOf"):
-                waiting += schema[group] if isinstance(schema.get(group), list) else []
-    return frozenset(found)
-
-
-def _own_types(schema: Schema) -> set[str] | None:
-    """Those that the schema names itself, or shows by its values; None if it does neither."""
-    given = schema.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, list):
-        return {name for name in given if isinstance(name, str)}
-    values = list(schema["enum"]) if isinstance(schema.get("enum"), list) else []
-    values += [schema["const"]] if "const" in schema else []
-    return {_type_of(value) for value in values} or None
-
-
-def resolve(reference: str, root: Schema) -> Any:
-    """`#/$defs/Name` in the function's own schema."""
-    if not reference.startswith("#"):
+        printed, tool = _read_tool(given, f"tools[{index}]", notes)
+        name = printed["function"]["name"]
+        if name in offered:
+            raise BadRequest(f"Want different names, got {name!r} twice.", param=f"tools[{index}]")
+        shown[name], offered[name] = printed, tool
+    chosen, allowed = _read_choice(choice, offered)
+    if chosen.mode == "none" or not allowed:
         return None
-    found: Any = root
-    for step in reference.lstrip("#/").split("/"):
-        found = found.get(step) if isinstance(found, dict) else None
-    return found
+    return Tools([shown[name] for name in allowed], {name: offered[name] for name in allowed}, chosen)
 
 
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    names = {int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+def _read_tool(tool: Any, where: str, notes: FieldNotes) -> tuple[dict[str, Any], Tool]:
+    """What the model is shown, and what it is."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in ("function", "custom"):
+        raise BadRequest(
+            "Want an object with type 'function' or 'custom'.", param=f"{where}.type", code="unsupported_parameter"
+        )
+    notes.check(tool, TOOL_FIELDS, where)
+    inner, where_inner = tool.get(kind), f"{where}.{kind}"
+    if not isinstance(inner, dict):
+        raise BadRequest("Want an object.", param=where_inner)
+    notes.check(inner, FUNCTION_FIELDS if kind == "function" else CUSTOM_FIELDS, where_inner)
+    name = inner.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise BadRequest("Want a name of 1 to 256 characters without spaces.", param=f"{where_inner}.name")
+    kinds: dict[str, type] = {"description": str, "parameters": dict, "strict": bool, "format": dict}
+    for field, wanted in kinds.items():
+        if inner.get(field) is not None and not isinstance(inner[field], wanted):
+            raise BadRequest(f"Want {wanted.__name__}.", param=f"{where_inner}.{field}")
+    if kind == "custom":
+        return _read_custom(name, inner, where_inner)
+    parameters = Parameters(inner.get("parameters"))
+    check_names(parameters, f"{where_inner}.parameters")
+    # only what is for the model to read: strict is a promise about the decoder
+    printed = {"type": "function", "function": {field: inner[field] for field in inner if field in SHOWN_FIELDS}}
+    return printed, Tool(parameters, strict=bool(inner.get("strict")))
 
 
-def is_text(types: frozenset[str]) -> bool:
-    """A string and nothing else: it needs no look at its end to be written."""
-    return types <= {"string"}
+def _read_custom(name: str, given: dict[str, Any], where: str) -> tuple[dict[str, Any], Tool]:
+    """Shown as a function of one text: the form has no other."""
+    custom = _read_format(given.get("format"), f"{where}.format")
+    description = given.get("description") or ""
+    if custom.syntax:
+        kind = "grammar in Lark" if custom.syntax == "lark" else "regular expression"
+        description += f"\n\nThe {INPUT} must match this {kind}:\n{custom.definition}"
+    schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    return function_tool(name, description.strip() or None, schema), Tool(Parameters(schema), custom=custom)
 
 
-def argument_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of an argument: its own text where that is JSON of an allowed type, else a string."""
-    stripped = text.strip()
-    written = WORDS.get(stripped.lower(), stripped)
-    try:
-        value = json.loads(written, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    kind = _type_of(value)
-    fits = kind in types or (kind == "integer" and "number" in types)
-    fits = fits or ("integer" in types and isinstance(value, float) and value.is_integer())
-    return written if fits and kind != "string" else json.dumps(text, ensure_ascii=False)
+def _read_format(given: dict[str, Any] | None, where: str) -> Custom:
+    """Chat completions hold a grammar in an object of its own, Responses do not."""
+    kind = given.get("type") if given is not None else "text"
+    if given is None or kind == "text":
+        return Custom()
+    if kind != "grammar":
+        raise BadRequest("Want type text or grammar.", param=f"{where}.type")
+    holder = given["grammar"] if isinstance(given.get("grammar"), dict) else given
+    syntax, definition = holder.get("syntax"), holder.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise BadRequest("Want lark or regex.", param=f"{where}.syntax")
+    if not isinstance(definition, str) or not definition:
+        raise BadRequest("Want a grammar.", param=f"{where}.definition")
+    return Custom(syntax, definition)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def _read_choice(choice: Any, offered: dict[str, Tool]) -> tuple[ToolChoice, list[str]]:
+    """The choice, and the names of what may be called."""
+    names = list(offered)
+    if choice is None or choice == "auto":
+        return ToolChoice("auto"), names
+    if choice == "none":
+        return ToolChoice("none"), []
+    if choice == "required":
+        if not names:
+            raise BadRequest("'tool_choice' wants 'tools'.", param="tool_choice")
+        return ToolChoice("required"), names
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _read_allowed(choice, offered)
+    name = _chosen(choice)
+    if name is None:
+        raise BadRequest("Want 'none', 'auto', 'required', allowed_tools, or a function by name.", param="tool_choice")
+    if name not in offered:
+        raise BadRequest(f"No tool is called {name[:100]!r}.", param="tool_choice.function.name")
+    return ToolChoice("named", name), names
+
+
+def _chosen(choice: Any) -> str | None:
+    """The name in `{"type": "function", "function": {"name": ..}}`, or the same of custom."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    inner = choice.get(kind) if kind in ("function", "custom") else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _read_allowed(choice: dict[str, Any], offered: dict[str, Tool]) -> tuple[ToolChoice, list[str]]:
+    """Those that are not allowed are not shown either. Hosted ones may be in the list: they are left out."""
+    given = choice.get("allowed_tools")
+    mode = given.get("mode") if isinstance(given, dict) else None
+    listed = given.get("tools") if isinstance(given, dict) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise BadRequest("Want a mode of auto or required, and tools.", param="tool_choice.allowed_tools")
+    allowed = set()
+    for index, entry in enumerate(listed):
+        if isinstance(entry, dict) and is_hosted(entry.get("type")):
+            continue
+        name = _chosen(entry)
+        if name not in offered:
+            shown = name[:100] if name is not None else entry
+            raise BadRequest(f"No tool is called {shown!r}.", param=f"tool_choice.allowed_tools.tools[{index}]")
+        allowed.add(name)
+    names = [name for name in offered if name in allowed]
+    if mode == "required" and not names:
+        raise BadRequest("No tool that is allowed can be called here.", param="tool_choice.allowed_tools")
+    return ToolChoice(mode), names

@@ -8,8 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from pilotfish.server.answer import LOWEST_LOGPROB, OpenAiFormat, usage_of
-from pilotfish.server.calls.parser import CallArguments, CallOpened, Part, Said
-from pilotfish.server.calls.whole import Call, WholeCalls
+from pilotfish.server.calls.parser import Call, CallArguments, CallOpened, Part, Said
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.protocol import Response
 
@@ -98,8 +97,10 @@ class ChatFormat(OpenAiFormat):
         return chunks
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
-        """One chunk for each part; tokens come with the first, the end with the last."""
-        deltas = [delta for part in piece.parts if (delta := self._delta(part)) is not None]
+        """One chunk for each part; tokens come with the first, the end with the last, but never with a call's."""
+        deltas = [delta for part in piece.parts for delta in self._deltas(part)]
+        if piece.finish_reason is not None and deltas and deltas[-1].tool_calls is not UNSET:
+            deltas.append(ChatDelta())
         if not deltas and not piece.tokens and piece.finish_reason is None:
             return []
         choices = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas or [ChatDelta()]]
@@ -113,25 +114,25 @@ class ChatFormat(OpenAiFormat):
         )
         return [self._chunk([entry], choice) for entry in choices]
 
-    def _delta(self, part: Part) -> ChatDelta | None:
-        """What a client sees of a part, if anything."""
+    def _deltas(self, part: Part) -> list[ChatDelta]:
+        """What a client sees of a part, if anything. A whole call comes as OpenAI's do: its name, then arguments."""
         if isinstance(part, Said):
             if part.kind == "content":
-                return ChatDelta(content=part.text)
+                return [ChatDelta(content=part.text)]
             shown = self._plan.include_reasoning
-            return ChatDelta(reasoning=part.text, reasoning_content=part.text) if shown else None
+            return [ChatDelta(reasoning=part.text, reasoning_content=part.text)] if shown else []
+        if isinstance(part, Call):
+            opened, arguments = CallOpened(part.index, part.id, part.name), CallArguments(part.index, part.arguments)
+            return [*self._deltas(opened), *self._deltas(arguments)]
         if isinstance(part, CallOpened):
             function = CalledFunction(name=part.name, arguments="")
-            return ChatDelta(tool_calls=[ToolCall(index=part.index, id=part.id, type="function", function=function)])
-        if isinstance(part, CallArguments):
-            return ChatDelta(tool_calls=[ToolCall(index=part.index, function=CalledFunction(arguments=part.text))])
-        return None
+            return [ChatDelta(tool_calls=[ToolCall(index=part.index, id=part.id, type="function", function=function)])]
+        return [ChatDelta(tool_calls=[ToolCall(index=part.index, function=CalledFunction(arguments=part.text))])]
 
     def _message(self, parts: Sequence[Part]) -> ChatMessage:
-        """The parts as a whole; calls that broke off are text."""
         content = "".join(part.text for part in parts if isinstance(part, Said) and part.kind == "content")
         reasoning = "".join(part.text for part in parts if isinstance(part, Said) and part.kind == "reasoning")
-        calls = _complete_calls(parts)
+        calls = [_tool_call(part) for part in parts if isinstance(part, Call)]
         shown = reasoning if reasoning and self._plan.include_reasoning else UNSET
         return ChatMessage(
             content=content or (None if calls else ""),
@@ -173,9 +174,5 @@ class ChatFormat(OpenAiFormat):
         return self._tokenizer.token_text(token_id), value, list(self._tokenizer.bytes_of(token_id))
 
 
-def _complete_calls(parts: Sequence[Part]) -> list[ToolCall]:
-    return [
-        ToolCall(id=part.id, type="function", function=CalledFunction(name=part.name, arguments=part.arguments))
-        for part in WholeCalls().push(parts)
-        if isinstance(part, Call)
-    ]
+def _tool_call(call: Call) -> ToolCall:
+    return ToolCall(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))

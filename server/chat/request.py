@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from pilotfish.engine.link.messages import Ready
 from pilotfish.server import dialects
-from pilotfish.server.calls.parser import CALL, END_THINK, FUNCTION, THINK, AnswerRules
+from pilotfish.server.calls.parser import END_THINK, THINK, AnswerRules
 from pilotfish.server.calls.tools import Tools, read_tools
 from pilotfish.server.chat.history import check_messages, place_system
 from pilotfish.server.chat.thinking import ReasoningField, ThinkingField, Wish, template_values
@@ -43,14 +43,23 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
     thinking_token_budget: Count | None = None
     stop_in_reasoning: bool | None = None
+    stream_tool_arguments: bool | None = None
 
     @classmethod
     def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
         return dialects.with_switches(dialects.with_usage(raw))
 
 
-def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> tuple[str, AnswerRules | None]:
-    """The text, and the rules where the answer has parts. Raises BadRequest naming the field."""
+class ChatPrompt(Struct, frozen=True):
+    """The text, the rules where the answer has parts, and what may be called."""
+
+    text: str
+    answer: AnswerRules | None
+    tools: Tools | None
+
+
+def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes, *, pieces: bool = False) -> ChatPrompt:
+    """`pieces`: calls are told as they are written where the request says nothing. Raises BadRequest."""
     template = files.chat_template
     if template is None:
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
@@ -59,10 +68,9 @@ def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> t
     values = template_values(request.chat_template_kwargs or {}, _wish(request), template.variables, notes)
     text = _render(request, template, messages, tools, values)
     begun = messages[-1]["content"] if request.continue_final_message else None
-    answer = _answer_rules(request, files, text, tools, begun)
-    if answer is not None and answer.forced:
-        text = _close_thinking(text) + answer.forced
-    return text, answer
+    if tools is not None and tools.is_demanded:
+        text = _close_thinking(text)
+    return ChatPrompt(text, _answer_rules(request, files, text, tools, begun, pieces), tools)
 
 
 def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, notes: FieldNotes) -> list[int]:
@@ -148,31 +156,27 @@ def _tools(request: ChatRequest, files: ModelFiles, notes: FieldNotes) -> Tools 
     if not files.parses_tool_calls or template is None or "tools" not in template.variables:
         raise BadRequest("This model's chat template has no tools that are known here.", param="tools")
     new_turn = request.add_generation_prompt is not False and not request.continue_final_message
-    if tools.choice.mode in ("required", "named") and not new_turn:
+    if tools.is_demanded and not new_turn:
         raise BadRequest("A call can only be demanded in a new turn.", param="add_generation_prompt")
     return tools
 
 
 def _answer_rules(
-    request: ChatRequest, files: ModelFiles, text: str, tools: Tools | None, begun: str | None
+    request: ChatRequest, files: ModelFiles, text: str, tools: Tools | None, begun: str | None, pieces: bool
 ) -> AnswerRules | None:
     """None where the answer has no parts to tell apart. `begun` is its beginning where that stands in the messages."""
     if tools is None and not files.parses_reasoning:
         return None
-    forced, named = "", tools.choice.named if tools is not None else ""
-    if tools is not None and tools.choice.mode in ("required", "named"):
-        forced = f"{CALL}\n{FUNCTION}" + (f"{named}>\n" if named else "")
     thinking: Literal["none", "look", "open"] = "none"
     if files.parses_reasoning and begun is not None:
         thinking = "open" if begun.rfind(THINK) > begun.rfind(END_THINK) else "none"
-    elif files.parses_reasoning and not forced:
+    elif files.parses_reasoning and (tools is None or not tools.is_demanded):
         thinking = "open" if _is_thinking(text) else "look"
     return AnswerRules(
         thinking=thinking,
-        tools=tools.schemas if tools else None,
-        forced=forced,
-        named=named,
+        tools=tools.parameters if tools else None,
         single=request.parallel_tool_calls is False,
+        pieces=pieces if request.stream_tool_arguments is None else request.stream_tool_arguments,
     )
 
 

@@ -67,6 +67,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     root_path: str = ""
     any_model_name: bool = False
     strict_fields: bool = False
+    stream_tool_arguments: bool = False
     core: str = DEFAULT_CORE
     engine_environment: Mapping[str, str] | None = None
     close_seconds: float = 10.0
@@ -125,6 +126,7 @@ def make_app(
         started=int(time.time()),
         any_model_name=options.any_model_name,
         strict_fields=options.strict_fields,
+        tool_pieces=options.stream_tool_arguments,
         limiter=Limiter(keys.limits),
         bodies=Bodies(shared=has_keys),
     )

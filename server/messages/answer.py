@@ -8,9 +8,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from pilotfish.server.answer import usage_of
-from pilotfish.server.calls.parser import Kind, Said
-from pilotfish.server.calls.whole import Call, WholeCalls
+from pilotfish.server.answer import shown_parts, usage_of
+from pilotfish.server.calls.parser import Call, Kind, Said
 from pilotfish.server.errors import ApiError, ContextExceeded
 from pilotfish.server.generation import Choice, Piece
 from pilotfish.server.plan import Plan
@@ -178,7 +177,6 @@ class MessagesFormat:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._calls = WholeCalls(reasoning=plan.include_reasoning)
         self._index = 0
         self._kind: Kind | None = None
 
@@ -194,8 +192,11 @@ class MessagesFormat:
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Event]:
         events: list[Event] = []
-        for part in self._calls.push(piece.parts):
-            events += self._close() + self._use(part) if isinstance(part, Call) else self._say(part)
+        for part in shown_parts(piece.parts, self._plan):
+            if isinstance(part, Call):
+                events += self._close() + self._use(part)
+            elif isinstance(part, Said):
+                events += self._say(part)
         return events
 
     def closing(self, choices: Sequence[Choice]) -> list[Event]:
@@ -205,10 +206,10 @@ class MessagesFormat:
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Message:
         (piece,) = pieces
         blocks: list[Block] = []
-        for part in self._calls.push(piece.parts):
+        for part in shown_parts(piece.parts, self._plan):
             if isinstance(part, Call):
                 blocks.append(_tool_use(part, part.arguments))
-            else:
+            elif isinstance(part, Said):
                 blocks.append(Thinking(part.text, self._plan.id) if part.kind == "reasoning" else Text(part.text))
         return self._message(blocks, *_stop_of(piece.finish_reason, piece.stop_reason), self._usage(choices))
 

@@ -11,9 +11,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from pilotfish.server.answer import usage_of
-from pilotfish.server.calls.parser import Said
-from pilotfish.server.calls.whole import Call, WholeCalls
+from pilotfish.server.answer import shown_parts, usage_of
+from pilotfish.server.calls.parser import Call, Said
 from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece
 from pilotfish.server.plan import Plan
@@ -210,7 +209,6 @@ class ResponsesFormat:
         self._request = request
         self._plan = plan
         self._keep = keep
-        self._calls = WholeCalls(reasoning=plan.include_reasoning)
         self._numbers = itertools.count()
         self._items: list[Item] = []
         self._open: _Open | None = None
@@ -229,8 +227,11 @@ class ResponsesFormat:
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Event]:
         events: list[Event] = []
-        for part in self._calls.push(piece.parts):
-            events += self._close("completed") + self._call(part) if isinstance(part, Call) else self._say(part)
+        for part in shown_parts(piece.parts, self._plan):
+            if isinstance(part, Call):
+                events += self._close("completed") + self._call(part)
+            elif isinstance(part, Said):
+                events += self._say(part)
         return events
 
     def closing(self, choices: Sequence[Choice]) -> list[Event]:

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 
 PARAMETERS = {
@@ -76,6 +75,6 @@ def test_a_stream_has_the_same_call(demo_client):
     assert [("order_fish", json.loads("".join(pieces)))] == ask(demo_client, tool_choice=NAMED, temperature=0)
 
 
-def test_min_tokens_does_not_go_with_a_demanded_call(demo_client):
-    with pytest.raises(openai.BadRequestError, match="min_tokens"):
-        ask(demo_client, tool_choice="required", extra_body={"min_tokens": 5})
+def test_min_tokens_give_way_to_the_end_of_a_demanded_call(demo_client):
+    named = ask(demo_client, tool_choice=NAMED, temperature=0)
+    assert ask(demo_client, tool_choice=NAMED, temperature=0, extra_body={"min_tokens": 150}) == named

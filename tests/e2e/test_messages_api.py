@@ -208,10 +208,9 @@ def test_tools_and_their_results(client, prompt_of):
 
 
 def test_tool_choice(client):
-    forced = CALL.removeprefix("<tool_call>\n<function=weather>\n")
-    answer = create(client, forced, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
+    answer = create(client, CALL, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
     assert answer.content[0].input == {"city": "Zürich", "days": 3}
-    answer = create(client, "weather>\n" + forced, tools=TOOLS, tool_choice={"type": "any"})
+    answer = create(client, CALL, tools=TOOLS, tool_choice={"type": "any"})
     assert answer.content[0].name == "weather"
     none = create(client, CALL, tools=TOOLS, tool_choice={"type": "none"})
     assert none.content[0].text == CALL
@@ -222,9 +221,8 @@ def test_tool_choice(client):
 def test_a_call_that_breaks_off_is_text_and_never_a_tool_use(client):
     """An agent runs what it is handed: half a command is not handed out."""
     half = "<tool_call>\n<function=weather>\n<parameter=city>\nZür"
-    for fields in ({"max_tokens": len(half.encode())}, {"stop_sequences": ["ich"]}, {}):
-        reply = half + ("ich" if "stop_sequences" in fields else "")
-        answer = create(client, reply, tools=TOOLS, **fields)
+    for fields in ({"max_tokens": len(half.encode())}, {"stop_sequences": ["ür"]}, {}):
+        answer = create(client, half, tools=TOOLS, **fields)
         assert [(block.type, block.text) for block in answer.content] == [("text", half)]
         assert answer.stop_reason != "tool_use"
 

@@ -207,10 +207,9 @@ def test_answers_that_follow_each_other_stay_apart(prompt_of):
 
 
 def test_tool_choice(client):
-    forced = CALL.removeprefix("<tool_call>\n<function=weather>\n")
-    answer = create(client, forced, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
+    answer = create(client, CALL, tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
     assert json.loads(answer.output[0].arguments) == {"city": "Zürich", "days": 3}
-    answer = create(client, "weather>\n" + forced, tools=[TOOL], tool_choice="required")
+    answer = create(client, CALL, tools=[TOOL], tool_choice="required")
     assert answer.output[0].name == "weather"
     assert create(client, CALL, tools=[TOOL], tool_choice="none").output_text == CALL
     assert len(create(client, CALL + CALL, tools=[TOOL], parallel_tool_calls=False).output) == 1

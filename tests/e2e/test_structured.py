@@ -65,7 +65,6 @@ def test_vllm_s_fields(demo_client, written):
         ({"guided_json": {"type": "nonsense"}}, "json_schema"),
         ({"structured_outputs": {"grammar": "start: nowhere"}}, "grammar"),
         ({"guided_json": {}, "guided_regex": "a"}, "one grammar"),
-        ({"guided_regex": "a+", "min_tokens": 4}, "min_tokens"),
         ({"response_format": {"type": "yaml"}}, "json_object"),
     ],
 )
@@ -103,7 +102,54 @@ def test_after_all_of_them_the_engine_is_the_first_one(demo_client):
     assert "\npilotfish_engine_restarts_total 0.0" in metrics
 
 
-def test_tools_and_a_schema_together_are_refused(demo_client):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        demo_client.chat.completions.create(response_format=FORMAT, tools=[tool], **BASE)
+def test_min_tokens_hold_as_long_as_the_grammar_can_go_on(demo_client, written):
+    def complete(regex, least):
+        extra = {"guided_regex": regex, "min_tokens": least}
+        answer = demo_client.completions.create(
+            model="scripted", prompt="x", temperature=0, max_tokens=40, extra_body=extra
+        )
+        return answer.usage.completion_tokens, answer.choices[0].text
+
+    short = complete("(a|b)+", 0)
+    longer = complete("(a|b)+", 12)
+    assert longer[0] >= 12 and longer[1].startswith(short[1])
+    assert complete("abc", 30)[1] == "abc"
+    assert same(written, "least", longer) == longer
+
+
+def test_json_object_with_a_schema_is_held_to_it(demo_client):
+    form = {
+        "type": "json_object",
+        "schema": {
+            "type": "object",
+            "properties": {"n": {"enum": [7]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
+    }
+    answer = demo_client.chat.completions.create(extra_body={"response_format": form}, **BASE)
+    assert json.loads(answer.choices[0].message.content)["n"] == 7
+
+
+def test_what_a_schema_says_beyond_the_grammar_is_told_or_refused(demo_client):
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2, "not": {"const": []}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    told = demo_client.chat.completions.with_raw_response.create(response_format=form, **BASE)
+    assert told.headers["X-Schema-Left-Out"] in ("uniqueItems, not", "not, uniqueItems")
+    assert len(json.loads(told.parse().choices[0].message.content)) <= 2
+    form["json_schema"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        demo_client.chat.completions.create(response_format=form, **BASE)
+
+
+def test_tools_and_a_schema_together_are_calls_or_content_that_fits(demo_client, written):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"enum": [1, 2]}}}}}
+    answer = demo_client.chat.completions.create(response_format=FORMAT, tools=[tool], temperature=0, **BASE)
+    message = answer.choices[0].message
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+    assert bool(calls) != bool(message.content)
+    if calls:
+        assert all(name == "f" and values in ({}, {"n": 1}, {"n": 2}) for name, values in calls)
+    elif answer.choices[0].finish_reason == "stop":
+        json.loads(message.content)
+    assert same(written, "both", (calls, message.content)) == (calls, message.content)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import urllib.request
 
 import aiohttp
 import openai
@@ -98,9 +99,10 @@ def test_a_whole_answer_has_the_official_shape(client):
     assert plain.content == "x" and plain.tool_calls is None
 
 
-def test_arguments_come_in_pieces(client):
+def test_arguments_come_in_pieces_to_those_who_ask(client):
     reply = BEGIN + "<parameter=city>\n" + "abcdefgh" * 20 + "\n</parameter>\n" + END
-    chunks = list(ask(client, reply, runs=(4,), stream=True, delay=0.005))
+    pieces = {"stream_tool_arguments": True}
+    chunks = list(ask(client, reply, runs=(4,), stream=True, delay=0.005, extra_body=pieces))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert deltas[0].function.name == "get_weather" and deltas[0].function.arguments == ""
     assert all(delta.id is None and delta.function.name is None for delta in deltas[1:])
@@ -126,23 +128,16 @@ def test_one_call_only(client):
     assert usage.completion_tokens == len(("x " + BEGIN + ARGUMENTS + "</function>").encode())
 
 
-@pytest.mark.parametrize(
-    ("choice", "reply", "forced"),
-    [
-        ("required", "get_weather>\n" + ARGUMENTS + END, "<tool_call>\n<function="),
-        ({"type": "function", "function": {"name": "get_weather"}}, ARGUMENTS + END, BEGIN),
-    ],
-)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_call_that_is_demanded_begins_in_the_prompt(client, server, choice, reply, forced, thinking):
+def test_a_call_that_is_demanded_begins_the_answer(client, server, choice, thinking):
     fields = {"tool_choice": choice, "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}}}
     for stream, read in ((False, whole), (True, collect)):
-        answer = ask(client, reply, stream=stream, **fields)
-        assert read(answer) == ("", "", [WEATHER_CALL], "tool_calls")
+        assert read(ask(client, CALL, stream=stream, **fields)) == ("", "", [WEATHER_CALL], "tool_calls")
     fields["extra_body"]["return_token_ids"] = True
-    prompt = prompt_of(server, ask(client, reply, **fields))
+    prompt = prompt_of(server, ask(client, CALL, **fields))
     closed = "<think>\n\n</think>\n\n" if thinking else ""
-    assert prompt.endswith(f"assistant\n{closed}{forced}")
+    assert prompt.endswith(f"assistant\n{closed}")
 
 
 def test_what_may_not_be_called_is_not_shown(client, server):
@@ -151,15 +146,63 @@ def test_what_may_not_be_called_is_not_shown(client, server):
     assert "Weather of a city" not in prompt_of(server, answer)
 
 
-@pytest.mark.parametrize("limit", [5, 20, 40, 60, 90, len(CALL.encode()) - 20])
+REBOOT = {
+    "type": "function",
+    "function": {"name": "reboot", "parameters": {"type": "object", "properties": {"when": {"type": "string"}}}},
+}
+CALL_REBOOT = "<tool_call>\n<function=reboot>\n<parameter=when>\nnever\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("limit", range(1, len(CALL_REBOOT.encode()), 3))
 def test_a_call_cut_off_is_text(client, limit):
-    text = CALL.encode()[:limit].decode(errors="replace")
-    assert whole(ask(client, CALL, max_tokens=limit)) == (text, "", [], "length")
-    content, _, calls, finish = collect(ask(client, CALL, max_tokens=limit, stream=True))
-    assert (content, finish) == (text, "length")
-    for _, arguments in calls:
-        with pytest.raises(ValueError):
-            json.loads(arguments)
+    complete = limit >= CALL_REBOOT.index("</function>") + len("</function>")
+    expected = ("", "", [("reboot", '{"when": "never"}')], "length")
+    if not complete:
+        expected = (CALL_REBOOT[:limit], "", [], "length")
+    for stream, read in ((False, whole), (True, collect)):
+        assert read(ask(client, CALL_REBOOT, tools=[REBOOT], max_tokens=limit, stream=stream)) == expected
+
+
+def test_calls_before_one_that_is_cut_off_go_out(client):
+    reply = CALL + "\n" + CALL_REBOOT
+    for stream, read in ((False, whole), (True, collect)):
+        answer = ask(client, reply, tools=[WEATHER, REBOOT], max_tokens=len(CALL.encode()) + 40, stream=stream)
+        assert read(answer) == (CALL_REBOOT[:39], "", [WEATHER_CALL], "length")
+
+
+def test_a_call_goes_out_when_it_is_whole(client):
+    chunks = list(ask(client, CALL + "\n" + CALL_CLOCK, runs=(3,), stream=True, delay=0.002))
+    told = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert [(call.index, call.function.name, call.function.arguments) for call in told] == [
+        (0, "get_weather", ""),
+        (0, None, WEATHER_CALL[1]),
+        (1, "clock", ""),
+        (1, None, "{}"),
+    ]
+    assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks if chunk.choices[0].finish_reason)
+
+
+@pytest.mark.parametrize("stop", ["never", "\n", "</tool_call>", "</function>", "</parameter>", "when>\nn", "e"])
+def test_stop_strings_do_not_cut_calls(client, stop):
+    for stream, read in ((False, whole), (True, collect)):
+        content, _, calls, finish = read(ask(client, CALL_REBOOT + "abc", tools=[REBOOT], stop=[stop], stream=stream))
+        assert calls == [("reboot", '{"when": "never"}')] and finish == "tool_calls"
+        assert content == "abc"
+    beside = whole(ask(client, "x " + CALL_REBOOT + " y never z", tools=[REBOOT], stop=["never"]))
+    assert beside == ("x y ", "", [("reboot", '{"when": "never"}')], "tool_calls")
+    assert whole(ask(client, "<tool_call> never", tools=[REBOOT], stop=["never"]))[0] == "<tool_call> "
+
+
+def test_a_call_being_written_is_no_silence(server, monkeypatch):
+    monkeypatch.setattr("pilotfish.server.handlers.HEARTBEAT_SECONDS", 0.05)
+    reply = BEGIN + "<parameter=city>\n" + "abc" * 20 + "\n</parameter>\n" + END
+    messages = [{"role": "user", "content": script(reply=reply, delay=0.01)}]
+    body = json.dumps({"messages": messages, "tools": [WEATHER], "stream": True}).encode()
+    request = urllib.request.Request(server.v1 + "/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        events = response.read().decode().split("\n\n")
+    assert events.count(": waiting") >= 3
+    assert sum("tool_calls" in event for event in events) == 3
 
 
 def test_calls_and_results_go_back(client, server):
@@ -244,7 +287,7 @@ def test_spoilt_tools_and_histories_are_answered_or_refused(server):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice.function.name"),
         ({"tool_choice": "required", "extra_body": {"add_generation_prompt": False}}, "add_generation_prompt"),
     ],

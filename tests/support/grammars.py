@@ -15,7 +15,7 @@ class MadeGrammars:
         self.make = make
 
     def ask(self, grammar: Any, eos_token_ids: Any, api_key: str = "") -> Ticket:
-        return Ticket(None, constraint=self.make(), done=True)
+        return Ticket(grammar, constraint=self.make(), done=True)
 
     def drop(self, ticket: Ticket) -> bool:
         return True
@@ -33,7 +33,7 @@ class HeldGrammars(MadeGrammars):
         self.is_compiling = False
 
     def ask(self, grammar: Any, eos_token_ids: Any, api_key: str = "") -> Ticket:
-        self.tickets.append(Ticket(None))
+        self.tickets.append(Ticket(grammar))
         return self.tickets[-1]
 
     def drop(self, ticket: Ticket) -> bool:

@@ -69,8 +69,8 @@ class Matchers:
     def ask(self, grammar: Grammar, eos_token_ids: tuple[int, ...], *_: object) -> Ticket:
         """See GrammarLibrary: it is there at once."""
         matcher = compile_form(library_form(grammar), self._tokenizer(eos_token_ids))
-        constraint = Constraint(matcher, grammar.after_token_id)
-        return Ticket(grammar.after_token_id, constraint=constraint, done=True)
+        constraint = Constraint(matcher, grammar.after_token_id, grammar.min_tokens, grammar.ends)
+        return Ticket(grammar, constraint=constraint, done=True)
 
     def drop(self, ticket: Ticket) -> None:
         """See GrammarLibrary: nothing is on its way."""

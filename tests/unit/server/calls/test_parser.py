@@ -6,9 +6,10 @@ import random
 import pytest
 from answer_reference import read_answer
 
-from pilotfish.server.calls.parser import AnswerParser, AnswerRules, CallArguments, CallClosed, CallOpened, Said, merge
+from pilotfish.server.calls.parameters import Parameters
+from pilotfish.server.calls.parser import AnswerParser, AnswerRules, Call, CallArguments, CallOpened, Said, merge
 
-TOOLS = {
+SCHEMAS = {
     "f": {
         "properties": {
             "s": {"type": "string"},
@@ -19,6 +20,7 @@ TOOLS = {
     },
     "g": {},
 }
+TOOLS = {name: Parameters(schema) for name, schema in SCHEMAS.items()}
 
 
 def call(name="f", **arguments):
@@ -26,31 +28,23 @@ def call(name="f", **arguments):
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
-def parse(pieces, **rules):
-    """Parts, merged, and the calls' names; ids are drawn anew each time."""
+def parse(pieces, cut=False, **rules):
+    """Parts, merged; ids are drawn anew each time."""
     parser = AnswerParser(AnswerRules(**{"tools": TOOLS, **rules}))
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
-    names = [(part.index, part.name) for part in parts if isinstance(part, CallOpened)]
-    return merge(part for part in parts if not isinstance(part, CallOpened)), names
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush(cut=cut)
+    assert parser.finished or parser.position == len("".join(pieces))
+    return [part if isinstance(part, Said) else (part.index, part.name, part.arguments) for part in merge(parts)]
 
 
 def answer(pieces, **rules):
-    """(reasoning, content, complete calls), as the reference has it."""
-    parser = AnswerParser(AnswerRules(**{"tools": TOOLS, **rules}))
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
-    said = {"reasoning": "", "content": ""}
-    names, arguments, calls = {}, {}, []
-    for part in parts:
+    """(reasoning, content, calls), as the reference has it."""
+    said, calls = {"reasoning": "", "content": ""}, []
+    for part in parse(pieces, **rules):
         if isinstance(part, Said):
             said[part.kind] += part.text
-        elif isinstance(part, CallOpened):
-            assert part.index == len(names)
-            names[part.index], arguments[part.index] = part.name, ""
-        elif isinstance(part, CallArguments):
-            arguments[part.index] += part.text
-        elif part.complete:
-            calls.append((names[part.index], json.loads(arguments[part.index])))
-    assert parser.num_calls == len(calls)
+        else:
+            assert part[0] == len(calls)
+            calls.append((part[1], json.loads(part[2])))
     return said["reasoning"], said["content"], calls
 
 
@@ -84,6 +78,15 @@ def check_all_splits(text, seed=0, **rules):
         (call(s='"quoted" \\ \t <b>&</b> € 😀'), "", [("f", {"s": '"quoted" \\ \t <b>&</b> € 😀'})]),
         (call(s=""), "", [("f", {"s": ""})]),
         (call(s="</function></tool_call><parameter=i>"), "", [("f", {"s": "</function></tool_call><parameter=i>"})]),
+        (call(s="a </parameter> b", i="1"), "", [("f", {"s": "a </parameter> b", "i": 1})]),
+        (call(s="x\n" + call(s="1", i="2") + "\ny"), "", [("f", {"s": "x\n" + call(s="1", i="2") + "\ny"})]),
+        (call(s=call(s="1") + "\n" + call("g")), "", [("f", {"s": call(s="1") + "\n" + call("g")})]),
+        (call(s="use <parameter=i> here"), "", [("f", {"s": "use <parameter=i> here"})]),
+        (
+            call(s="r'<parameter=edits>\n(.*?)\n</parameter>'\nx"),
+            "",
+            [("f", {"s": "r'<parameter=edits>\n(.*?)\n</parameter>'\nx"})],
+        ),
         (call(i="seven", o="{"), "", [("f", {"i": "seven", "o": "{"})]),
         (call(m="null"), "", [("f", {"m": None})]),
         (call("unknown", a="1"), "", [("unknown", {"a": "1"})]),
@@ -98,6 +101,13 @@ def check_all_splits(text, seed=0, **rules):
         ("<function=unknown>\n</function>", "<function=unknown>\n</function>", []),
         ("use <tool_call> wisely", "use <tool_call> wisely", []),
         ('<tool_call>\n{"name": "f"}\n</tool_call>', '<tool_call>\n{"name": "f"}\n</tool_call>', []),
+        (
+            '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+            [],
+        ),
+        # a call that is never closed may hold another in its value: none is guessed
+        (call(s="a")[:-33] + call("g"), call(s="a")[:-33] + call("g"), []),
         ("<tool_call>\n<function=>", "<tool_call>\n<function=>", []),
         ("<tool_call><function=a b>", "<tool_call><function=a b>", []),
         ("a <tool_call>\n<function=f> what?", "a <tool_call>\n<function=f> what?", []),
@@ -168,33 +178,117 @@ def test_a_single_call_ends_the_answer():
     assert parser.finished
 
 
-def test_an_answer_whose_beginning_stood_in_the_prompt():
-    rest = "\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>"
-    assert check_all_splits(rest, forced="<tool_call>\n<function=f>\n") == ("", "", [("f", {"s": "x"})])
-    assert check_all_splits("f>" + rest, forced="<tool_call>\n<function=") == ("", "", [("f", {"s": "x"})])
-    assert check_all_splits("no, thanks", forced="<tool_call>\n<function=")[1] == "<tool_call>\n<function=no, thanks"
+DRIFT = {
+    "the last closing tag is missing": ("<parameter=s>\nx\n", {"s": "x"}),
+    "a closing tag is missing before the next": (
+        "<parameter=s>\nx\n<parameter=i>\n7\n</parameter>\n",
+        {"s": "x", "i": 7},
+    ),
+    "both are": ("<parameter=s>\nx\n<parameter=i>\n7\n", {"s": "x", "i": 7}),
+    "one line": ("<parameter=i>7<parameter=s>x</parameter>", {"i": 7, "s": "x"}),
+    "quoted names": ('<parameter="s">\nx\n</parameter>\n', {"s": "x"}),
+    "names as attributes": ('<parameter name="s">\nx\n</parameter>\n', {"s": "x"}),
+    "single quotes": ("<parameter='s'>\nx\n</parameter>\n", {"s": "x"}),
+    "spaces": ("<parameter = s>\nx\n</parameter>\n", {"s": "x"}),
+    "no end of the tag": ("<parameter=s\nx\n</parameter>\n", {"s": "x"}),
+    "closed twice": ("<parameter=s>\nx\n</parameter>\n</parameter>\n", {"s": "x"}),
+    "closed by another word": ("<parameter=s>\nx\n</parameter1>\n", {"s": "x"}),
+    "closed with a slash": ("<parameter=s>\nx\n</parameter/>\n", {"s": "x"}),
+    "closed by its name": ("<parameter=s>\nx\n</s>\n<parameter=i>\n7\n</parameter>\n", {"s": "x", "i": 7}),
+    "fused": ("<parameter=s>\nx\n</parameter_function>\n", {"s": "x"}),
+    "arguments as JSON": ('\n{"s": "x", "i": 7}\n', {"s": "x", "i": 7}),
+    "Python's constants": ("<parameter=o>\n{'a': True, 'b': None}\n</parameter>\n", {"o": {"a": True, "b": None}}),
+}
 
 
-def test_strings_stream_and_names_come_first():
+@pytest.mark.parametrize(("body", "arguments"), DRIFT.values(), ids=DRIFT)
+def test_drift_with_one_reading_is_read(body, arguments):
+    text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+    assert check_all_splits(text) == ("", "", [("f", arguments)])
+    assert check_all_splits("a " + text + "\n" + text) == ("", "a", [("f", arguments)] * 2)
+
+
+@pytest.mark.parametrize(
+    "head", ['<function="f">', '<function name="f">', "<function='f'>", "<function = f>", "<function=f"]
+)
+@pytest.mark.parametrize("wrapper", ["<tool_call>\n", ""])
+def test_functions_that_are_misspelt_are_read(head, wrapper):
+    text = f"x {wrapper}{head}\n<parameter=i>\n7\n</parameter>\n</function>\n</tool_call>"
+    assert check_all_splits(text) == ("", "x", [("f", {"i": 7})])
+
+
+def test_calls_as_other_templates_teach_them_are_read():
+    text = '<tool_call>\n{"name": "f", "arguments": {"s": "x", "i": 7}}\n</tool_call>'
+    assert check_all_splits(text) == ("", "", [("f", {"s": "x", "i": 7})])
+
+
+AMBIGUOUS = [
+    # a parameter of the text, or the function's own
+    "<parameter=s>\nx\n</parameter>\n<parameter=s>\ny\n</parameter>\n",
+    "<parameter=s>\nx\n</parameter>\nand more\n",
+    "<parameter=i>\n7\n</parameter>\n<parameter=>\n8\n</parameter>\n",
+]
+
+
+@pytest.mark.parametrize("body", AMBIGUOUS)
+def test_what_cannot_be_read_is_text(body):
+    text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+    assert check_all_splits(text) == ("", text, [])
+
+
+def test_what_is_cut_is_read_strictly():
+    """The rest might have shown that a tag belongs to a value."""
+    value = "print('\n</function>\n</tool_call>"
+    text = f"<tool_call>\n<function=f>\n<parameter=s>\n{value}"
+    assert answer([text], cut=True) == ("", text, [])
+    nested = call(s="x\n" + call(s="1") + "\n" + call("g"))
+    for length in range(len(nested)):
+        complete = length >= nested.rindex("</function>") + len("</function>")
+        for cut in (False, True):
+            _, content, calls = answer([nested[:length]], cut=cut)
+            assert (complete == bool(calls) and complete != bool(content)) or not length, nested[:length]
+
+
+def test_texts_after_calls_come_when_it_is_certain_that_they_are_none_of_the_call():
     parser = AnswerParser(AnswerRules(tools=TOOLS))
+    assert parser.push(call(s="x")) == []
+    assert parser.push(" then") == []
+    first, text = parser.push("<tool_call>")
+    assert (first.name, text) == ("f", Said("content", " then".lstrip()))
+
+
+def test_a_call_in_pieces_has_its_name_first():
+    parser = AnswerParser(AnswerRules(tools=TOOLS, pieces=True))
     assert parser.push("<tool_call>\n<function=f") == []
     (opened,) = parser.push(">")
     assert (opened.index, opened.name) == (0, "f") and opened.id.startswith("call_")
-    assert [part.text for part in parser.push("<parameter=s>\nHel")] == ['{"s": "', "Hel"]
+    assert [part.text for part in merge(parser.push("<parameter=s>\nHel"))] == ['{"s": "Hel']
     assert [part.text for part in parser.push('lo "\n')] == ['lo \\"']
-    assert [part.text for part in parser.push("you</parameter><parameter=i>1")] == ["\\nyou", '"']
-    assert [part.text for part in parser.push("2</parameter>")] == [', "i": 12']
-    closing = parser.push("</function>")
-    assert closing == [CallArguments(0, "}"), CallClosed(0, True)]
+    assert [part.text for part in merge(parser.push("you</parameter><parameter=i>1"))] == ['\\nyou", "i": ']
+    assert [part.text for part in parser.push("2</parameter>")] == ["12"]
+    assert parser.push("</function>") + parser.flush() == [CallArguments(0, "}")]
+    assert parser.num_calls == 1
 
 
-def test_a_broken_call_leaves_json_that_nobody_can_run():
-    parser = AnswerParser(AnswerRules(tools=TOOLS))
-    parts = parser.push("<tool_call>\n<function=f>\n<parameter=s>rm -rf /tmp") + parser.flush()
+@pytest.mark.parametrize(
+    "text", [call(s="x", i="7"), "a " + call(s="") + call("g") + " b", *(call(s="x\n" + call("g"), m="n"),)]
+)
+def test_pieces_make_the_same_calls(text):
+    for pieces in splits(text, 1):
+        parser = AnswerParser(AnswerRules(tools=TOOLS, pieces=True))
+        parts = merge([part for piece in pieces for part in parser.push(piece)] + parser.flush())
+        names = [part.name for part in parts if isinstance(part, CallOpened)]
+        told = [part.text for part in parts if isinstance(part, CallArguments)]
+        assert [(name, json.loads(arguments)) for name, arguments in zip(names, told, strict=True)] == answer([text])[2]
+
+
+def test_a_broken_call_in_pieces_leaves_json_that_nobody_can_read():
+    parser = AnswerParser(AnswerRules(tools=TOOLS, pieces=True))
+    parts = parser.push("<tool_call>\n<function=f>\n<parameter=s>rm -rf /tmp") + parser.flush(cut=True)
     streamed = "".join(part.text for part in parts if isinstance(part, CallArguments))
     with pytest.raises(ValueError, match="Unterminated"):
         json.loads(streamed)
-    assert CallClosed(0, False) in parts
+    assert parser.num_calls == 0 and not any(isinstance(part, Call) for part in parts)
 
 
 def test_where_thinking_begins_and_ends():

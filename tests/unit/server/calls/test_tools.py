@@ -1,16 +1,18 @@
-"""Tools as clients describe them, and arguments as schemas type them."""
-
-import json
+"""Tools as clients describe them."""
 
 import pytest
 
-from pilotfish.server.calls.tools import argument_json, argument_types, read_tools
+from pilotfish.server.calls.tools import allowed_choice, custom_tool, read_tools
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 
 
 def tool(name="f", **function):
     return {"type": "function", "function": {"name": name, **function}}
+
+
+def custom(name="c", format=None):
+    return custom_tool(name, "d", format)
 
 
 def named(name):
@@ -21,7 +23,8 @@ def test_tools_are_shown_as_they_came_but_for_promises_about_the_decoder():
     given = [tool(description="d", parameters={"type": "object"}, strict=True), tool("g")]
     tools = read_tools(given, None, FieldNotes())
     assert tools.shown == [tool(description="d", parameters={"type": "object"}), tool("g")]
-    assert tools.schemas == {"f": {"type": "object"}, "g": {}}
+    assert {name: tool.parameters.schema for name, tool in tools.offered.items()} == {"f": {"type": "object"}, "g": {}}
+    assert [tool.strict for tool in tools.offered.values()] == [True, False]
     assert tools.choice.mode == "auto"
 
 
@@ -40,7 +43,15 @@ def test_choices():
     ("tools", "choice", "param"),
     [
         ([1], None, "tools[0].type"),
-        ([{"type": "web_search"}], None, "tools[0].type"),
+        ([{"type": "retrieval"}], None, "tools[0].type"),
+        ([{"type": "custom"}], None, "tools[0].custom"),
+        ([custom(format={"type": "xml"})], None, "tools[0].custom.format.type"),
+        (
+            [custom(format={"type": "grammar", "syntax": "gbnf", "definition": "x"})],
+            None,
+            "tools[0].custom.format.syntax",
+        ),
+        ([custom(format={"type": "grammar", "syntax": "lark"})], None, "tools[0].custom.format.definition"),
         ([{"type": "function"}], None, "tools[0].function"),
         ([{"type": "function", "fucntion": {"name": "f"}}], None, "tools[0].fucntion"),
         ([tool(descripton="x")], None, "tools[0].function.descripton"),
@@ -54,7 +65,10 @@ def test_choices():
         ([tool(str(number)) for number in range(1025)], None, "tools"),
         ([tool()], "always", "tool_choice"),
         ([tool()], 1, "tool_choice"),
-        ([tool()], {"type": "allowed_tools"}, "tool_choice"),
+        ([tool()], {"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ([tool()], allowed_choice("none", ["f"]), "tool_choice.allowed_tools"),
+        ([tool()], allowed_choice("auto", []), "tool_choice.allowed_tools"),
+        ([tool()], allowed_choice("auto", ["g"]), "tool_choice.allowed_tools.tools[0]"),
         ([tool()], {"type": "function"}, "tool_choice"),
         ([tool()], named("g"), "tool_choice.function.name"),
         (None, "required", "tool_choice"),
@@ -67,61 +81,34 @@ def test_refusals_name_the_field(tools, choice, param):
     assert caught.value.param == param
 
 
-def types(schema, **root):
-    return set(argument_types({"properties": {"x": schema}, **root}, "x"))
+@pytest.mark.parametrize("name", ["", "a<b", "x>y", "a\nb", " a", "a ", "\x00", '"a"', "'a'", "a\u2028b", "a" * 257])
+def test_names_that_a_call_cannot_carry_are_refused_at_once(name):
+    with pytest.raises(BadRequest, match="cannot be written") as caught:
+        read_tools([tool(parameters={"properties": {name: {"type": "string"}}})], "auto", FieldNotes())
+    assert caught.value.param == "tools[0].function.parameters.properties"
 
 
-def test_types_of_a_schema():
-    assert types({"type": "integer"}) == {"integer"}
-    assert types({"type": ["string", "null"]}) == {"string", "null"}
-    assert types({"anyOf": [{"type": "integer"}, {"type": "null"}]}) == {"integer", "null"}
-    assert types({"enum": ["a", 1]}) == {"string", "integer"}
-    assert types({"const": True}) == {"boolean"}
-    assert types({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"type": "array"}}}) == {"array"}
-    assert types({"$ref": "#/properties/x"}) == types({"$ref": "http://x"}) == types({"$ref": "#/no/where"}) == set()
-    assert types({"anyOf": [{"oneOf": [{"type": "null"}]}, {"allOf": [{"enum": [1.5]}]}]}) == {"null", "number"}
-    assert types({}) == types(None) == types({"type": 1, "anyOf": 1}) == set()
-    assert argument_types({"properties": []}, "x") == argument_types({}, "x") == set()
+def test_tools_that_run_elsewhere_are_left_out_counted_and_named_once(caplog):
+    counted = []
+    given = [{"type": "web_search", "search_context_size": "low"}, tool(), {"type": "web_search_preview_2025_03_11"}]
+    for _ in range(2):
+        tools = read_tools(given, None, FieldNotes(strict=True, on_unused=counted.append))
+        assert list(tools.offered) == ["f"]
+    assert counted == ["tools.hosted"] * 4
+    assert sum("web_search_preview_2025_03_11 " in message for message in caplog.messages) <= 1
+    assert read_tools(given[:1], None, FieldNotes()) is None
 
 
-def test_a_schema_of_references_to_itself_takes_no_time():
-    schema = {"anyOf": [{"anyOf": [{"$ref": "#/properties/x"}] * 500}] * 500 + [{"type": "integer"}]}
-    for _ in range(100):
-        schema = {"anyOf": [schema, schema, {"$ref": "#/properties/x"}]}
-    assert types(schema) == {"integer"}
+def test_a_tool_of_one_text_is_shown_as_a_function():
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /x/"}}
+    tools = read_tools([custom(format=form), custom("d")], {"type": "custom", "custom": {"name": "c"}}, FieldNotes())
+    assert (tools.choice.mode, tools.choice.named, tools.has_grammar) == ("named", "c", True)
+    shown = tools.shown[0]["function"]
+    assert shown["parameters"]["required"] == ["input"] and "start: /x/" in shown["description"]
+    assert tools.offered["d"].custom.syntax == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "allowed", "value"),
-    [
-        ("7", ["integer"], 7),
-        (" 7 ", ["number"], 7),
-        ("7.0", ["integer"], 7.0),
-        ("7.5", ["integer"], "7.5"),
-        ("1e3", ["number"], 1000.0),
-        ("true", ["boolean"], True),
-        ("False", ["boolean"], False),
-        ("1", ["boolean"], "1"),
-        ("true", ["integer"], "true"),
-        ("null", ["integer", "null"], None),
-        ("None", ["null"], None),
-        ("null", ["string"], "null"),
-        ('{"a": [1]}', ["object"], {"a": [1]}),
-        ("[1, 2]", ["object"], "[1, 2]"),
-        ("[1, 2]", ["array", "string"], [1, 2]),
-        ("two", ["array", "string"], "two"),
-        ("7", [], "7"),
-        ('"x"', ["string"], '"x"'),
-        ('"x"', ["object"], '"x"'),
-        ("NaN", ["number"], "NaN"),
-        ("-Infinity", ["number"], "-Infinity"),
-        ("[" * 100_000, ["array"], "[" * 100_000),
-        ("1" * 10_000, ["integer"], "1" * 10_000),
-        ("", ["integer"], ""),
-        ('a\n"b" \\ €', ["string"], 'a\n"b" \\ €'),
-    ],
-)
-def test_arguments_are_what_the_schema_allows_else_strings(text, allowed, value):
-    written = argument_json(text, frozenset(allowed))
-    assert json.loads(written) == value
-    assert type(json.loads(written)) is type(value)
+def test_only_what_is_allowed_is_shown():
+    tools = read_tools([tool(), tool("g"), tool("h")], allowed_choice("required", ["h", "f"]), FieldNotes())
+    assert [entry["function"]["name"] for entry in tools.shown] == ["f", "h"] == list(tools.offered)
+    assert tools.choice.mode == "required"
