@@ -67,7 +67,9 @@ def _too_large(module: Module, worth: float, plain: float, suffix: str, value: f
     text = f"{module.raw_name}: weights up to {worth:.3g} by its scales, want at most {LARGEST:g}"
     if (plain * value if divides else plain / value) <= LARGEST and suffix:
         wanted, got = ("divisor", "factor") if divides else ("factor", "divisor")
-        return f"{text}: {suffix[1:]} {value:.6g} is a {got}, where {module.layout.value} has a {wanted}: its inverse"
+        return (
+            f"{text}: {suffix[1:]} {value:.6g} is a {got}, where {module.layout.value} has a {wanted}; want its inverse"
+        )
     if module.layout in FP8:
         return f"{text}: its {_scales_of(module)} seem to be divisors, where {module.layout.value} has factors"
     return text
