@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -70,8 +71,12 @@ class Lane:
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         work = loop.run_in_executor(self._executor, _run_alone, call)
         work.add_done_callback(self._release)
-        # whoever leaves does not free the thread that still works for him
-        return await asyncio.shield(work)
+        try:
+            # whoever leaves does not free the thread that still works for him
+            return await asyncio.shield(work)
+        finally:
+            # an error's traceback holds this frame, which would hold the error: a ring that keeps the body
+            del work, call, args, kwargs
 
     async def run_steps(self, label: str, steps: Generator[None, None, Result]) -> Result:
         """The generator's result. Others may have their turn wherever it yields."""
@@ -150,6 +155,7 @@ def _advance(steps: Generator[None, None, Result]) -> tuple[Result] | None:
 
 
 def _trim_memory() -> None:
-    """glibc's own; other allocators do without."""
+    """What nobody refers to but itself, then what the allocator keeps: glibc's can be told, others do without."""
+    gc.collect()
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -106,7 +106,7 @@ def _quiet_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(20_000, 10, 10)
 
 
 def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, TlsFiles | None]:

@@ -8,6 +8,7 @@ key first, the longest wait first. Busy ones are never cut; their bodies have a 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import socket
@@ -120,9 +121,17 @@ class ConnectionServer(web.Server):
         self._num_open += 1
         self.waits(connection)
         if self._num_open > self._most:
-            self._on_refused()
             # the new one itself where nobody else waits
-            next(iter(self._strangers or self._idle)).force_close()
+            self.make_room(1)
+
+    def make_room(self, count: int) -> None:
+        """Closes so many of those that wait."""
+        for _ in range(min(count, len(self._strangers) + len(self._idle))):
+            first = next(iter(self._strangers or self._idle))
+            # it is gone when the loop comes to it: the next one must be another
+            self.busy(first)
+            self._on_refused()
+            first.force_close()
 
     def closed(self, connection: Connection) -> None:
         self._num_open -= 1
@@ -153,16 +162,30 @@ class Runner(web.AppRunner):
         self._most, self._on_refused = most, on_refused
 
     async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        return ConnectionServer(
+        made, loop = await super()._make_server(), asyncio.get_running_loop()
+        server = ConnectionServer(
             made.request_handler,
             most=self._most,
             on_refused=self._on_refused,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
-            loop=asyncio.get_running_loop(),
+            loop=loop,
             **made._kwargs,
         )
+        before = loop.get_exception_handler()
+
+        def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                # others took the files that were reserved: those who wait for nothing give theirs
+                server.make_room(1)
+            if before is not None:
+                before(loop, context)
+            else:
+                loop.default_exception_handler(context)
+
+        loop.set_exception_handler(on_error)
+        return server
 
 
 class TcpSite(web.TCPSite):

@@ -4,12 +4,16 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import socket
+import subprocess
+import sys
 
 import aiohttp
 import pytest
-from serving import script, serving
+from serving import ENVIRONMENT, script, serving
 
+from pilotfish.deploy.ports import free_port
 from pilotfish.server.http import bodies, connections
 from pilotfish.server.http.bounded_log import MOST, SECONDS, Bounded
 
@@ -248,3 +252,79 @@ def test_a_long_body_is_no_long_head(server, num_bytes):
             assert 431 not in await asyncio.gather(*(ask() for _ in range(40)))
 
     asyncio.run(story())
+
+
+def test_with_few_files_strangers_are_turned_away_and_the_log_stays_short(folder):
+    """The process may open 200 files: connections leave it the rest."""
+    port = free_port()
+    command = ["prlimit", "--nofile=200:200", sys.executable, "-m", "pilotfish.server.cli", "serve", str(folder)]
+    command += ["--port", str(port), "--core", "scripted_core:make_core", "--api-key", "secret"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=log)
+    key = {"Authorization": "Bearer secret"}
+
+    async def story():
+        url = f"http://127.0.0.1:{port}"
+        async with aiohttp.ClientSession(headers=key) as http, contextlib.AsyncExitStack() as stack:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with http.get(url + "/ready") as response:
+                        if response.status == 200:
+                            break
+                assert process.poll() is None
+                await asyncio.sleep(0.1)
+            body = {"prompt": script(reply="x", times=200, delay=0.01), "max_tokens": 200, "stream": True}
+            async with http.post(url + "/v1/completions", json=body) as stream:
+                for _ in range(600):
+                    stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    with contextlib.suppress(ConnectionError):
+                        stranger.sendall(HALF)
+                async with http.get(url + "/v1/models") as response:
+                    assert response.status == 200
+                assert (await stream.text()).endswith("data: [DONE]\n\n")
+
+    try:
+        asyncio.run(asyncio.wait_for(story(), 200))
+    finally:
+        process.terminate()
+        process.wait(20)
+    assert len((folder / "log").read_bytes()) < 10_000
+
+
+def test_files_used_up_by_others_are_a_few_lines_in_the_log(folder):
+    """What else may open files took all of them: accepting fails until they are given back."""
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(self.format(record))
+
+    handler, logger = Lines(), logging.getLogger("asyncio")
+    handler.addFilter(Bounded())
+    logger.addHandler(handler)
+
+    async def story():
+        async with serving(folder, api_keys=("secret",)) as server:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            host, port = server.url.removeprefix("http://").split(":")
+            clients = [socket.socket() for _ in range(50)]
+            for client in clients:
+                client.setblocking(False)
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+                for client in clients:
+                    with contextlib.suppress(BlockingIOError):
+                        client.connect((host, int(port)))
+                await asyncio.sleep(2.5)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            async with aiohttp.ClientSession() as http, http.get(server.url + "/health") as response:
+                assert response.status == 200
+            for client in clients:
+                client.close()
+
+    try:
+        asyncio.run(story())
+    finally:
+        logger.removeHandler(handler)
+    assert 1 <= len(lines) <= MOST and "out of system resource" in lines[0]
