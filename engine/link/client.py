@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from pilotfish.engine.guard import tell
 from pilotfish.engine.link.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -390,9 +391,15 @@ class EngineClient:
     def _deliver(self, output: RequestOutput, receive: Receive) -> RequestOutput:
         try:
             counted = receive(output)
-        except Exception as error:
-            logger.exception("the receiver of request %s failed", output.request_id)
-            counted = msgspec.structs.replace(output, finish_reason="error", error=f"{type(error).__name__}: {error}")
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            counted = RequestOutput(
+                request_id=output.request_id, finish_reason="error", error=tell(error, output.request_id)
+            )
+            # whoever waits for it must hear of the end; what it holds may be beyond that
+            with contextlib.suppress(Exception):
+                receive(counted)
         if output.finish_reason is not None:
             self._open.pop(output.request_id, None)
         elif counted.finish_reason is not None:

@@ -149,6 +149,36 @@ def test_a_stream_without_news_sends_comments(folder, monkeypatch):
     run(story())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_library_that_fails_on_the_way_out_ends_its_request_alone(folder, monkeypatch, stream):
+    """As a tokenizer that panics while tokens become text: nobody waits for ever."""
+
+    class Panic(BaseException):
+        pass
+
+    from pilotfish.server.text.detokenize import Detokenizer
+
+    push_all = Detokenizer.push_all
+
+    def panics(detokenizer, ids):
+        if ord("!") in ids:
+            raise Panic("index out of bounds")
+        return push_all(detokenizer, ids)
+
+    async def story():
+        monkeypatch.setattr(Detokenizer, "push_all", panics)
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            url = server.url + "/v1/completions"
+            beside = asyncio.create_task(http.post(url, json=body(reply="x" * 100, delay=0.01)))
+            async with http.post(url, json=body(stream, reply="oh!", delay=0.01)) as response:
+                text = await response.text()
+                assert response.status == (200 if stream else 500) and "engine_failed" in text and "[DONE]" not in text
+            assert (await (await beside).json())["choices"][0]["text"] == "x" * 100
+            assert server.service.client.state == "ready" and server.service.client.num_open == 0
+
+    run(story())
+
+
 def test_while_it_loads_health_is_green_ready_is_not_and_requests_are_told_to_wait(folder):
     async def story():
         core = "scripted_core:make_core_that_loads_forever"

@@ -36,6 +36,10 @@ from pilotfish.engine.options import EngineOptions  # noqa: E402
 PATIENCE = 20
 
 
+class Panic(BaseException):
+    """As Rust's panics come: no Exception."""
+
+
 @pytest.fixture
 def folder(tmp_path):
     return write_model(tmp_path)
@@ -167,14 +171,21 @@ def test_a_receiver_that_ends_its_request_is_sent_nothing_more(folder):
 
 
 def test_a_receiver_that_raises_ends_only_its_own_request(folder):
+    heard = []
+
     def receive(output):
-        raise ValueError("a bug in a receiver")
+        heard.append(output)
+        if output.token_ids:
+            raise Panic("a bug in a receiver")
 
     async def body():
         async with engine(folder) as client:
             client.submit(request("bad", reply="abc", delay=0.01), receive)
             assert text_of(await collect(client, request("good", reply="fine"))) == "fine"
             assert client.num_open == 0 and client.healthy
+            # and it is told, or its client would wait for ever
+            assert (heard[-1].finish_reason, heard[-1].error) == ("error", "Panic: a bug in a receiver")
+            assert len(heard) == 2
 
     run(body())
 
