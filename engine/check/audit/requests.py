@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
+from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudget
 
 TEXTS = (
@@ -49,9 +49,8 @@ def make_requests(prompts: list[list[int]], max_tokens: int, eos: tuple[int, ...
 
 def load_prompts(folder: Path, count: int, vocab: int) -> list[list[int]]:
     """Built-in texts through the checkpoint's tokenizer, or random ids where it has none; all of different lengths."""
-    file = folder / "tokenizer.json"
-    if file.exists():
-        tokenizer = Tokenizer.from_file(str(file))
+    if (folder / "tokenizer.json").exists():
+        tokenizer = read_tokenizer(folder)
         prompts = [tokenizer.encode(text).ids for text in TEXTS]
     else:
         generator = torch.Generator().manual_seed(0)

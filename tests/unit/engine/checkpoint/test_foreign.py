@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pilotfish.engine.check.audit.requests import load_prompts
 from pilotfish.engine.checkpoint.foreign import what_file
 from pilotfish.engine.checkpoint.headers import read_header
 from pilotfish.engine.checkpoint.hub import resolve_model
@@ -60,6 +61,8 @@ def test_pointers_in_the_other_files(draft, tmp_path):
     (folder / "tokenizer.json").write_bytes(POINTER)
     with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read: a Git LFS pointer"):
         read_tokenizer(folder)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read: a Git LFS pointer"):
+        load_prompts(folder, 2, 320)
     (folder / "model.safetensors.index.json").write_bytes(POINTER)
     with pytest.raises(ConfigError, match=r"index.json: a Git LFS pointer"):
         open_checkpoint(folder)
