@@ -16,7 +16,7 @@ import msgspec
 from pilotfish.engine.link.client import ENGINE_FAILED, EngineClient
 from pilotfish.engine.link.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
-from pilotfish.server.calls.parser import MARKERS, THINK, AnswerParser, Part, Said, begins_call, merge
+from pilotfish.server.calls.parser import END_THINK, MARKERS, THINK, AnswerParser, Part, Said, begins_call, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.plan import Plan, StopRules
@@ -89,6 +89,14 @@ class Choice:
         self._metrics = metrics
         self._taken_end = False
         self.wake: Callable[[], None] = lambda: None
+
+    @property
+    def answer_start(self) -> int | None:
+        """Where, in what was generated, the answer begins after what was thought; None if that is not known yet."""
+        if self._parser is None or self._parser.reasoning_begin is None:
+            return 0
+        end = self._parser.reasoning_end
+        return None if end is None else end + len(END_THINK)
 
     @property
     def ended(self) -> bool:

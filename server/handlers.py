@@ -179,7 +179,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
         with renamed(responses_request.RENAMED):
             chat = responses_request.chat_request(wanted, context)
             plan = plan_chat(chat, context, "resp_")
-        return plan, ResponsesFormat(wanted, plan, *([] if wanted.store is False else [keep]))
+        told = ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
+        return plan, ResponsesFormat(wanted, plan, told, *([] if wanted.store is False else [keep]))
 
     return await _answer(request, *await _prepared(request, prepare))
 

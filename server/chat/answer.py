@@ -106,7 +106,7 @@ class ChatFormat(OpenAiFormat):
         choices = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas or [ChatDelta()]]
         choices[0] = msgspec.structs.replace(
             choices[0],
-            logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
+            logprobs=self.logprobs(piece.tokens) if piece.tokens else None,
             token_ids=self._token_ids(piece),
         )
         choices[-1] = msgspec.structs.replace(
@@ -146,7 +146,7 @@ class ChatFormat(OpenAiFormat):
             ChatChoice(
                 index=index,
                 message=self._message(piece.parts),
-                logprobs=self._logprobs(piece.tokens),
+                logprobs=self.logprobs(piece.tokens),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
                 token_ids=self._token_ids(piece),
@@ -159,7 +159,8 @@ class ChatFormat(OpenAiFormat):
             response = msgspec.structs.replace(response, prompt_token_ids=self._plan.prompts[0].token_ids)
         return response
 
-    def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs | None:
+    def logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs | None:
+        """Those of tokens that have any; None where nobody asked for them."""
         if self._num_top is None:
             return None
         content = []
@@ -169,6 +170,9 @@ class ChatFormat(OpenAiFormat):
                 value = max(token.logprob.logprob, LOWEST_LOGPROB)
                 content.append(ChatLogprob(*self._shown(token.token_id, value), top_logprobs=top))
         return ChatLogprobs(content)
+
+    def text_of(self, token: ShownToken) -> str:
+        return self._tokenizer.token_text(token.token_id)
 
     def _shown(self, token_id: int, value: float) -> tuple[str, float, list[int]]:
         return self._tokenizer.token_text(token_id), value, list(self._tokenizer.bytes_of(token_id))

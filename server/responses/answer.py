@@ -13,8 +13,9 @@ from msgspec import Struct
 
 from pilotfish.server.answer import shown_parts, usage_of
 from pilotfish.server.calls.parser import Call, Said
+from pilotfish.server.chat.answer import ChatFormat, ChatLogprob
 from pilotfish.server.errors import ApiError
-from pilotfish.server.generation import Choice, Piece
+from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import Plan
 from pilotfish.server.protocol import encode
 from pilotfish.server.responses.request import (
@@ -32,7 +33,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[ChatLogprob] = []
 
 
 class ReasoningText(Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -170,7 +171,7 @@ class TextEvent(_Event, frozen=True, kw_only=True):
     content_index: int = 0
     delta: str | msgspec.UnsetType = msgspec.UNSET
     text: str | msgspec.UnsetType = msgspec.UNSET
-    logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[ChatLogprob] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ArgumentsEvent(_Event, frozen=True, kw_only=True):
@@ -200,15 +201,23 @@ class _Open(Struct):
 
 
 class ResponsesFormat:
-    """Builds items from the parts of the one choice; a stream tells each step, numbered. `keep` gets whole items."""
+    """Builds items from the parts of the one choice; a stream tells each step, numbered. `keep` gets whole items.
+
+    Log-probabilities, as `told` writes them, are those of the answer's first text.
+    """
 
     heartbeat = b": waiting\n\n"
     end = b""
 
-    def __init__(self, request: ResponsesRequest, plan: Plan, keep: Callable[[Item], None] = lambda item: None) -> None:
+    def __init__(
+        self, request: ResponsesRequest, plan: Plan, told: ChatFormat, keep: Callable[[Item], None] = lambda item: None
+    ) -> None:
         self._request = request
         self._plan = plan
+        self._told = told
         self._keep = keep
+        self._tokens: list[ShownToken] = []
+        self._num_told = 0
         self._numbers = itertools.count()
         self._items: list[Item] = []
         self._open: _Open | None = None
@@ -227,6 +236,8 @@ class ResponsesFormat:
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Event]:
         events: list[Event] = []
+        if choice.answer_start is not None and not self._items_of_answer():
+            self._tokens += [token for token in piece.tokens if token.start >= choice.answer_start]
         for part in shown_parts(piece.parts, self._plan):
             if isinstance(part, Call):
                 events += self._close("completed") + self._call(part)
@@ -252,6 +263,19 @@ class ResponsesFormat:
         if status == "completed" and not told:
             events = self._say(Said("content", ""))
         return [*events, *self._close(status)], status
+
+    def _items_of_answer(self) -> list[Item]:
+        return [item for item in self._items if not isinstance(item, Thought)]
+
+    def _logprobs(self, tokens: list[ShownToken]) -> list[ChatLogprob]:
+        told = self._told.logprobs(tokens) if not self._items_of_answer() else None
+        return told.content if told is not None else []
+
+    def _first_logprobs(self, text: str) -> list[ChatLogprob]:
+        """Of the tokens that begin in this text: a call's tokens may follow them."""
+        spoken = [token for token in self._tokens if self._told.text_of(token).strip()]
+        end = spoken[0].start + len(text) if spoken else 0
+        return self._logprobs([token for token in self._tokens if token.start < end])
 
     # -- items -------------------------------------------------------------------------------------------------------
 
@@ -304,7 +328,8 @@ class ResponsesFormat:
         has_begun = status != "in_progress"
         if written.kind == "reasoning":
             return Thought(id=written.id, status=status, content=[ReasoningText(text)] if has_begun else [])
-        return Message(id=written.id, status=status, content=[OutputText(text)] if has_begun else [])
+        said = [OutputText(text, logprobs=self._first_logprobs(text))] if has_begun else []
+        return Message(id=written.id, status=status, content=said)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -327,7 +352,9 @@ class ResponsesFormat:
         place = {"item_id": written.id, "output_index": len(self._items)}
         if written.kind == "reasoning":
             return self._numbered(TextEvent, f"reasoning_text.{step}", **place, **text)
-        return self._numbered(TextEvent, f"output_text.{step}", **place, **text, logprobs=[])
+        fresh, self._num_told = self._tokens[self._num_told :], len(self._tokens)
+        logprobs = self._logprobs(fresh) if step == "delta" else self._first_logprobs(text["text"])
+        return self._numbered(TextEvent, f"output_text.{step}", **place, **text, logprobs=logprobs)
 
     def _arguments_event(self, step: str, item_id: str, **fields: str) -> ArgumentsEvent:
         place = {"item_id": item_id, "output_index": len(self._items)}

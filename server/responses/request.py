@@ -16,7 +16,7 @@ from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.plan import Context
-from pilotfish.server.protocol import Body, PositiveCount, Seed, SpeculationField, Temperature, TopK, TopP
+from pilotfish.server.protocol import MAX_LOGPROBS, Body, PositiveCount, Seed, SpeculationField, Temperature, TopK, TopP
 
 Name = Annotated[str, Meta(min_length=1)]
 LOGPROBS = "message.output_text.logprobs"
@@ -132,7 +132,6 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
         "moderation": (None,),
         "previous_response_id": (None,),
         "prompt": (None,),
-        "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
     UNUSED: ClassVar = unused.RESPONSES_FIELDS
@@ -154,6 +153,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -208,7 +208,9 @@ RENAMED = (
 
 def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
     """What is asked for, in the terms of chat completions. Raises BadRequest naming the field."""
-    _check_include(request.include or [], context)
+    logprobs = _wants_logprobs(request.include or [], context)
+    if request.top_logprobs and not logprobs:
+        raise BadRequest(f"'top_logprobs' wants {LOGPROBS} to be included.", param="top_logprobs")
     choice = request.tool_choice
     return ChatRequest(
         model=request.model,
@@ -221,6 +223,8 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
         tool_choice=function_choice(choice.name) if isinstance(choice, NamedFunction) else choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request.text),
+        logprobs=logprobs,
+        top_logprobs=request.top_logprobs if logprobs else None,
         stream=request.stream,
         seed=request.seed,
         speculation=request.speculation,
@@ -229,13 +233,14 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
     )
 
 
-def _check_include(names: list[str], context: Context) -> None:
+def _wants_logprobs(names: list[str], context: Context) -> bool:
+    """What else may be included is nothing here. Raises BadRequest for unknown names."""
     for index, name in enumerate(names):
-        if name not in INCLUDABLE:
-            told = "Log-probabilities are told by /v1/chat/completions only." if name == LOGPROBS else "Unknown name."
-            raise BadRequest(told, param=f"include[{index}]", code="unsupported_parameter")
-    if names:
+        if name not in INCLUDABLE and name != LOGPROBS:
+            raise BadRequest("Unknown name.", param=f"include[{index}]", code="unsupported_parameter")
+    if set(names) - {LOGPROBS}:
         context.notes.unused(unused.INCLUDE)
+    return LOGPROBS in names
 
 
 # -- input ---------------------------------------------------------------------------------------------------------

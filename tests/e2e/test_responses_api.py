@@ -246,7 +246,7 @@ def test_structured_output(client):
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"include": ["message.output_text.lobprogs"]}, "include[0]"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -311,3 +311,18 @@ def test_a_prompt_is_counted(client):
     counted = client.responses.input_tokens.count(**fields)
     assert counted.object == "response.input_tokens"
     assert counted.input_tokens == client.responses.create(**fields).usage.input_tokens
+
+
+def test_log_probabilities_of_the_answers_text(client):
+    """What is thought and what is called have none; a stream tells the same, piece by piece."""
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "tools": [TOOL], "reasoning": THINK}
+    reply = "Hm €.\n</think>\n\nI look." + CALL
+    whole = create(client, reply, **fields)
+    (text,) = next(item for item in whole.output if item.type == "message").content
+    assert "".join(token.token for token in text.logprobs).strip() == text.text == "I look."
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in text.logprobs)
+    with client.responses.stream(model="scripted", input=asking(reply), **fields) as stream:
+        told = [event for event in stream if event.type in ("response.output_text.delta", "response.output_text.done")]
+    assert [token.token for token in told[-1].logprobs] == [token.token for token in text.logprobs]
+    assert "".join(token.token for event in told[:-1] for token in event.logprobs or ()).strip().startswith("I look.")
+    assert create(client, reply, tools=[TOOL]).output[0].content[0].logprobs in ([], None)
