@@ -266,7 +266,7 @@ async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context]
     """
     arrived, service, label = time.monotonic(), request.app[SERVICE], KEY.get()
     service.limiter.count(label)
-    with service.bodies.hold(label) as held:
+    with service.bodies.hold(label, on_end=service.lane.tidy_soon) as held:
         body = await read_body(request, held)
         context = service.context(arrived, label)
         request[NOTES] = context.notes

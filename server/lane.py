@@ -130,11 +130,17 @@ class Lane:
                 turn.set_result(None)
                 return
         self._free += 1
-        if self._trim is None and self._free == self._num_threads:
-            self._trim = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._give_back)
+        if self._free == self._num_threads:
+            self.tidy_soon()
 
-    def _give_back(self) -> None:
+    def tidy_soon(self) -> None:
+        """Gives memory back after a moment's rest."""
+        if self._trim is None:
+            self._trim = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._tidy)
+
+    def _tidy(self) -> None:
         self._trim = None
+        # else whoever ends its work last asks for it
         if self._free == self._num_threads:
             asyncio.get_running_loop().run_in_executor(self._executor, _trim_memory)
 

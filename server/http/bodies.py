@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
@@ -49,13 +49,15 @@ class Bodies:
         self.num_bytes = 0
 
     @contextlib.contextmanager
-    def hold(self, label: str) -> Iterator[Held]:
-        """For the bytes of one request, until it is worked out what it asks for."""
+    def hold(self, label: str, on_end: Callable[[], None] = lambda: None) -> Iterator[Held]:
+        """For the bytes of one request, until it is worked out what it asks for; `on_end` hears if any were counted."""
         held = Held(self, label)
         try:
             yield held
         finally:
             self.take(label, -held.counted)
+            if held.counted:
+                on_end()
 
     def take(self, label: str, num_bytes: int) -> None:
         if num_bytes > 0 and self.num_bytes + num_bytes > self._most:
