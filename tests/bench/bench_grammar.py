@@ -2,6 +2,7 @@
 
     python tests/bench/bench_grammar.py                     # demo/model's tokenizer, 8 k tokens
     python tests/bench/bench_grammar.py --ranks FILE.tiktoken    # a larger vocabulary (needs tiktoken)
+    python tests/bench/bench_grammar.py --first-use [--tokenizer FILE]    # the engine's whole path, by the clock
 
 llguidance, and xgrammar where it is installed. A text of each grammar is walked as a k = 3 engine does it: four rows
 with the masks before and after three drafts (the text's own tokens: all are accepted), then a roll-back, then the
@@ -27,7 +28,8 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer
 
-from pilotfish.engine.link.messages import JSON_OPTIONS
+from pilotfish.engine.grammar.library import GrammarLibrary
+from pilotfish.engine.link.messages import JSON_OPTIONS, Grammar
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 WIDTH = 4
@@ -151,6 +153,31 @@ def with_xgrammar(info: Any, schema: Any, ids: list[int]) -> Times:
     return times
 
 
+def first_use(file: Path, repeats: int) -> None:
+    """Milliseconds by the clock from asking to having a constraint: of a new source, and of one that is known."""
+    given = json.loads(file.read_text())
+    vocab_size = 1 + max(*given["model"]["vocab"].values(), *(token["id"] for token in given["added_tokens"]))
+    begun = time.perf_counter()
+    library = GrammarLibrary(file, vocab_size, (given["added_tokens"][0]["id"],))
+    library.wait_read()
+    library.constraint(Grammar(kind="regex", source="x"), (given["added_tokens"][0]["id"],))
+    print(f"{vocab_size} tokens, read twice and a first grammar in {time.perf_counter() - begun:.1f} s")
+    print("| grammar | first use of a source, ms: median | largest | known, ms: median |\n|---|---|---|---|")
+    for name, (schema, _) in CASES.items():
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(repeats * 4):
+            grammar = Grammar(kind="json_schema", source=json.dumps(schema | {"title": str(number)}))
+            for kept in times:
+                begun = time.perf_counter()
+                library.constraint(grammar, (given["added_tokens"][0]["id"],))
+                kept.append(1e3 * (time.perf_counter() - begun))
+        new, known = times
+        print(
+            f"| {name} | {statistics.median(new):.1f} | {max(new):.1f} | {statistics.median(known):.2f} |", flush=True
+        )
+    library.close()
+
+
 def load(ranks: Path | None) -> tuple[LLTokenizer, list[bytes], int, Callable[[str], list[int]]]:
     """llguidance's tokenizer, the bytes of every id, the end id, and an encoder."""
     if ranks is None:
@@ -175,7 +202,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=Path, help="a .tiktoken file")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--first-use", action="store_true", help="of a grammar through trial and compiler")
+    parser.add_argument("--tokenizer", type=Path, default=DEMO / "tokenizer.json", help="a tokenizer.json for it")
     args = parser.parse_args()
+    if args.first_use:
+        first_use(args.tokenizer, args.repeats)
+        return 0
     begun = time.thread_time()
     tokenizer, raw, end, encode = load(args.ranks)
     print(f"{len(raw)} tokens, read in {time.thread_time() - begun:.1f} s (llguidance)")

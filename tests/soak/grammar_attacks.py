@@ -77,6 +77,7 @@ def rules(count: int, number: int, form: str, last: str) -> str:
 
 # what others' requests do to a stream without any grammar: to hold the rest against
 fresh("chats without a grammar", lambda number: {"seed": number})
+fresh("16 chats without a grammar", lambda number: {"seed": number}, at_once=16)
 fresh("1 300 references", tools(lambda number: {"properties": {"a": {"$ref": "#/$defs/d0"}}, **chain(1300 + number)}))
 fresh("480 references", schema(lambda number: chain(480) | {"title": str(number)}))
 fresh("4 000 Lark rules", text("grammar", lambda number: "start: r0\n" + rules(4000, number, "{}: {}", '"a"')))
