@@ -13,7 +13,7 @@ OUT ?= gpu-results
 OLDEST ?= .venv-oldest
 OLDEST_TORCH ?=
 OLDEST_TESTS ?= tests/unit $(addprefix tests/e2e/test_,$(addsuffix .py,openai_client messages_api responses_api openapi \
-  structured token_rules faults cors limits tls))
+  structured token_rules faults cors origins limits tls))
 LEGS ?=
 
 .PHONY: demo serve test test-oldest check bench audit fuzz soak gpu-test gpu-bench clean
@@ -36,7 +36,7 @@ test: $(VENV)/.installed
 
 # OLDEST_TORCH='torch==2.13.0+cpu' for another torch than the lowest, UV_FIND_LINKS=DIR for its wheel
 test-oldest:  ## unit and protocol tests with the lowest version of each dependency, in a venv of its own
-	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
 	echo '$(OLDEST_TORCH)' > $(OLDEST)/overrides.txt
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct \
