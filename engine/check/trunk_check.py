@@ -6,14 +6,23 @@ are wrong alike, may even have its drafts accepted.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pilotfish.engine.check.head_check import MIN_POSITIONS, TRUNK_MUST_KNOW, trunk_share
 from pilotfish.engine.checkpoint.findings import NOT_FINITE, ZEROS, findings
 from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.link.messages import HeadCheck, TrunkCheck
+from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.trunk import Layer, Norm
 
+SHIFTS = {
+    -1.0: "likely cause: its norms hold 1 + w in a file whose norms should hold w (shifted twice)",
+    1.0: "likely cause: its norms hold w in a file whose norms should hold 1 + w (not shifted)",
+}
+"""What is added to every norm, and the fault that it undoes."""
 CAUSES = (
-    "likely causes: weights of another convention than their file says (norms of 1 + w, scales of another writer),"
+    "likely causes: weights of another convention than their file says (scales of another writer, another order),"
     " a damaged file, another model's tokenizer.json, or a model that was never trained on English or code"
 )
 NO_TEXT = "no text to test with: no tokenizer.json, or too short a context"
@@ -34,8 +43,30 @@ def check_trunk(model: Model, ids: list[int], checkpoint: Checkpoint, head: Head
         return TrunkCheck(verdict="ok", num_positions=count, top1=top1)
     trunk = (module for name, module in checkpoint.modules.items() if not name.startswith("mtp."))
     found = findings(trunk)
-    reasons = [found.get(NOT_FINITE) or CAUSES, found.get(ZEROS)]
+    reasons = [found.get(NOT_FINITE) or _likely_cause(model, ids) or CAUSES, found.get(ZEROS)]
     return TrunkCheck(verdict="failed", reason="; ".join(filter(None, reasons)), num_positions=count, top1=top1)
+
+
+def _likely_cause(model: Model, ids: list[int]) -> str | None:
+    """The known fault that, undone, makes the trunk know the text."""
+    for by, cause in SHIFTS.items():
+        if trunk_share(_shifted(model, by), ids)[1] >= TRUNK_MUST_KNOW:
+            return cause
+    return None
+
+
+def _shifted(model: Model, by: float) -> Model:
+    def norm(one: Norm) -> Norm:
+        return replace(one, scale=one.scale + by)
+
+    def layer(one: Layer) -> Layer:
+        mixer = one.mixer
+        if isinstance(mixer, GatedAttention):
+            mixer = replace(mixer, qk_norm=mixer.qk_norm + by)
+        return replace(one, input_norm=norm(one.input_norm), mixer=mixer, post_norm=norm(one.post_norm))
+
+    trunk = replace(model.trunk, layers=[layer(one) for one in model.trunk.layers], norm=norm(model.trunk.norm))
+    return replace(model, trunk=trunk)
 
 
 def describe(check: TrunkCheck) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pilotfish.engine.check.trunk_check import CAUSES, describe
+from pilotfish.engine.check.trunk_check import CAUSES, SHIFTS, describe
 from pilotfish.engine.errors import CheckpointError
 from pilotfish.engine.link.messages import TrunkCheck
 from pilotfish.engine.options import EngineOptions
@@ -78,6 +78,14 @@ def test_the_trunk_is_tested_whatever_drafts(tmp_path, counting, monkeypatch, ca
 def test_values_that_are_not_finite_are_named(tmp_path, counting, monkeypatch, name, value):
     check = start(tmp_path, counting, monkeypatch, poisoned(name, value), num_speculative_tokens=0).trunk_check
     assert check.verdict == "failed" and check.reason.startswith(f"NaN or infinite values in {name}")
+
+
+def test_norms_of_another_convention_are_named(tmp_path, counting, monkeypatch):
+    def not_shifted(tensors):
+        return {n: t - 1.0 if "norm" in n and "linear_attn.norm" not in n else t for n, t in tensors.items()}
+
+    check = start(tmp_path, counting, monkeypatch, not_shifted, num_speculative_tokens=0).trunk_check
+    assert check.verdict == "failed" and check.reason.startswith(SHIFTS[1.0])
 
 
 def test_a_trunk_of_zeros_is_named(tmp_path, counting, monkeypatch):
