@@ -346,6 +346,10 @@ def _engine_error(output: RequestOutput) -> ApiError:
     return EngineFailed("The engine failed at this request.", message)
 
 
+SUBMITTED_AT_ONCE = 65536
+"""Token ids that are sent to the engine before the event loop does something else."""
+
+
 class Generation:
     """All choices of one request, which came with the API key of this label. Use as a context: leaving it frees
     whatever still runs."""
@@ -363,12 +367,6 @@ class Generation:
             choice.wake = self._news.set
 
     def __enter__(self) -> Generation:
-        try:
-            for choice in self.choices:
-                self._client.submit(choice.submit, choice.feed)
-        except BaseException:
-            self.close()
-            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -378,6 +376,16 @@ class Generation:
         for choice in self.choices:
             self._client.abort(choice.submit.request_id)
             choice.give_up()
+
+    async def begin(self) -> None:
+        """Asks the engine for all of them. Others have their turn between many long ones, whose ids are copied each."""
+        num_ids = 0
+        for choice in self.choices:
+            self._client.submit(choice.submit, choice.feed)
+            num_ids += len(choice.submit.prompt_token_ids) + len(choice.submit.sampling.allowed_token_ids or ())
+            if num_ids > SUBMITTED_AT_ONCE:
+                num_ids = 0
+                await asyncio.sleep(0)
 
     def when_gone(self, call: Callable[[], None]) -> None:
         """Calls once for each choice, when the engine has nothing more of it: after an abort that may take a while."""

@@ -311,6 +311,7 @@ async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.Stream
     note_choices(plan, generation.choices)
     try:
         with service.limiter.admit(KEY.get(), num_sequences, generation.when_gone), generation:
+            await generation.begin()
             if plan.stream:
                 return await _stream(request, service, plan, shape, generation)
             return await _whole(plan, shape, generation)

@@ -1,19 +1,23 @@
 """One sequence's text and counts, over every way in which rounds can cut the same tokens into runs."""
 
+import asyncio
+import contextlib
 import itertools
 import random
 
 import msgspec
 import pytest
 from byte_model import IM_END
+from loaded import ready
 from prometheus_client import CollectorRegistry
 
 from pilotfish.engine.link.messages import RequestOutput, SamplingParams, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server.calls.parser import AnswerRules, Said
+from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavailable
-from pilotfish.server.generation import Choice
-from pilotfish.server.plan import StopRules
+from pilotfish.server.generation import Choice, Generation
+from pilotfish.server.plan import Context, StopRules, plan_completion
 from pilotfish.server.text.tokenizer import Tokenizer
 
 # making series costs more than everything these tests do with them
@@ -285,3 +289,44 @@ def test_the_wait_in_the_queue_is_the_key_s(tokenizer):
     choice.feed(RequestOutput(request_id="r", token_ids=[66]))
     assert registry.get_sample_value("pilotfish_request_queue_time_seconds_count", {"key": "team"}) == 1
     assert registry.get_sample_value("pilotfish_request_queue_time_seconds_sum", {"key": "team"}) == 0.3
+
+
+class RecordingClient:
+    def __init__(self):
+        self.submitted, self.aborted = [], []
+
+    def submit(self, submit, receive):
+        self.submitted.append(submit.request_id)
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+@pytest.mark.parametrize(("length", "steps"), [(10, 0), (40_000, 4)])
+def test_others_have_their_turn_while_many_long_prompts_are_submitted(files, length, steps):
+    context = Context(model="m", files=files, ready=ready(max_model_len=50_000, kv_pages_total=9999), arrived=0.0)
+    plan = plan_completion(CompletionRequest(prompt=[[7] * length], n=8), context)
+
+    async def story(leaves=False):
+        client, turns = RecordingClient(), []
+
+        async def other():
+            while True:
+                turns.append(len(client.submitted))
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(other())
+        await asyncio.sleep(0)
+        turns.clear()
+        with contextlib.suppress(asyncio.CancelledError), Generation(plan, client, files.tokenizer, COLLECTOR) as one:
+            if leaves:
+                asyncio.current_task().cancel()
+            await one.begin()
+        ticking.cancel()
+        return client, turns
+
+    client, turns = asyncio.run(story())
+    assert len(client.submitted) == 8 and len(turns) == steps
+    if steps:
+        client, _ = asyncio.run(story(leaves=True))
+        assert len(client.submitted) < 8 and set(client.submitted) <= set(client.aborted)
