@@ -75,6 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     include_metrics: bool = False
     speculative_k: int
     priority: int = 0
+    custom_tools: frozenset[str] = frozenset()
 
     @property
     def seed(self) -> int:
@@ -142,6 +143,7 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
         plan,
         stops=msgspec.structs.replace(plan.stops, answer=answer, in_reasoning=bool(request.stop_in_reasoning)),
         include_reasoning=shows_reasoning(request),
+        custom_tools=chat.tools.custom_names if chat.tools is not None else frozenset(),
     )
 
 

@@ -12,6 +12,8 @@ import json
 import re
 from typing import Any
 
+import msgspec
+
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar import bounds
 from pilotfish.engine.link.messages import JSON_OPTIONS, Grammar
@@ -72,6 +74,8 @@ def call_grammar(
     _check_sizes(chosen)
     rules, calls = [f"TEXT: {_lexeme('')}"], []
     for number, (name, tool) in enumerate(chosen.items()):
+        # a promise that is made of demanded calls alone
+        tool = tool if tools.is_demanded else msgspec.structs.replace(tool, strict=False)
         rules += _body(number, name, tool, held, values)
         calls.append(f"{_literal(name + '>' + chr(10))} body{number}")
     opening, closing = _marker(CALL, tokenizer), _marker(END_CALL, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable
@@ -67,6 +68,11 @@ class Tools(msgspec.Struct, frozen=True):
         return {name: tool.parameters for name, tool in self.offered.items()}
 
     @property
+    def custom_names(self) -> frozenset[str]:
+        """Those that take a text."""
+        return frozenset(name for name, tool in self.offered.items() if tool.custom is not None)
+
+    @property
     def has_grammar(self) -> bool:
         """Whether the text of one of the tools keeps to a grammar of its own."""
         return any(tool.custom is not None and tool.custom.syntax for tool in self.offered.values())
@@ -74,6 +80,13 @@ class Tools(msgspec.Struct, frozen=True):
     @property
     def is_demanded(self) -> bool:
         return self.choice.mode in ("required", "named")
+
+
+def input_of(arguments: str) -> str:
+    """The text that a tool of one text is called with: all of what came where it is not that alone."""
+    given = json.loads(arguments)
+    text = given.get(INPUT) if given.keys() == {INPUT} else None
+    return text if isinstance(text, str) else arguments
 
 
 # -- as chat completions have them ---------------------------------------------------------------------------------

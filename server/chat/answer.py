@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct
 
 from pilotfish.server.answer import LOWEST_LOGPROB, OpenAiFormat, usage_of
 from pilotfish.server.calls.parser import Call, CallArguments, CallOpened, Part, Said
+from pilotfish.server.calls.tools import input_of
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.protocol import Response
 
@@ -31,6 +32,13 @@ class ChatLogprobs(Struct, frozen=True):
     refusal: None = None
 
 
+class CalledCustom(Struct, frozen=True, kw_only=True):
+    """A tool of one text, and that text."""
+
+    name: str
+    input: str
+
+
 class CalledFunction(Struct, frozen=True, kw_only=True):
     """`arguments` is JSON; in a stream, a piece of it."""
 
@@ -44,7 +52,8 @@ class ToolCall(Struct, frozen=True, kw_only=True):
     index: int | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
     type: str | msgspec.UnsetType = msgspec.UNSET
-    function: CalledFunction
+    function: CalledFunction | msgspec.UnsetType = msgspec.UNSET
+    custom: CalledCustom | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):
@@ -121,6 +130,8 @@ class ChatFormat(OpenAiFormat):
                 return [ChatDelta(content=part.text)]
             shown = self._plan.include_reasoning
             return [ChatDelta(reasoning=part.text, reasoning_content=part.text)] if shown else []
+        if isinstance(part, Call) and part.name in self._plan.custom_tools:
+            return [ChatDelta(tool_calls=[msgspec.structs.replace(self._tool_call(part), index=part.index)])]
         if isinstance(part, Call):
             opened, arguments = CallOpened(part.index, part.id, part.name), CallArguments(part.index, part.arguments)
             return [*self._deltas(opened), *self._deltas(arguments)]
@@ -129,10 +140,17 @@ class ChatFormat(OpenAiFormat):
             return [ChatDelta(tool_calls=[ToolCall(index=part.index, id=part.id, type="function", function=function)])]
         return [ChatDelta(tool_calls=[ToolCall(index=part.index, function=CalledFunction(arguments=part.text))])]
 
+    def _tool_call(self, call: Call) -> ToolCall:
+        if call.name in self._plan.custom_tools:
+            return ToolCall(
+                id=call.id, type="custom", custom=CalledCustom(name=call.name, input=input_of(call.arguments))
+            )
+        return ToolCall(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
+
     def _message(self, parts: Sequence[Part]) -> ChatMessage:
         content = "".join(part.text for part in parts if isinstance(part, Said) and part.kind == "content")
         reasoning = "".join(part.text for part in parts if isinstance(part, Said) and part.kind == "reasoning")
-        calls = [_tool_call(part) for part in parts if isinstance(part, Call)]
+        calls = [self._tool_call(part) for part in parts if isinstance(part, Call)]
         shown = reasoning if reasoning and self._plan.include_reasoning else UNSET
         return ChatMessage(
             content=content or (None if calls else ""),
@@ -176,7 +194,3 @@ class ChatFormat(OpenAiFormat):
 
     def _shown(self, token_id: int, value: float) -> tuple[str, float, list[int]]:
         return self._tokenizer.token_text(token_id), value, list(self._tokenizer.bytes_of(token_id))
-
-
-def _tool_call(call: Call) -> ToolCall:
-    return ToolCall(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))

@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from pilotfish.server import unused
-from pilotfish.server.calls.tools import function_choice, function_tool
+from pilotfish.server.calls.tools import function_choice, function_tool, is_hosted, leave_out
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.chat.thinking import ThinkingField
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.messages.history import chat_messages
 from pilotfish.server.plan import Context
 from pilotfish.server.protocol import (
@@ -98,6 +99,19 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
     context_management: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @classmethod
+    def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
+        """Tools that run at Anthropic are left out."""
+        tools = raw.get("tools")
+        if not isinstance(tools, list):
+            return raw
+        hosted = [isinstance(tool, dict) and is_hosted(tool.get("type")) for tool in tools]
+        for tool, is_left_out in zip(tools, hosted, strict=True):
+            if is_left_out:
+                leave_out(tool["type"], notes)
+        own = [tool for tool, is_left_out in zip(tools, hosted, strict=True) if not is_left_out]
+        return {**raw, "tools": own}
+
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """POST /v1/messages. `seed` and `speculation` are ours."""
@@ -142,7 +156,9 @@ def chat_request(request: CountTokensRequest, context: Context) -> ChatRequest:
     choice = request.tool_choice
     return ChatRequest(
         messages=[*_system(request.system), *chat_messages(request.messages, context.notes)],
-        tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in request.tools or ()],
+        tools=[
+            function_tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in request.tools or ()
+        ],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(request.output_config),

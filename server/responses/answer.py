@@ -13,19 +13,14 @@ from msgspec import Struct
 
 from pilotfish.server.answer import shown_parts, usage_of
 from pilotfish.server.calls.parser import Call, Said
+from pilotfish.server.calls.tools import input_of
 from pilotfish.server.chat.answer import ChatFormat, ChatLogprob
 from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import Plan
 from pilotfish.server.protocol import encode
-from pilotfish.server.responses.request import (
-    FunctionTool,
-    NamedFunction,
-    Reasoning,
-    ResponsesRequest,
-    TextConfig,
-    TextFormat,
-)
+from pilotfish.server.responses.request import Reasoning, ResponsesRequest, TextConfig, TextFormat
+from pilotfish.server.responses.tools import Place, places
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -60,11 +55,23 @@ class FunctionCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="fun
     id: str
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str
     status: Status
 
 
-Item = Message | Thought | FunctionCall
+class CustomCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """Of a tool that takes a text, which is `input` as it stands."""
+
+    id: str
+    call_id: str
+    name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    input: str
+    status: Status
+
+
+Item = Message | Thought | FunctionCall | CustomCall
 
 
 class InputDetails(Struct, frozen=True):
@@ -119,8 +126,8 @@ class Response(Struct, frozen=True, kw_only=True):
     store: bool = False
     temperature: float
     text: TextConfig
-    tool_choice: str | NamedFunction
-    tools: list[FunctionTool]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_p: float
     truncation: str = "disabled"
     usage: Usage | None = None
@@ -184,8 +191,17 @@ class ArgumentsEvent(_Event, frozen=True, kw_only=True):
     arguments: str | msgspec.UnsetType = msgspec.UNSET
 
 
-Event = ResponseEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent
-EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextEvent, ArgumentsEvent)
+class InputEvent(_Event, frozen=True, kw_only=True):
+    """`response.custom_tool_call_input.delta`, `.done`."""
+
+    item_id: str
+    output_index: int
+    delta: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
+
+
+Event = ResponseEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent | InputEvent
+EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextEvent, ArgumentsEvent, InputEvent)
 AnyEvent = TypeVar("AnyEvent", bound=_Event)
 
 
@@ -218,6 +234,7 @@ class ResponsesFormat:
         self._keep = keep
         self._tokens: list[ShownToken] = []
         self._num_told = 0
+        self._places = places(request.tools or [])
         self._numbers = itertools.count()
         self._items: list[Item] = []
         self._open: _Open | None = None
@@ -259,7 +276,7 @@ class ResponsesFormat:
         status: Status = "incomplete" if finish_reason == "length" else "completed"
         events: list[Event] = []
         told = self._open is not None and self._open.kind == "content"
-        told = told or any(isinstance(item, Message | FunctionCall) for item in self._items)
+        told = told or any(isinstance(item, Message | FunctionCall | CustomCall) for item in self._items)
         if status == "completed" and not told:
             events = self._say(Said("content", ""))
         return [*events, *self._close(status)], status
@@ -302,20 +319,28 @@ class ResponsesFormat:
         return events
 
     def _call(self, call: Call) -> list[Event]:
-        item = FunctionCall(
-            id="fc_" + call.id.removeprefix("call_"),
-            call_id=call.id,
-            name=call.name,
-            arguments="",
-            status="in_progress",
-        )
-        whole = msgspec.structs.replace(item, arguments=call.arguments, status="completed")
-        events: list[Event] = [
-            self._item_event("added", item),
-            self._arguments_event("delta", item.id, delta=call.arguments),
-            self._arguments_event("done", item.id, arguments=call.arguments, name=call.name),
-            self._item_event("done", whole),
-        ]
+        place = self._places.get(call.name, Place(call.name))
+        named: dict[str, Any] = {"call_id": call.id, "name": place.name, "namespace": place.namespace or msgspec.UNSET}
+        number = call.id.removeprefix("call_")
+        item: FunctionCall | CustomCall
+        if place.is_custom:
+            text = input_of(call.arguments)
+            item = CustomCall(id=f"ctc_{number}", **named, input="", status="in_progress")
+            whole: Item = msgspec.structs.replace(item, input=text, status="completed")
+            events: list[Event] = [
+                self._item_event("added", item),
+                self._input_event("delta", item.id, delta=text),
+                self._input_event("done", item.id, input=text),
+            ]
+        else:
+            item = FunctionCall(id=f"fc_{number}", **named, arguments="", status="in_progress")
+            whole = msgspec.structs.replace(item, arguments=call.arguments, status="completed")
+            events = [
+                self._item_event("added", item),
+                self._arguments_event("delta", item.id, delta=call.arguments),
+                self._arguments_event("done", item.id, arguments=call.arguments, name=place.name),
+            ]
+        events.append(self._item_event("done", whole))
         self._done(whole)
         return events
 
@@ -359,6 +384,10 @@ class ResponsesFormat:
     def _arguments_event(self, step: str, item_id: str, **fields: str) -> ArgumentsEvent:
         place = {"item_id": item_id, "output_index": len(self._items)}
         return self._numbered(ArgumentsEvent, f"function_call_arguments.{step}", **place, **fields)
+
+    def _input_event(self, step: str, item_id: str, **fields: str) -> InputEvent:
+        place = {"item_id": item_id, "output_index": len(self._items)}
+        return self._numbered(InputEvent, f"custom_tool_call_input.{step}", **place, **fields)
 
     # -- the response ------------------------------------------------------------------------------------------------
 

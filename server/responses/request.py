@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pilotfish.server import unused
-from pilotfish.server.calls.tools import function_choice, function_tool
+from pilotfish.server.calls.tools import INPUT
 from pilotfish.server.chat.history import newest
 from pilotfish.server.chat.parts import text_of, thought_in
 from pilotfish.server.chat.request import ChatRequest
@@ -17,6 +17,7 @@ from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.plan import Context
 from pilotfish.server.protocol import MAX_LOGPROBS, Body, PositiveCount, Seed, SpeculationField, Temperature, TopK, TopP
+from pilotfish.server.responses.tools import chat_choice, chat_tools, flat_name
 
 Name = Annotated[str, Meta(min_length=1)]
 LOGPROBS = "message.output_text.logprobs"
@@ -47,7 +48,17 @@ class MessageItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="mess
 class FunctionCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
     call_id: str
     name: Name
+    namespace: str | None = None
     arguments: Any = None
+    id: str | None = None
+    status: str | None = None
+
+
+class CustomCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    call_id: str
+    name: Name
+    namespace: str | None = None
+    input: Any = None
     id: str | None = None
     status: str | None = None
 
@@ -75,25 +86,12 @@ class ItemReference(Struct, frozen=True, kw_only=True, tag_field="type", tag="it
     id: str
 
 
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ItemReference
+Item = MessageItem | FunctionCallItem | CustomCallItem | FunctionOutputItem | ReasoningItem | ItemReference
 
 
 ITEM_TYPES = frozenset(kind.__struct_config__.tag for kind in get_args(Item))
 CALL_NAMES = frozenset({"type", "id", "call_id", "status"})
 """What an item of a call has beside what it was called with."""
-
-
-class FunctionTool(Struct, frozen=True, kw_only=True):
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class NamedFunction(Struct, frozen=True, kw_only=True):
-    type: Literal["function"]
-    name: str
 
 
 class Reasoning(Struct, frozen=True, kw_only=True):
@@ -103,7 +101,7 @@ class Reasoning(Struct, frozen=True, kw_only=True):
 
 
 class TextFormat(Struct, frozen=True, kw_only=True):
-    """`name`, `description` and `strict` are of json_schema, whose schema is always kept to."""
+    """`name`, `description` and `strict` are of json_schema. `strict`: a schema that no grammar holds is refused."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | None = None
@@ -137,7 +135,6 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     UNUSED: ClassVar = unused.RESPONSES_FIELDS
     KINDS: ClassVar = {
         "input": "message, function_call, function_call_output or reasoning",
-        "tools": "function",
         "format": "text, json_object or json_schema",
     }
 
@@ -147,8 +144,8 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -181,6 +178,8 @@ def _known_item(item: Any, where: str, notes: FieldNotes) -> Any:
         return {**item, "type": "message"}
     if not isinstance(kind, str) or kind in ITEM_TYPES:
         return item
+    if kind == "custom_tool_call_output":
+        return {**item, "type": "function_call_output"}
     notes.ignore(f"{where}.{kind}")
     call_id = item.get("call_id") or item.get("id")
     if not isinstance(call_id, str):
@@ -211,7 +210,6 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
     logprobs = _wants_logprobs(request.include or [], context)
     if request.top_logprobs and not logprobs:
         raise BadRequest(f"'top_logprobs' wants {LOGPROBS} to be included.", param="top_logprobs")
-    choice = request.tool_choice
     return ChatRequest(
         model=request.model,
         messages=list(_messages(request, _items(request.input, context), context.notes)),
@@ -219,8 +217,8 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in request.tools or ()],
-        tool_choice=function_choice(choice.name) if isinstance(choice, NamedFunction) else choice,
+        tools=chat_tools(request.tools or [], context.notes),
+        tool_choice=chat_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request.text),
         logprobs=logprobs,
@@ -276,8 +274,9 @@ def _messages(request: ResponsesRequest, items: list[Item], notes: FieldNotes) -
             turn = {}
         if isinstance(item, ReasoningItem):
             turn["reasoning_content"] = _thought(item, where, notes)
-        elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+        elif isinstance(item, FunctionCallItem | CustomCallItem):
+            arguments = item.arguments if isinstance(item, FunctionCallItem) else {INPUT: item.input}
+            function = {"name": flat_name(item.namespace, item.name), "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
         elif isinstance(item, FunctionOutputItem):
@@ -331,5 +330,6 @@ def _response_format(config: TextConfig | None) -> Any:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema}}
+        return {"type": "json_object", "schema": form.schema}
+    named = {"name": form.name or "answer", "schema": form.schema, "strict": form.strict}
+    return {"type": "json_schema", "json_schema": named}

@@ -368,7 +368,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 50000}, "input length and `max_tokens` exceed context limit: "),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: "),
         ({"extra_body": {"temperature": 3}}, "temperature: "),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: "),
         ({"tools": [{**TOOLS[0], "name": "two words"}]}, "tools[0].name: "),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name: "),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name: "),

@@ -249,7 +249,7 @@ def test_structured_output(client):
         ({"include": ["message.output_text.lobprogs"]}, "include[0]"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
         ({"tools": [{**TOOL, "name": "two words"}]}, "tools[0].name"),
         ({"max_output_tokens": 50000}, "max_output_tokens"),
