@@ -125,7 +125,7 @@ def read_texts(engine: Engine, texts: dict[str, list[int]], args: argparse.Names
     with bar(places, "place", args) as progress:
         for name, ids in texts.items():
             progress.set_description(name)
-            found[name] = teacher_forcing.agreement(engine.runner.model, ids, depth, progress.update)
+            found[name] = teacher_forcing.agreement(engine.executor.model, ids, depth, progress.update)
     rows = [text_row(name, [agreement], args.k) for name, agreement in found.items()]
     return rows if len(rows) == 1 else [*rows, text_row("all", list(found.values()), args.k)]
 
@@ -163,7 +163,7 @@ def time_rounds(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) 
             progress.set_description(what)
             progress.update()
 
-        return cost_table.measure(engine.runner.model, plan, ids, args.k, timed, tell)
+        return cost_table.measure(engine.executor.model, plan, ids, args.k, timed, tell)
 
 
 def bar(total: int, unit: str, args: argparse.Namespace) -> tqdm:

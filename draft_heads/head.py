@@ -1,50 +1,80 @@
-"""What a draft head offers. A head owns its cache; the trunk's embedding and lm_head are lent to it.
+"""What a draft head offers, and what of a round and of a prompt it may use.
+
+A head owns its cache; the trunk's embedding and lm_head are lent to it.
 
 B = sequences, W = window rows, H = hidden, T = prompt rows, K = drafts. The pair (h_i, t_(i+1)) stands at position i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-ChooseDraft = Callable[[torch.Tensor, int], torch.Tensor]
-"""(hidden rows padded to whole tiles, step 0..K-1) -> token ids [B]: lm_head and the requests' own sampling rule."""
-
-StepWindow = Callable[[int], Any]
-"""Step -> the one-row window that step's token of every sequence stands at."""
+from pilotfish.spec.slots import SlotState
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """Where drafting starts: after each sequence's last committed token, at `positions`.
+class RoundPass(Protocol):
+    """A round, after its commit, as a head records its own part in it: operators in order, over static memory.
 
-    hidden [R, H]: the rows (padded) that `fill` or `repair` gave at the positions before. `slots` int64 [B]; `history`
-    int32 [slots, L] holds every slot's committed tokens by position, None unless the head reads it.
+    `ops` is the table of operators (engine.round.operators). Of `buffers` a head reads `slots` [B], `chosen` (the
+    trunk's own token of every row, int64), `hidden` (the trunk's final-norm hidden of every row) and `verdicts(B)`; it
+    writes `x` (the stream, fp32), `pair` [., 2H] and `head_hidden`, from which drafts are chosen. `state` is every
+    slot's. A head waits for nothing and looks at no value: what it records may be captured.
     """
 
-    hidden: torch.Tensor
-    slots: torch.Tensor
-    positions: list[int]
-    history: torch.Tensor | None = None
+    @property
+    def ops(self) -> Any: ...
+
+    @property
+    def buffers(self) -> Any: ...
+
+    @property
+    def state(self) -> SlotState: ...
+
+    @property
+    def embedding(self) -> Any: ...
+
+    @property
+    def mark(self) -> Any:
+        """mark(phase) ends a phase."""
+        ...
+
+    def plan(self, count: int, width: int, step: int) -> None:
+        """Row b * W + j of the next pass stands at position length + step + j."""
+        ...
+
+    def full_layer(
+        self, layer: Any, cache: Any, count: int, width: int, norm: Any, out: torch.Tensor,
+        chosen: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """A full-attention layer over the stream `x`; then out = `norm` of all its rows, or of those chosen."""
+        ...
+
+    def choose_draft(self, count: int, number: int, flags: int) -> None:
+        """Draft `number` of each sequence, from head_hidden, by the request's own rule, into the state and `draft`."""
+        ...
+
+    def see(self, name: str, rows: torch.Tensor) -> None: ...
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """tokens int64 [B, K], of which the first counts[b] are meant (int64 [B]; None: all of them)."""
+class PromptRows(Protocol):
+    """A prompt's span, as a head fills its cache from it: engine.round.prompt.PromptPass."""
 
-    tokens: torch.Tensor
-    counts: torch.Tensor | None = None
+    @property
+    def ops(self) -> Any: ...
+
+    @property
+    def model(self) -> Any: ...
+
+    def full_layer(self, x: torch.Tensor, layer: Any, span: Any, cache: Any, after: Any) -> torch.Tensor:
+        """A full-attention layer over x fp32 [T, H], all of it: the norm `after` of what x becomes."""
+        ...
 
 
 class DraftHead(Protocol):
-    """`fill` and `repair` return hidden rows; `propose` goes on from one of them per sequence.
-
-    `caches`: keys and values that live on the trunk's page tables. `reads_history`: it wants Frontier.history.
-    """
+    """`caches`: keys and values that live on the trunk's page tables. `reads_history`: slots keep their tokens."""
 
     @property
     def caches(self) -> Sequence[Any]: ...
@@ -52,17 +82,19 @@ class DraftHead(Protocol):
     @property
     def reads_history(self) -> bool: ...
 
-    def fill(self, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
-        """Prompt rows [T, H]: the pairs of a span, next_tokens int64 [T]."""
+    def fill(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
+        """Hidden rows [T, H] of a prompt span's pairs; next_tokens int64 [T], hidden [T, H] the trunk's."""
         ...
 
-    def repair(self, next_tokens: torch.Tensor, hidden: torch.Tensor, window: Any) -> torch.Tensor:
-        """All rows of a verified window [R, H], with the trunk's hidden states and the trunk's own next tokens.
+    def record(self, round: RoundPass, count: int, width: int, depth: int, flags: int) -> None:
+        """The head's part of a round: its own state brought to exactly what was committed, then `depth` drafts of each
+        of `count` sequences into the state (0: none).
 
-        Overwrites what drafting left there. Rows past the first rejection hold noise beyond the sequence's length.
+        All window rows are repaired, with the trunk's own next tokens: that overwrites what drafting left there, and
+        rows past the first rejection hold noise beyond the sequence's length. `flags`: bits that any sequence may have.
         """
         ...
 
-    def propose(self, frontier: Frontier, num_drafts: int, choose: ChooseDraft, step_window: StepWindow) -> Drafts:
-        """At most num_drafts drafts for each sequence."""
+    def propose(self, round: RoundPass, count: int, depth: int, flags: int) -> None:
+        """Drafts alone, after a prompt: from the head's hidden rows that `fill` gave, in head_hidden."""
         ...

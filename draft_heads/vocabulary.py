@@ -21,10 +21,3 @@ class DraftVocabulary:
 
     ids: torch.Tensor
     lm_head: AnyLinear
-
-    def logits(self, hidden_RH: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """fp32 [R, V], -inf for what was left out; row-invariant."""
-        kept = self.lm_head.rows(hidden_RH).float()
-        logits = kept.new_full((len(kept), vocab_size), float("-inf"))
-        logits[:, self.ids.long()] = kept
-        return logits

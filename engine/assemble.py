@@ -1,4 +1,4 @@
-"""An engine around a built model: scheduler, buffers, runner and rounds, with a ledger that adds up."""
+"""An engine around a built model: scheduler, buffers and executor, with a ledger that adds up."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkChe
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.options import MAX_DEPTH
 from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan
-from pilotfish.engine.round import EagerRounds, Rounds
-from pilotfish.engine.runner import Runner
+from pilotfish.engine.round.executor import RoundExecutor, make_executor
 from pilotfish.engine.scheduler import Scheduler
 from pilotfish.kernels.attention import PAGE
 
@@ -25,8 +24,7 @@ from pilotfish.kernels.attention import PAGE
 class Engine:
     """What the loop drives. `grammars` is None where there is no tokenizer.json to read them with."""
 
-    runner: Runner
-    rounds: Rounds
+    executor: RoundExecutor
     scheduler: Scheduler
     ready: Ready
     grammars: GrammarLibrary | None = None
@@ -53,17 +51,17 @@ def assemble(
     load_seconds: float,
     head: HeadReport | None = None,
 ) -> Engine:
-    """Scheduler, buffers and runner around a built model."""
+    """Scheduler, buffers and executor around a built model."""
     reads_history = model.head is not None and model.head.reads_history
     # a last window may reach past the limit
     history_length = plan.max_model_len + MAX_DEPTH + 1 if reads_history else 0
     vocab_size = model.config.vocab_size
     slots_and_depth = (plan.max_num_seqs + 1, max(1, plan.depth))
-    state = BatchState(*slots_and_depth, vocab_size, plan.device, history_length, complete=plan.fused)
-    rounds = _make_rounds(model, state, plan)
+    state = BatchState(*slots_and_depth, vocab_size, plan.device, history_length)
+    executor = _make_executor(model, state, plan)
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
     scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.prefill_chunk)
-    account = ledger.measure(model, state, rounds, plan.device) | {"checkpoint_bytes": weight_bytes}
+    account = ledger.measure(model, state, executor, plan.device) | {"checkpoint_bytes": weight_bytes}
     ready = Ready(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
@@ -79,7 +77,7 @@ def assemble(
         dtype=str(plan.dtype).removeprefix("torch."),
         load_seconds=load_seconds,
         ledger=account,
-        limits=limits(plan, slots.capacity, rounds),
+        limits=limits(plan, slots.capacity, executor),
         kv_bytes_per_token=ledger.bytes_per_token(model),
         bytes_per_sequence=ledger.bytes_per_sequence(account, slots.total),
         draft_head=head.origin if head else None,
@@ -90,31 +88,27 @@ def assemble(
             kv_dtype=_shared_dtype(cache.k for cache in ledger.caches_of(model)),
             state_dtype=_shared_dtype([model.trunk.state.s]),
             head_weights=head.weights if head else (0, 0),
-            num_graphs=rounds.num_graphs,
-            graph_bytes=rounds.graph_bytes,
+            num_graphs=executor.num_graphs,
+            graph_bytes=executor.graph_bytes,
         ),
     )
-    return Engine(rounds.runner, rounds, scheduler, ready)
+    return Engine(executor, scheduler, ready)
 
 
-def _make_rounds(model: Model, state: BatchState, plan: Plan) -> Rounds:
-    if not plan.fused:
-        return EagerRounds(Runner(model, state, plan.depth > 0 and model.head is not None))
-    from pilotfish.engine.device_round.start import make_rounds  # imports Triton
-
-    rounds = make_rounds(model, state, plan.depth, plan.max_num_seqs, plan.max_model_len, FAST_ROWS)
+def _make_executor(model: Model, state: BatchState, plan: Plan) -> RoundExecutor:
+    executor = make_executor(model, state, plan.depth, plan.max_num_seqs, plan.max_model_len, FAST_ROWS)
     if plan.captured:
         with torch.inference_mode():
-            rounds.capture()
-    rounds.take_compiled()
-    return rounds
+            executor.capture()
+    executor.take_compiled()
+    return executor
 
 
 def _shared_dtype(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 
-def limits(plan: Plan, num_slots: int, rounds: Rounds) -> dict[str, int]:
+def limits(plan: Plan, num_slots: int, executor: RoundExecutor) -> dict[str, int]:
     """Sequences that each limit would let run."""
     longest = -(-(plan.max_model_len + plan.depth + 1) // PAGE)
     counted = {
@@ -123,6 +117,6 @@ def limits(plan: Plan, num_slots: int, rounds: Rounds) -> dict[str, int]:
         "state slots": num_slots,
         "KV pages": plan.num_pages // longest,
     }
-    if rounds.num_graphs:
-        counted["captured graphs"] = rounds.max_captured
+    if executor.num_graphs:
+        counted["captured graphs"] = executor.max_captured
     return counted | ({"configured": plan.max_num_seqs} if plan.binding_limit == "configured" else {})

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -21,7 +22,6 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.link.messages import Ready
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.round import Rounds
 
 PARTS = ("weights", "prefill_scratch", "kv_cache", "recurrent_state", "pending", "buffers", "rounds", "other", "free")
 """The ledger's lines in the order in which they are shown; `total` is their sum."""
@@ -29,7 +29,20 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-def measure(model: Model, state: BatchState, rounds: Rounds, device: torch.device) -> dict[str, int]:
+class RoundMemory(Protocol):
+    """What rounds hold: pending rows of their own, static buffers, graphs."""
+
+    @property
+    def pending_bytes(self) -> int: ...
+
+    @property
+    def buffer_bytes(self) -> int: ...
+
+    @property
+    def graph_bytes(self) -> int: ...
+
+
+def measure(model: Model, state: BatchState, rounds: RoundMemory, device: torch.device) -> dict[str, int]:
     """Bytes by part, as `<part>_bytes`, and `total_bytes`."""
     trunk = model.trunk
     pending = trunk.state.pending
@@ -51,8 +64,7 @@ def measure(model: Model, state: BatchState, rounds: Rounds, device: torch.devic
 
 def scratch_bytes(model: Model) -> int:
     """What packed weights are expanded into for prompts; all products of a model share it. 0 where none is packed."""
-    scratch = getattr(model.trunk.lm_head, "scratch", None)
-    return 0 if scratch is None else scratch.num_bytes
+    return 0 if model.scratch is None else model.scratch.num_bytes
 
 
 def caches_of(model: Model) -> list[KvCache]:

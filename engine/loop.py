@@ -11,7 +11,6 @@ import torch
 
 from pilotfish.engine import ledger
 from pilotfish.engine.assemble import Engine
-from pilotfish.engine.batch_state import MAX_STOP_IDS, stop_ids_of
 from pilotfish.engine.check.self_audit import SelfAudit
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar.library import GrammarLibrary, Ticket
@@ -25,12 +24,13 @@ from pilotfish.engine.link.messages import (
     StepStats,
     Submit,
 )
-from pilotfish.engine.round import Round, Rounds
+from pilotfish.engine.round.executor import Launched, RoundExecutor
+from pilotfish.engine.round.reports import Batch, SequenceReport
 from pilotfish.engine.rules import allowed_ids, check_rules
-from pilotfish.engine.runner import Batch, Runner, SequenceReport
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.sequence import Sequence
 from pilotfish.kernels.attention import PAGE
+from pilotfish.spec.slots import MAX_STOP_IDS, stop_ids_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class InFlight:
     """A launched round that has not been read yet, and its sequences, some of which may have ended meanwhile."""
 
     sequences: list[Sequence]
-    round: Round
+    round: Launched
 
 
 class EngineLoop:
@@ -56,8 +56,7 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine):
-        self.runner: Runner = engine.runner
-        self.rounds: Rounds = engine.rounds
+        self.executor: RoundExecutor = engine.executor
         self.scheduler: Scheduler = engine.scheduler
         self.ready: Ready = engine.ready
         self.grammars: GrammarLibrary | None = engine.grammars
@@ -123,7 +122,7 @@ class EngineLoop:
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence in self.scheduler.running:
-            self.runner.release_grammar(sequence.slot)
+            self.executor.grammars.release(sequence.slot)
         self.scheduler.finish(sequence, self._in_flight is not None and sequence in self._in_flight.sequences)
 
     def _refuse(self, request_id: str, error: str, code: ErrorCode | None) -> None:
@@ -222,13 +221,13 @@ class EngineLoop:
     def _with_masks(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[RequestOutput]]:
         """Those that the next round can take: it is not held up by a slow grammar. What ends those of broken ones."""
         outputs = []
-        ready = set(self.runner.settle_grammars([sequence.slot for sequence in sequences]))
+        ready = set(self.executor.grammars.settle([sequence.slot for sequence in sequences]))
         for sequence in sequences:
             if sequence.constraint is not None and sequence.constraint.error is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
         going = [sequence for sequence in sequences if sequence in self.scheduler.running]
         if going and not ready and not outputs:
-            self.runner.grammar_steps.wait(going[0].slot, IDLE_SECONDS)
+            self.executor.grammars.steps.wait(going[0].slot, IDLE_SECONDS)
         return [sequence for sequence in going if sequence.slot in ready], outputs
 
     def _fail_grammar(self, sequence: Sequence, constraint: Guarded) -> list[RequestOutput]:
@@ -273,7 +272,7 @@ class EngineLoop:
     def _admit(self, sequence: Sequence) -> list[RequestOutput]:
         params = sequence.request.sampling
         try:
-            self.runner.admit(
+            self.executor.admit(
                 sequence.slot, sequence.prompt, params, sequence.limit, sequence.own_k, sequence.constraint
             )
         except (KeyboardInterrupt, torch.AcceleratorError):
@@ -286,14 +285,14 @@ class EngineLoop:
     def _prefill(self, step: PrefillStep) -> list[RequestOutput]:
         sequence = step.sequence
         logprobs = sequence.request.sampling.logprobs
-        report = self.runner.prefill(
+        report = self.executor.prefill(
             sequence.slot, sequence.pages, sequence.prompt, step.start, step.end, self.depth, logprobs
         )
         sequence.num_prefilled = step.end
         return [] if report is None else self._outputs(sequence, report, after_round=False)
 
     def _round(self, sequences: list[Sequence], phases: dict[str, float]) -> list[RequestOutput]:
-        """Launches a round and reads the one before it, or, where the runner waits for its own, this one."""
+        """Launches a round and reads the one before it, or, where rounds are waited for, this one."""
         before, outputs = self._in_flight, []
         if before is not None and any(sequence.constraint is not None for sequence in sequences):
             # what a grammar allows depends on the tokens not read yet
@@ -306,19 +305,19 @@ class EngineLoop:
         if not sequences:
             return outputs + self._read(before, phases)
         launched = InFlight(sequences, self._launch(sequences))
-        if not self.rounds.asynchronous:
+        if not self.executor.asynchronous:
             return outputs + self._read(launched, phases)
         self._in_flight = launched
         return outputs + self._read(before, phases)
 
-    def _launch(self, sequences: list[Sequence]) -> Round:
+    def _launch(self, sequences: list[Sequence]) -> Launched:
         batch = Batch(
             slots=[sequence.slot for sequence in sequences],
             tables=[sequence.pages for sequence in sequences],
             depth=max(sequence.own_k for sequence in sequences),
             logprobs=[sequence.request.sampling.logprobs for sequence in sequences],
         )
-        return self.rounds.launch(batch, self.depth)
+        return self.executor.launch(batch, self.depth)
 
     def _read(self, flight: InFlight | None, phases: dict[str, float]) -> list[RequestOutput]:
         """What a round gave to those of its sequences that had not ended before; waits for it."""
@@ -420,10 +419,10 @@ class EngineLoop:
             step_seconds=seconds,
             num_prefill_tokens=num_prefilled,
             graph=self._read_graph,
-            num_compiled=self.rounds.take_compiled(),
+            num_compiled=self.executor.take_compiled(),
             num_audited_tokens=audited,
             num_audit_mismatches=mismatches,
-            memory_bytes=0 if self._sequences else ledger.used(self.runner.model.device),
+            memory_bytes=0 if self._sequences else ledger.used(self.executor.model.device),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + self._num_coming,
             kv_pages_used=scheduler.pages.num_used,

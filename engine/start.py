@@ -42,18 +42,18 @@ def make_core(options: EngineOptions) -> EngineLoop:
     """Loads the model and makes the caches; raises PilotfishError with the reason if it cannot."""
     began = perf_counter()
     engine = start_engine(options)
-    if not engine.rounds.num_graphs:
-        engine.rounds.compile()
+    if not engine.executor.num_graphs:
+        engine.executor.compile()
     # a rate of 0: requests of our own are not audited
     unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
     routes = probe.routes(unaudited)
-    if engine.runner.model.device.type == "cuda":
+    if engine.executor.model.device.type == "cuda":
         probe.warm_up(unaudited)
     assert engine.ready.execution is not None
     break_even = _break_even(engine, options) if options.cost_table else {}
     # what was compiled up to here kept no request waiting
-    engine.rounds.take_compiled()
-    seconds = {"weights": engine.ready.load_seconds} | engine.rounds.start_seconds
+    engine.executor.take_compiled()
+    seconds = {"weights": engine.ready.load_seconds} | engine.executor.start_seconds
     whole = perf_counter() - began
     seconds["rest"] = whole - sum(seconds.values())
     logger.info("ready after %.1f s: %s", whole, ", ".join(f"{part} {took:.1f}" for part, took in seconds.items()))
@@ -67,7 +67,7 @@ def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
     """Timed on the loaded model; {} where nothing is drafted."""
     if engine.plan is None or engine.plan.depth == 0:
         return {}
-    costs = cost_table.at_boot(engine.runner.model, engine.plan, Path(options.model))
+    costs = cost_table.at_boot(engine.executor.model, engine.plan, Path(options.model))
     for cost in costs:
         logger.info(
             "%d at once: a round takes %.2f ms at k = %d, %.2f ms at k = 0: it must commit %.2f tokens to gain",

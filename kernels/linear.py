@@ -7,8 +7,8 @@ R = rows (a multiple of TILE_ROWS), K = input width, N = output width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +29,21 @@ def padded_rows(num_rows: int) -> int:
 
 
 class AnyLinear(Protocol):
-    """A product y = x W^T, W [N, K]. `rows` is row-invariant, R whole tiles; `bulk`, for prefill, is not."""
+    """A weight [N, K] of a product y = x W^T, in the form that one table of operators reads: that table alone calls it.
+
+    `rows` is row-invariant; `bulk`, for prefill, is not. Those of plain torch: x [R, K] -> [R, N], R whole tiles, and x
+    [T, K] -> [T, N]. Those of packed weights take memory too (kernels.cuda.linear).
+    """
 
     in_features: int
     out_features: int
     num_bytes: int
 
-    def rows(self, x_RK: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def rows(self) -> Callable[..., Any]: ...
 
-    def bulk(self, x_TK: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def bulk(self) -> Callable[..., torch.Tensor]: ...
 
 
 class Linear:

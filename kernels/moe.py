@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from pilotfish.kernels.activation import silu
 from pilotfish.kernels.linear import TILE_ROWS, AnyLinear
@@ -22,18 +21,22 @@ class GatedMlp:
     gate_up: AnyLinear
     down: AnyLinear
 
-    def rows(self, x_RH: torch.Tensor) -> torch.Tensor:
-        """[R, H], row-invariant; R a multiple of TILE_ROWS."""
-        return self.down.rows(_swiglu(self.gate_up.rows(x_RH)))
 
-    def bulk(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """[T, H] for prefill."""
-        return self.down.bulk(_swiglu(self.gate_up.bulk(x_TH)))
-
-
-def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of rows gate | up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+def mlp_rows(mlp: GatedMlp, x_RH: torch.Tensor) -> torch.Tensor:
+    """[R, H], row-invariant; R a multiple of TILE_ROWS."""
+    rows: torch.Tensor = mlp.down.rows(swiglu(mlp.gate_up.rows(x_RH)))
+    return rows
+
+
+def mlp_bulk(mlp: GatedMlp, x_TH: torch.Tensor) -> torch.Tensor:
+    """[T, H] for prefill."""
+    return mlp.down.bulk(swiglu(mlp.gate_up.bulk(x_TH)))
 
 
 def route(logits_RE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,43 +48,47 @@ def route(logits_RE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tens
     return weights / weights.sum(-1, keepdim=True), ids[:, :top_k]
 
 
-def expert_rows(
-    x_RH: torch.Tensor, num_rows: int, experts: list[GatedMlp], weights_Rk: torch.Tensor, ids_Rk: torch.Tensor
+def expert_parts(
+    x_RH: torch.Tensor, num_rows: int, experts: list[GatedMlp], shared: GatedMlp, ids_Rk: torch.Tensor
 ) -> torch.Tensor:
-    """fp32 [R, H] of the routed experts on the decode path; rows past num_rows are padding and route nowhere.
+    """fp32 [k + 1, num_rows, H]: each row's experts in rank order, then the shared one, on the decode path; rows past
+    num_rows are padding and use no expert.
 
     Every distinct expert of a tile runs over the whole tile: a product of TILE_ROWS rows costs the same however many
     of them are wanted, and no row has to be moved.
     """
-    tiles = [
-        _expert_tile(x, min(TILE_ROWS, num_rows - start), experts, weights, ids)
-        for start, x, weights, ids in zip(
-            range(0, num_rows, TILE_ROWS),
-            x_RH.split(TILE_ROWS),
-            weights_Rk.split(TILE_ROWS),
-            ids_Rk.split(TILE_ROWS),
-            strict=True,
+    parts = [
+        _expert_tile(x, min(TILE_ROWS, num_rows - start), experts, shared, ids)
+        for start, x, ids in zip(
+            range(0, num_rows, TILE_ROWS), x_RH.split(TILE_ROWS), ids_Rk.split(TILE_ROWS), strict=False
         )
     ]
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _expert_tile(
-    x: torch.Tensor, num_rows: int, experts: list[GatedMlp], weights: torch.Tensor, ids: torch.Tensor
+    x: torch.Tensor, num_rows: int, experts: list[GatedMlp], shared: GatedMlp, ids: torch.Tensor
 ) -> torch.Tensor:
     chosen = ids[:num_rows].tolist()
     distinct = sorted({expert for row in chosen for expert in row})
     # one SwiGLU for all of them: it is elementwise, and every call costs more than its arithmetic
-    inner = _swiglu(torch.cat([experts[expert].gate_up.rows(x) for expert in distinct])).split(TILE_ROWS)
-    outputs = torch.cat([experts[expert].down.rows(part) for expert, part in zip(distinct, inner, strict=True)])
+    inner = swiglu(torch.cat([experts[expert].gate_up.rows(x) for expert in distinct])).split(TILE_ROWS)
+    outputs = [experts[expert].down.rows(part) for expert, part in zip(distinct, inner, strict=True)]
+    outputs.append(mlp_rows(shared, x))
     start = {expert: index * TILE_ROWS for index, expert in enumerate(distinct)}
-    top_k = ids.shape[1]
+    top_k, last = ids.shape[1], len(distinct) * TILE_ROWS
     index = [start[row[rank]] + number for rank in range(top_k) for number, row in enumerate(chosen)]
-    picked = outputs.index_select(0, torch.tensor(index, device=x.device)).float().view(top_k, num_rows, -1)
-    total = picked[0] * weights[:num_rows, :1]
-    for rank in range(1, top_k):
-        total = torch.addcmul(total, picked[rank], weights[:num_rows, rank : rank + 1])
-    return F.pad(total, (0, 0, 0, TILE_ROWS - num_rows)) if num_rows < TILE_ROWS else total
+    index += range(last, last + num_rows)
+    picked = torch.cat(outputs).index_select(0, torch.tensor(index, device=x.device))
+    return picked.float().view(top_k + 1, num_rows, -1)
+
+
+def combine(parts_kRH: torch.Tensor, weights_Rk: torch.Tensor, gate_R: torch.Tensor) -> torch.Tensor:
+    """fp32 [R, H]: parts [k + 1, R, H] weighted and added in rank order, then the shared one by its gate."""
+    total = parts_kRH[0] * weights_Rk[:, :1]
+    for rank in range(1, weights_Rk.shape[1]):
+        total = torch.addcmul(total, parts_kRH[rank], weights_Rk[:, rank : rank + 1])
+    return torch.addcmul(total, parts_kRH[-1], gate_R[:, None])
 
 
 def expert_bulk(
@@ -92,7 +99,7 @@ def expert_bulk(
     picked = x_TH.new_empty((tokens, top_k, x_TH.shape[1]), dtype=torch.float32)
     for expert in ids_Tk.unique().tolist():
         rows, ranks = torch.where(ids_Tk == expert)
-        picked[rows, ranks] = experts[expert].bulk(x_TH[rows]).float()
+        picked[rows, ranks] = mlp_bulk(experts[expert], x_TH[rows]).float()
     total = picked[:, 0] * weights_Tk[:, :1]
     for rank in range(1, top_k):
         total = torch.addcmul(total, picked[:, rank], weights_Tk[:, rank : rank + 1])

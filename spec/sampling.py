@@ -3,95 +3,126 @@
 Greedy is argmax; sampled is argmax(filtered logits / T + keyed Gumbel noise), which draws from the filtered softmax.
 Ties go to the lower id. The order of the processors is vLLM's: logit bias and bans, penalties, temperature, min_p,
 top_k, top_p. Every processor leaves a row with neutral parameters bit for bit as it was, so who else is in the batch is
-invisible. R = rows, V = vocabulary.
+invisible.
+
+This is the definition. On a CUDA device kernels.cuda.sample carries it out (scores.py the processors and the noise of
+spec.gumbel, filters.py the filters); tests/support/small_operators.py holds it to `choose`, token for token.
+R = rows, V = vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from pilotfish.kernels.gumbel import gumbel_noise
+from pilotfish.spec import rules
+from pilotfish.spec.gumbel import gumbel_noise
+from pilotfish.spec.rules import Rows
+from pilotfish.spec.slots import (
+    BAD_SEQUENCES,
+    BIASED,
+    MIN_P,
+    MIN_TOKENS,
+    PENALISED,
+    SAMPLED,
+    THINKING,
+    TOP_K,
+    TOP_P,
+)
+
+See = Callable[[str, torch.Tensor], None]
 
 
-@dataclass(frozen=True)
-class SamplingRows:
-    """Parameters of R rows; a feature that no row of the batch uses is None and costs nothing.
+def choose(
+    logits_RV: torch.Tensor,
+    rows: Rows,
+    flags: int,
+    forbidden_RV: torch.Tensor | None = None,
+    see: See | None = None,
+) -> torch.Tensor:
+    """Token ids int64 [R] for the rows. logits fp32, not changed.
 
-    temperature fp32 [R] (0: greedy), seed and choice int64 [R]; top_k int64 [R] (V: off), top_p, min_p fp32 [R];
-    penalties: repetition, presence, frequency fp32 [R] with the history of the row as
-    `seen` bool [R, V] (prompt or output) and `counts` int32 [R, V] (output only);
-    `bias` fp32 [R, V] is added; `banned` bool [R, V] becomes -inf. `forced` int64 [R]: the token itself, whatever the
-    rest says, where it is not negative.
+    flags: the bits of spec.slots that any of the rows' requests has; what no bit stands for is not run. forbidden: bool
+    [R, V], tokens that a row must not choose (grammars). `see` is shown the penalties' "history", where there is one.
     """
-
-    temperature: torch.Tensor | None = None
-    seed: torch.Tensor | None = None
-    choice: torch.Tensor | None = None
-    top_k: torch.Tensor | None = None
-    top_p: torch.Tensor | None = None
-    min_p: torch.Tensor | None = None
-    repetition: torch.Tensor | None = None
-    presence: torch.Tensor | None = None
-    frequency: torch.Tensor | None = None
-    seen: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    banned: torch.Tensor | None = None
-    forced: torch.Tensor | None = None
+    chosen = _choose_freely(logits_RV, rows, flags, forbidden_RV, see)
+    if not flags & THINKING:
+        return chosen
+    forced = rules.forced(rows)
+    return torch.where(forced >= 0, forced, chosen)
 
 
-def choose(logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor) -> torch.Tensor:
-    """Token ids int64 [R], for the absolute positions that the tokens will take. logits fp32, not changed."""
-    chosen = _choose_freely(logits_RV, rows, positions_R)
-    return chosen if rows.forced is None else torch.where(rows.forced >= 0, rows.forced, chosen)
-
-
-def _choose_freely(logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor) -> torch.Tensor:
-    logits = _penalise(_bias(logits_RV, rows), rows)
-    if rows.temperature is None:
+def _choose_freely(
+    logits: torch.Tensor, rows: Rows, flags: int, forbidden: torch.Tensor | None, see: See | None
+) -> torch.Tensor:
+    state = rows.state
+    logits = bias(logits, rows.each(state.bias) if flags & BIASED else None, banned_rows(rows, flags, forbidden))
+    if flags & PENALISED:
+        counts, seen = rules.history(rows)
+        if see is not None:
+            see("history", counts)
+        factors = (rows.each(factor) for factor in (state.repetition, state.presence, state.frequency))
+        logits = penalise(logits, counts, seen, *factors)
+    if not flags & SAMPLED:
         return logits.argmax(-1)
-    assert rows.seed is not None and rows.choice is not None
-    greedy = rows.temperature == 0
-    scaled = logits / torch.where(greedy, 1.0, rows.temperature)[:, None]
-    noise = gumbel_noise(rows.seed, rows.choice, positions_R, logits.shape[-1])
-    sampled = (_filter(scaled, rows) + noise).argmax(-1)
-    return torch.where(greedy, logits.argmax(-1), sampled)
+    temperature = rows.each(state.temperature)
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    noise = gumbel_noise(rows.each(state.seed), rows.each(state.choice), rows.positions.flatten(), logits.shape[-1])
+    if flags & MIN_P:
+        scaled = keep_probable(scaled, rows.each(state.min_p))
+    if flags & (TOP_K | TOP_P):
+        scaled = keep_first(scaled, rows.each(state.top_k), rows.each(state.top_p))
+    return torch.where(greedy, logits.argmax(-1), (scaled + noise).argmax(-1))
 
 
-def _bias(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    if rows.bias is not None:
-        logits = logits + rows.bias
-    if rows.banned is not None:
-        logits = logits.masked_fill(rows.banned, float("-inf"))
-    return logits
+def bias(logits: torch.Tensor, bias_RV: torch.Tensor | None, banned_RV: torch.Tensor | None) -> torch.Tensor:
+    """The bias added, then -inf for what is banned; None: neither."""
+    if bias_RV is not None:
+        logits = logits + bias_RV
+    return logits if banned_RV is None else logits.masked_fill(banned_RV, float("-inf"))
 
 
-def _penalise(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    if rows.seen is None:
-        return logits
-    assert rows.counts is not None and rows.repetition is not None
-    assert rows.presence is not None and rows.frequency is not None
-    repetition = rows.repetition[:, None]
-    logits = torch.where(rows.seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    logits = logits - rows.frequency[:, None] * rows.counts
-    return logits - rows.presence[:, None] * (rows.counts > 0)
+def banned_rows(rows: Rows, flags: int, forbidden_RV: torch.Tensor | None = None) -> torch.Tensor | None:
+    """All that each row must not choose, bool [R, V]; None where nothing is banned."""
+    banned = forbidden_RV
+    for bit, rule in ((MIN_TOKENS, rules.early_stops), (BAD_SEQUENCES, rules.banned_words)):
+        if flags & bit:
+            more = rule(rows)
+            banned = more if banned is None else banned | more
+    return banned
 
 
-def _filter(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    if rows.min_p is not None:
-        floor = scaled.amax(-1) + rows.min_p.log()
-        scaled = scaled.masked_fill(scaled < floor[:, None], float("-inf"))
-    if rows.top_k is None:
-        return scaled
-    assert rows.top_p is not None
+def penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    seen: torch.Tensor,
+    repetition_R: torch.Tensor,
+    presence_R: torch.Tensor,
+    frequency_R: torch.Tensor,
+) -> torch.Tensor:
+    """vLLM's penalties: repetition over prompt and output (`seen`), the other two over output (`counts`)."""
+    repetition = repetition_R[:, None]
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = logits - frequency_R[:, None] * counts
+    return logits - presence_R[:, None] * (counts > 0)
+
+
+def keep_probable(scaled: torch.Tensor, min_p_R: torch.Tensor) -> torch.Tensor:
+    """Scores of tokens at least min_p times as likely as the likeliest; -inf for the others."""
+    floor = scaled.amax(-1) + min_p_R.log()
+    return scaled.masked_fill(scaled < floor[:, None], float("-inf"))
+
+
+def keep_first(scaled: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
+    """Scores of the top_k likeliest tokens (V: all), and of these the fewest that have top_p of the mass (1: all)."""
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)
-    ordered = ordered.masked_fill(ranks >= rows.top_k[:, None], float("-inf"))
+    ordered = ordered.masked_fill(ranks >= top_k_R[:, None], float("-inf"))
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     # the most likely token stays whatever top_p is
-    dropped = (before >= rows.top_p[:, None]) & (ranks > 0)
-    ordered = ordered.masked_fill(dropped & (rows.top_p < 1)[:, None], float("-inf"))
+    dropped = (before >= top_p_R[:, None]) & (ranks > 0)
+    ordered = ordered.masked_fill(dropped & (top_p_R < 1)[:, None], float("-inf"))
     return torch.empty_like(ordered).scatter_(-1, ids, ordered)

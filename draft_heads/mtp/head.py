@@ -1,31 +1,19 @@
 """The MTP head: one decoder layer over [norm(embedding of the next token), norm(trunk hidden)], used recursively.
 
 The hidden state is the trunk's after its final norm; from the second draft on it is the head's own output after
-`mtp.norm` (DeepSeek-V3, arXiv:2412.19437, section 2.2, with one module). B = sequences, R = padded rows, H = hidden.
+`mtp.norm` (DeepSeek-V3, arXiv:2412.19437, section 2.2, with one module). B = sequences, H = hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from pilotfish.draft_heads.head import ChooseDraft, Drafts, Frontier, StepWindow
-from pilotfish.kernels.linear import AnyLinear, padded_rows
-
-
-class HeadNorm(Protocol):
-    """An RMSNorm: `scale` fp32 [H] is 1 + w."""
-
-    @property
-    def scale(self) -> torch.Tensor: ...
-
-    @property
-    def eps(self) -> float: ...
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+from pilotfish.draft_heads.head import PromptRows, RoundPass
+from pilotfish.kernels.linear import AnyLinear
 
 
 @dataclass(frozen=True)
@@ -33,11 +21,10 @@ class MtpHead:
     """`layer` is a full-attention layer of the trunk's kind; `cache` its keys and values, on the same page tables."""
 
     fc: AnyLinear
-    embedding_norm: HeadNorm
-    hidden_norm: HeadNorm
+    embedding_norm: Any
+    hidden_norm: Any
     layer: Any
-    norm: HeadNorm
-    embed: Callable[[torch.Tensor], torch.Tensor]
+    norm: Any
     cache: Any
 
     @property
@@ -48,27 +35,46 @@ class MtpHead:
     def reads_history(self) -> bool:
         return False
 
-    def fill(self, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
+    def fill(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
         """See DraftHead."""
-        x = self.fc.bulk(self._pair(next_tokens, hidden)).float()
-        normed: torch.Tensor = self.layer.attention_bulk(x, span, self.cache, self.norm)
-        return normed
+        ops = prompt.ops
+        embedded = ops.embed(prompt.model.trunk.embedding, next_tokens)
+        pair = self.pair(ops.norm(embedded, self.embedding_norm), ops.norm(hidden, self.hidden_norm))
+        x = ops.product(self.fc, pair).float()
+        return prompt.full_layer(x, self.layer, span, self.cache, self.norm)
 
-    def repair(self, next_tokens: torch.Tensor, hidden: torch.Tensor, window: Any) -> torch.Tensor:
-        """See DraftHead. next_tokens int64 [R], hidden [R, H], both padded to whole tiles."""
-        x = self.fc.rows(self._pair(next_tokens, hidden)).float()
-        return self.norm(self.layer.attention_rows(x, window, self.cache))
+    def pair(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What fc multiplies, [T, 2H]."""
+        return torch.cat((embedded, hidden), dim=-1)
 
-    def propose(self, frontier: Frontier, num_drafts: int, choose: ChooseDraft, step_window: StepWindow) -> Drafts:
-        """See DraftHead. Every step but the last appends one entry to the head's own cache."""
-        hidden = frontier.hidden
-        drafts = [choose(hidden, 0)]
-        for step in range(1, num_drafts):
-            tokens = drafts[-1].new_zeros(padded_rows(len(drafts[-1])))
-            tokens[: len(drafts[-1])] = drafts[-1]
-            hidden = self.repair(tokens, hidden, step_window(step))
-            drafts.append(choose(hidden, step))
-        return Drafts(torch.stack(drafts, dim=1))
+    def record(self, round: RoundPass, count: int, width: int, depth: int, flags: int) -> None:
+        """See DraftHead: one pass over all window rows, then drafts from the last accepted row on."""
+        b, num_rows = round.buffers, count * width
+        rows = round.ops.padded(num_rows)
+        accepted = b.verdicts(count).head_row
+        self.rows(round, b.chosen[:rows], b.hidden[:rows], count, width, b.head_hidden[:count], accepted)
+        round.see("head", b.x[:num_rows])
+        round.mark("repair")
+        self.propose(round, count, depth, flags)
 
-    def _pair(self, next_tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.embedding_norm(self.embed(next_tokens)), self.hidden_norm(hidden)), dim=-1)
+    def propose(self, round: RoundPass, count: int, depth: int, flags: int) -> None:
+        """See DraftHead. Every draft but the last appends one entry to the head's own cache."""
+        b, rows = round.buffers, round.ops.padded(count)
+        hidden = b.head_hidden[:rows]
+        for number in range(depth):
+            if number:
+                round.plan(count, 1, number - 1)
+                self.rows(round, b.draft[:rows], hidden, count, 1, hidden)
+            round.choose_draft(count, number, flags)
+
+    def rows(
+        self, round: RoundPass, tokens: torch.Tensor, hidden: torch.Tensor, count: int, width: int, out: torch.Tensor,
+        chosen: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The head over count * width planned rows; its last norm, of all rows or those chosen, goes to `out`."""
+        b, ops = round.buffers, round.ops
+        rows = ops.padded(count * width)
+        pair = b.pair[:rows]
+        ops.pair_norm(tokens, round.embedding, hidden, (self.embedding_norm, self.hidden_norm), pair)
+        ops.linear(self.fc, pair, b.x[:rows])
+        round.full_layer(self.layer, self.cache, count, width, self.norm, out, chosen)

@@ -18,7 +18,7 @@ import torch
 from pilotfish.draft_heads.training.own_text import write_on
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.model.prefill import read_text
+from pilotfish.engine.round.prompt import read_text
 
 STAMP_FILE, TOKENS_FILE, ROWS_FILE, DONE_FILE = "stamp.json", "tokens.bin", "hidden.bin", "done.bin"
 

@@ -1,8 +1,9 @@
 """What the trunk itself writes behind pieces of text, greedily, with its hidden states: many pieces in lockstep.
 
-All pieces have one length, so a step is the same position of each, and reads every weight once for all of them. It is
-prefill's arithmetic in other shapes than serving has: where two tokens are nearly as likely, the text may go another
-way than the served one. It is text to train on, nothing that was promised.
+All pieces have one length, so a step is the same position of each, and reads every weight once for all of them: a
+prompt pass over a table in which a row is a piece, not a position. It is prefill's arithmetic in other shapes than
+serving has: where two tokens are nearly as likely, the text may go another way than the served one. It is text to train
+on, nothing that was promised.
 B = pieces, P = tokens of a piece, N = tokens written, T = P + N, H = hidden, kv = key heads, D = head width, Hv = value
 heads, dk / dv = their widths, C = convolution channels, J = convolution width.
 """
@@ -17,8 +18,9 @@ from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.model.prefill import SLOT, pages_for, read_text
-from pilotfish.engine.model.window import Span
+from pilotfish.engine.round.prompt import SLOT, PromptPass, Span, pages_for, read_text
+from pilotfish.engine.round.torch_table import TorchOperators, gated_norm, project_heads, split_gates, split_heads
+from pilotfish.kernels.activation import sigmoid
 from pilotfish.kernels.conv import causal_conv
 
 
@@ -28,37 +30,69 @@ def write_on(model: Model, pieces: torch.Tensor, num_tokens: int) -> tuple[torch
     >= 1 behind each; all on the model's device. The model needs pages for one piece."""
     pieces = pieces.to(model.device)
     batch, length = pieces.shape
-    trunk = model.trunk
-    caches = [_Keys.empty(cache, batch, length, num_tokens) for cache in trunk.kv]
-    states = [_State.empty(s, conv, batch) for s, conv in zip(trunk.state.s, trunk.state.conv, strict=True)]
-    memories: list[_Keys | _State] = [*caches, *states]
-    hidden = []
+    table, hidden = Lockstep(model, batch, length, num_tokens), []
     for number, piece in enumerate(pieces):
         hidden.append(read_text(model, piece))
-        for memory in memories:
-            memory.take(number)
+        table.take(number)
+    prompt, lm_head = PromptPass(model, table), model.trunk.lm_head
     parts, tokens = [torch.stack(hidden)], [pieces]
     for position in range(length, length + num_tokens):
-        token = trunk.lm_head.bulk(parts[-1][:, -1]).argmax(-1, keepdim=True)
+        token = table.product(lm_head, parts[-1][:, -1]).argmax(-1, keepdim=True)
         tokens.append(token)
-        parts.append(_step(model, token[:, 0], position, caches, states)[:, None])
+        # angles for all pieces alike; where keys go is no matter of pages here
+        span = prompt.span(SLOT, position, 1, list(range(pages_for(position + 1))))
+        parts.append(prompt.trunk(token[:, 0], span)[:, None])
     return torch.cat(tokens, 1), torch.cat(parts, 1)
 
 
-def _step(model: Model, tokens: torch.Tensor, position: int, caches: list[_Keys], states: list[_State]) -> torch.Tensor:
-    """Final-norm hidden [B, H] of one token of each piece, all at `position`."""
-    x = model.trunk.embed(tokens)
-    # angles for all pieces alike; where keys go is no matter of pages here
-    span = Span.build(SLOT, position, 1, list(range(pages_for(position + 1))), model.inv_freq)
-    keys, recurrent = iter(caches), iter(states)
-    for layer in model.trunk.layers:
-        normed, mixer = layer.input_norm(x), layer.mixer
-        if isinstance(mixer, GatedAttention):
-            x = x + _attend(mixer, normed, span, next(keys))
-        else:
-            x = x + _recur(mixer, normed, next(recurrent))
-        x = x + layer.feed_forward_bulk(x)
-    return model.trunk.norm(x)
+class Lockstep(TorchOperators):
+    """The prompt's operators for one token of each of many pieces, all at one position, from memory of its own."""
+
+    def __init__(self, model: Model, batch: int, length: int, num_tokens: int):
+        super().__init__(model.dtype)
+        trunk = model.trunk
+        self.keys = {id(cache): _Keys.empty(cache, batch, length, num_tokens) for cache in trunk.kv}
+        mixers = [layer.mixer for layer in trunk.layers if isinstance(layer.mixer, GatedDeltaNet)]
+        sources = zip(mixers, trunk.state.s, trunk.state.conv, strict=True)
+        self.states = {id(mixer): _State.empty(s, conv, batch) for mixer, s, conv in sources}
+
+    def take(self, number: int) -> None:
+        """Copies what the model has of the piece that was read last."""
+        memories: list[_Keys | _State] = [*self.keys.values(), *self.states.values()]
+        for memory in memories:
+            memory.take(number)
+
+    def attention_prompt(
+        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache
+    ) -> torch.Tensor:
+        """[B, h D]."""
+        keys = self.keys[id(cache)]
+        q, k, v, gate = project_heads(mixer, projected, span.cos, span.sin)
+        keys.k[:, :, span.start], keys.v[:, :, span.start] = k, v
+        seen = slice(span.start + 1)
+        q = q.unflatten(1, (mixer.num_kv_heads, -1)) * mixer.head_dim**-0.5
+        weights = (q @ keys.k[:, :, seen].mT).softmax(-1)
+        mixed = (weights @ keys.v[:, :, seen]).flatten(1)
+        return (mixed.flatten(1) * sigmoid(gate.float())).to(mixer.dtype)
+
+    def gdn_prompt(
+        self, mixer: GatedDeltaNet, projected: torch.Tensor, state: torch.Tensor, history: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, Hv dv]; the model's own state and history stay."""
+        own = self.states[id(mixer)]
+        u, z, beta, log_decay = split_gates(mixer, projected)
+        inputs = torch.cat((own.conv, u[:, None]), 1)
+        own.conv.copy_(inputs[:, 1:])
+        q, k, v = (part[:, 0] for part in split_heads(mixer, causal_conv(inputs, mixer.conv_weight)))
+        # `delta_step` as products, for which the state is read once and written once
+        beta, decay = beta[..., None], log_decay.exp()[..., None]
+        old_k, old_q = (torch.stack((k, q), -2) @ own.s).unbind(-2)
+        delta = beta * (v - decay * old_k)
+        own.s.mul_(decay[..., None])
+        flat = own.s.flatten(0, 1)
+        flat.baddbmm_(k.flatten(0, 1)[:, :, None], delta.flatten(0, 1)[:, None])
+        read = decay * old_q + (k * q).sum(-1, keepdim=True) * delta
+        return gated_norm(mixer, read, z).to(mixer.dtype)
 
 
 @dataclass(frozen=True)
@@ -98,29 +132,3 @@ class _State:
     def take(self, number: int) -> None:
         for own, source in zip((self.s, self.conv), self.source, strict=True):
             own[number] = source[SLOT]
-
-
-def _attend(mixer: GatedAttention, x_BH: torch.Tensor, span: Span, keys: _Keys) -> torch.Tensor:
-    q, k, v, gate = mixer._project(mixer.qkvg.bulk(x_BH), span)
-    keys.k[:, :, span.start], keys.v[:, :, span.start] = k, v
-    seen = slice(span.start + 1)
-    q = q.unflatten(1, (mixer.num_kv_heads, -1)) * mixer.head_dim**-0.5
-    weights = (q @ keys.k[:, :, seen].mT).softmax(-1)
-    mixed = (weights @ keys.v[:, :, seen]).flatten(1)
-    return mixer.output.bulk(mixer._gate(mixed, gate))
-
-
-def _recur(mixer: GatedDeltaNet, x_BH: torch.Tensor, state: _State) -> torch.Tensor:
-    u, z, beta, log_decay = mixer._project(mixer.in_proj.bulk(x_BH))
-    inputs = torch.cat((state.conv, u[:, None]), 1)
-    state.conv.copy_(inputs[:, 1:])
-    q, k, v = (part[:, 0] for part in mixer._heads(causal_conv(inputs, mixer.conv_weight)))
-    # `delta_step` as products, for which the state is read once and written once
-    beta, decay = beta[..., None], log_decay.exp()[..., None]
-    old_k, old_q = (torch.stack((k, q), -2) @ state.s).unbind(-2)
-    delta = beta * (v - decay * old_k)
-    state.s.mul_(decay[..., None])
-    flat = state.s.flatten(0, 1)
-    flat.baddbmm_(k.flatten(0, 1)[:, :, None], delta.flatten(0, 1)[:, None])
-    read = decay * old_q + (k * q).sum(-1, keepdim=True) * delta
-    return mixer.output.bulk(mixer._gate(read, z))

@@ -60,7 +60,7 @@ def measure_admission(loop: EngineLoop, context: int, length: int) -> Admission:
     vocab_size = loop.ready.vocab_size
     (prompt,) = random_prompts(1, length, vocab_size)
     streams = random_prompts(STREAMS, context, vocab_size)
-    oracle = loop.runner.state.oracle
+    oracle = loop.executor.state.oracle
     if isinstance(oracle, Oracle):
         # what is drafted does not matter here
         for text in (prompt, *streams):
@@ -96,7 +96,7 @@ def _read(loop: EngineLoop, prompt: list[int], wait: bool) -> list[float]:
     while not times[LONG]:
         began = perf_counter()
         _step(loop, times)
-        if wait and loop.runner.model.device.type == "cuda":
+        if wait and loop.executor.model.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(perf_counter() - began)
     while loop.has_work():

@@ -46,7 +46,6 @@ from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import loaded_parts, open_checkpoint
 from pilotfish.engine.config import ModelConfig
-from pilotfish.engine.device_round.shapes import Shape, Shapes
 from pilotfish.engine.errors import CheckpointError, ConfigError, OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
@@ -54,6 +53,8 @@ from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
 from pilotfish.engine.output import check_file
 from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.plan import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, choose_fused, choose_kv_dtype
+from pilotfish.engine.round.executor import PLAIN, VERIFY, WHOLE
+from pilotfish.engine.round.shapes import Shape, Shapes
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
@@ -93,8 +94,8 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         # as a server does: a collection that walks what stays would count as a round's or a prompt's time
         gc.collect()
         gc.freeze()
-        frame["start_seconds"] = {"weights": weights_seconds} | loop.rounds.start_seconds
-        frame |= {"num_graphs": loop.rounds.num_graphs, "graph_bytes": loop.rounds.graph_bytes}
+        frame["start_seconds"] = {"weights": weights_seconds} | loop.executor.start_seconds
+        frame |= {"num_graphs": loop.executor.num_graphs, "graph_bytes": loop.executor.graph_bytes}
         for batch in args.batch:
             if batch * (depth + 1) > MAX_ROWS:
                 continue
@@ -179,28 +180,28 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
 
 def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> EngineLoop:
     loop = EngineLoop(assemble(model, dataclasses.replace(plan, depth=depth), max(args.batch), 0, 0.0))
-    state = loop.runner.state
+    state = loop.executor.state
     if depth and args.synthetic_acceptance_length is not None:
         rates = [acceptance_rate(args.synthetic_acceptance_length, depth)] * depth
         state.oracle = Oracle(state.num_slots, plan.max_model_len, state.vocab_size, rates, plan.device)
     if plan.fused:
-        from pilotfish.engine.device_round.rounds import DeviceRounds
+        from pilotfish.engine.round.cuda_table import CudaOperators  # imports Triton
 
-        assert isinstance(loop.rounds, DeviceRounds)
-        loop.rounds.body.ops.use_pdl(not args.no_pdl)
-        shapes = _shapes(args, loop.rounds.shapes, depth)
+        assert isinstance(loop.executor.ops, CudaOperators)
+        loop.executor.ops.use_pdl(not args.no_pdl)
+        shapes = _shapes(args, loop.executor.shapes, depth)
         with torch.inference_mode():
             if args.enforce_eager:
-                loop.rounds.compile(shapes)
+                loop.executor.compile(shapes)
             else:
-                loop.rounds.capture(shapes)
+                loop.executor.capture(shapes)
     if args.first_requests:
         # as a server does before it is ready; what is asked then is not the oracle's text
         oracle, state.oracle = state.oracle, None
         probe.routes(loop)
         probe.warm_up(loop)
         state.oracle = oracle
-    loop.rounds.take_compiled()
+    loop.executor.take_compiled()
     return loop
 
 
@@ -217,7 +218,7 @@ def _run(
 ) -> tuple[Run, dict[str, Any]]:
     """The timed batch; and what came before it, the first requests where they are looked at."""
     prompts = random_prompts(case.batch, case.context, loop.ready.vocab_size)
-    oracle = loop.runner.state.oracle
+    oracle = loop.executor.state.oracle
     if isinstance(oracle, Oracle) and known is not None:
         for number, prompt in enumerate(prompts):
             oracle.tell(prompt, known[f"b{number}"])
@@ -229,7 +230,7 @@ def _run(
         run_batch(loop, prompts[:1], WARM_UP_TOKENS, args.seed)
     run = run_batch(loop, prompts, args.tokens, args.seed)
     first["num_compiled"] = first.get("num_compiled", 0) + run.num_compiled
-    if loop.runner.model.config.is_moe and (by_layer := count_experts(loop, prompts)):
+    if loop.executor.model.config.is_moe and (by_layer := count_experts(loop, prompts)):
         first |= {"distinct_experts": statistics.fmean(by_layer), "distinct_experts_by_layer": by_layer}
     return run, first
 
@@ -280,12 +281,9 @@ def _row(
 def _device_times(loop: EngineLoop, case: Case) -> dict[str, Any]:
     """Milliseconds of the captured round, with and without the launches for filters, and of its first part, replayed
     back to back while the batch's sequences run: each replay of a whole round moves them on as a round does."""
-    if not loop.rounds.num_graphs:
+    if not loop.executor.num_graphs:
         return {}
-    from pilotfish.engine.device_round.rounds import PLAIN, VERIFY, WHOLE, DeviceRounds
-
-    assert isinstance(loop.rounds, DeviceRounds)
-    shape, graphs = loop.rounds.shapes.fit(case.batch, case.depth), loop.rounds.graphs
+    shape, graphs = loop.executor.shapes.fit(case.batch, case.depth), loop.executor.graphs
     times = {}
     with live_batch(loop, random_prompts(case.batch, case.context, loop.ready.vocab_size), 2 * REPLAYS):
         # the last: its window is not committed, the next replay takes it once more

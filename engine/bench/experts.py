@@ -18,7 +18,7 @@ ROUNDS = 16
 
 
 class ExpertCounts:
-    """An observer (see runner.py): distinct experts of each trunk layer, for every round of `batch` sequences."""
+    """An observer of an executor: distinct experts of each trunk layer, for every round of `batch` sequences."""
 
     def __init__(self, batch: int):
         self.batch = batch
@@ -37,11 +37,11 @@ class ExpertCounts:
 def count_experts(loop: EngineLoop, prompts: list[list[int]]) -> list[float]:
     """Mean number of distinct experts of each layer while all prompts are decoded together; greedily."""
     counts = ExpertCounts(len(prompts))
-    loop.runner.observers.append(counts.observe)
+    loop.executor.observers.append(counts.observe)
     try:
         with live_batch(loop, prompts, ROUNDS):
             for _ in range(ROUNDS):
                 loop.step()
     finally:
-        loop.runner.observers.remove(counts.observe)
+        loop.executor.observers.remove(counts.observe)
     return counts.by_layer

@@ -72,7 +72,7 @@ class Run:
 def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed: int) -> Run:
     """Decodes `num_tokens` of each prompt, greedily, to the limit."""
     run = Run(len(prompts), loop.depth)
-    missed = loop.rounds.num_missed
+    missed = loop.executor.num_missed
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=seed)
     began = perf_counter()
     for number, prompt in enumerate(prompts):
@@ -99,7 +99,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
                 run.host_seconds.append(report.stats.phases.get("launch", 0.0))
         last = now
     run.seconds = last - began
-    run.graph_misses = loop.rounds.num_missed - missed
+    run.graph_misses = loop.executor.num_missed - missed
     return run
 
 

@@ -9,8 +9,9 @@ import torch
 from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.model.mlp import DenseMlp, MoeMlp
+from pilotfish.engine.model.mlp import MoeMlp
 from pilotfish.engine.model.trunk import Layer
+from pilotfish.kernels.moe import GatedMlp
 
 COPY_BYTES = 1 << 30
 
@@ -65,8 +66,8 @@ def _layer_bytes(layer: Layer, rows: int, num_experts: int, top_k: int) -> float
     mixer, mlp = layer.mixer, layer.mlp
     first = mixer.qkvg if isinstance(mixer, GatedAttention) else mixer.in_proj
     total = float(first.num_bytes + mixer.output.num_bytes)
-    if isinstance(mlp, DenseMlp):
-        return total + mlp.mlp.gate_up.num_bytes + mlp.mlp.down.num_bytes
+    if isinstance(mlp, GatedMlp):
+        return total + mlp.gate_up.num_bytes + mlp.down.num_bytes
     total += mlp.router.num_bytes
     each: float
     shared: float

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from pilotfish.draft_heads.mtp.head import MtpHead
-from pilotfish.engine.check.teacher_forcing import head_rows, later_rows, logits, trunk_rows
+from pilotfish.engine.check.teacher_forcing import Reader, logits, trunk_rows
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.link.messages import HeadCheck
 from pilotfish.engine.model.build import Model
@@ -82,10 +82,11 @@ def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
     if len(ids) < MIN_POSITIONS + depth + 1:
         return HeadCheck(verdict="untested", reason="no text to test with: no tokenizer.json, or too short a context")
     tokens = torch.tensor(ids, device=model.device)
+    reader = Reader(model)
     hidden = trunk_rows(model, tokens)
     trunk_ranks = _ranks(model, hidden[1:-1], tokens[2:])
-    rows = head_rows(model, head, tokens, hidden)
-    ranks = [_ranks(model, rows, tokens[2:]), *_later_ranks(model, head, tokens, rows, depth)]
+    rows = reader.head_rows(tokens, hidden)
+    ranks = [_ranks(model, rows, tokens[2:]), *_later_ranks(reader, tokens, rows, depth)]
     trunk, first = _share(trunk_ranks), _share(ranks[0])
     verdict, reason = _judge(trunk, first)
     if verdict in ("dead", "weak"):
@@ -132,17 +133,15 @@ def _judge(trunk: float, first: float) -> tuple[Verdict, str]:
     return ("weak" if first < WEAK_BELOW * trunk else "ok"), ""
 
 
-def _later_ranks(
-    model: Model, head: MtpHead, tokens: torch.Tensor, rows: torch.Tensor, depth: int
-) -> Iterator[torch.Tensor]:
+def _later_ranks(reader: Reader, tokens: torch.Tensor, rows: torch.Tensor, depth: int) -> Iterator[torch.Tensor]:
     """Ranks of drafts 2 .. depth, each from the head's own hidden and the text's token before."""
     most = len(rows) - depth + 1
     starts = sorted({int(i * most / NUM_STARTS) for i in range(NUM_STARTS)}, reverse=True)
     found: list[list[torch.Tensor]] = [[] for _ in range(depth - 1)]
     for start in starts:
-        for step, hidden in enumerate(later_rows(model, head, tokens, rows, start, depth), 1):
+        for step, hidden in enumerate(reader.later_rows(tokens, rows, start, depth), 1):
             position = start + step
-            found[step - 1].append(_ranks(model, hidden, tokens[position + 2 : position + 3]))
+            found[step - 1].append(_ranks(reader.model, hidden, tokens[position + 2 : position + 3]))
     yield from (torch.cat(ranks) for ranks in found)
 
 
@@ -165,14 +164,15 @@ def _share(ranks: torch.Tensor) -> float:
 class _Swapped(MtpHead):
     """The head with the halves of its input the other way round."""
 
-    def _pair(self, next_tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat(super()._pair(next_tokens, hidden).chunk(2, dim=-1)[::-1], dim=-1)
+    def pair(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return super().pair(hidden, embedded)
 
 
 def _likely_cause(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, wanted: float) -> str | None:
     """The known fault whose undoing brings the head to the wanted share."""
     for cause, undone in _remedies(head):
-        rows = head_rows(model, undone, tokens, hidden)
+        reader = Reader(model, undone)
+        rows = reader.head_rows(tokens, hidden)
         if _share(_ranks(model, rows, tokens[2:])) >= wanted:
             return f"likely cause: {cause}"
     return None

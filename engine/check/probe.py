@@ -32,7 +32,7 @@ HEAVY = frozenset(
 """torch's own operators that count; those of other libraries all do."""
 PLAIN_LIBRARIES = ("aten", "prim", "prims")
 PARTS = {"logits": "lm_head", "head": "head", "draft": "head", "prefill.logits": "prefill"}
-"""What the runner shows after a layer's name, and whose work it closes."""
+"""What the executor shows after a layer's name, and whose work it closes."""
 NUM_PROMPT_TOKENS, NUM_TOKENS = 24, 6
 TAILS = (16, 64, 256, 1024)
 """Of prompts: about where libraries go over to other kernels for products and attention."""
@@ -102,7 +102,7 @@ def routes(loop: EngineLoop) -> dict[str, list[str]]:
     prompt = [(7 * i + 1) % ready.vocab_size for i in range(room)]
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     watch = Watch()
-    loop.runner.observers.append(watch.observe)
+    loop.executor.observers.append(watch.observe)
     try:
         for count in sorted({1, ready.max_num_seqs}) if prompt else ():
             for number in range(count):
@@ -113,5 +113,5 @@ def routes(loop: EngineLoop) -> dict[str, list[str]]:
                 while loop.has_work():
                     loop.step()
     finally:
-        loop.runner.observers.remove(watch.observe)
+        loop.executor.observers.remove(watch.observe)
     return {kernel: sorted(layers) for kernel, layers in sorted(watch.routes.items())}

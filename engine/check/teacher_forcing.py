@@ -7,20 +7,23 @@ that serves nobody.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from operator import eq
 
 import torch
-import torch.nn.functional as F
 
 from pilotfish.draft_heads.mtp.head import MtpHead
+from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.model.window import Span, Window
+from pilotfish.engine.round.body import RoundBody
+from pilotfish.engine.round.buffers import RoundBuffers
+from pilotfish.engine.round.prompt import SLOT, PromptPass, read_text
+from pilotfish.engine.round.shapes import Sizes
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.linear import TILE_ROWS, padded_rows
-
-SLOT = 1
+from pilotfish.kernels.linear import TILE_ROWS
 
 
 def pages_of(num_tokens: int) -> list[int]:
@@ -30,57 +33,66 @@ def pages_of(num_tokens: int) -> list[int]:
 
 def trunk_rows(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     """The trunk's hidden [T, H], chunk by chunk as prompts run."""
-    table = pages_of(len(tokens))
-    model.trunk.state.reset(SLOT)
-    chunks = tokens.split(PAGE)
-    return torch.cat(
-        [
-            model.trunk.bulk(chunk, Span.build(SLOT, i * PAGE, len(chunk), table, model.inv_freq))
-            for i, chunk in enumerate(chunks)
-        ]
-    )
-
-
-def head_rows(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's hidden [T - 2, H] at every place whose draft the text has."""
-    count = len(tokens) - 2
-    table = pages_of(len(tokens))
-    rows = []
-    for start in range(0, count, PAGE):
-        end = min(start + PAGE, count)
-        span = Span.build(SLOT, start, end - start, table, model.inv_freq)
-        rows.append(head.fill(tokens[start + 1 : end + 1], hidden[start:end], span))
-    return torch.cat(rows)
-
-
-def later_rows(
-    model: Model, head: MtpHead, tokens: torch.Tensor, rows: torch.Tensor, start: int, depth: int
-) -> Iterator[torch.Tensor]:
-    """The head's hidden [1, H] for drafts 2 .. depth from the place `start`.
-
-    Places must come from the last to the first: what a step leaves in the head's cache lies behind all that follow.
-    """
-    slots = torch.tensor([SLOT], device=tokens.device)
-    table = pages_of(len(tokens))
-    hidden = rows[start : start + 1]
-    for step in range(1, depth):
-        position = start + step
-        window = Window.build(1, slots, [position], [table], model.inv_freq)
-        padded = F.pad(hidden[:1], (0, 0, 0, padded_rows(1) - 1))
-        token = F.pad(tokens[position + 1 : position + 2], (0, padded_rows(1) - 1))
-        hidden = head.repair(token, padded, window)
-        yield hidden[:1]
+    return read_text(model, tokens)
 
 
 def logits(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
     """fp32 logits of any number of rows, a tile at a time."""
+    prompt = PromptPass(model)
     for rows in hidden.split(TILE_ROWS):
-        yield model.trunk.logits(F.pad(rows, (0, 0, 0, TILE_ROWS - len(rows))))[: len(rows)]
+        yield prompt.logits(rows)
 
 
-def choices(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-    """int64 [n]: the greedy token of each row."""
-    return torch.cat([part.argmax(-1) for part in logits(model, hidden)])
+class Reader:
+    """A model's text, its trunk and a head along it. `head`: in place of the model's own."""
+
+    def __init__(self, model: Model, head: MtpHead | None = None):
+        own = model.head if head is None else head
+        assert isinstance(own, MtpHead), own
+        self.model, self.head = dataclasses.replace(model, head=own), own
+        self.prompt = PromptPass(self.model)
+
+    def head_rows(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's hidden [T - 2, H] at every place whose draft the text has."""
+        count, table = len(tokens) - 2, pages_of(len(tokens))
+        rows = []
+        for start in range(0, count, PAGE):
+            end = min(start + PAGE, count)
+            span = self.prompt.span(SLOT, start, end - start, table)
+            rows.append(self.prompt.fill(tokens[start + 1 : end + 1], hidden[start:end], span))
+        return torch.cat(rows)
+
+    @cached_property
+    def _body(self) -> RoundBody:
+        """A round of one row, for the head's steps."""
+        model, ops = self.model, self.prompt.ops
+        sizes = Sizes(SLOT + 1, 1, ops.padded(1), 1, len(self.head.cache.k) * PAGE)
+        state = BatchState(SLOT + 1, 1, model.config.vocab_size, model.device)
+        body = RoundBody(self.model, state, RoundBuffers(self.model, sizes, ops), ops)
+        body.buffers.slots[:1] = SLOT
+        return body
+
+    def later_rows(self, tokens: torch.Tensor, rows: torch.Tensor, start: int, depth: int) -> Iterator[torch.Tensor]:
+        """The head's hidden [1, H] for drafts 2 .. depth from the place `start`, as a round computes them.
+
+        Places must come from the last to the first: what a step leaves in the head's cache lies behind all that follow.
+        """
+        body, table = self._body, pages_of(len(tokens))
+        b, padded = body.buffers, body.ops.padded(1)
+        b.tables[SLOT, : len(table)] = torch.tensor(table, dtype=b.tables.dtype)
+        b.head_hidden[:1] = rows[start : start + 1]
+        hidden = b.head_hidden[:padded]
+        for step in range(1, depth):
+            position = start + step
+            body.state.length[SLOT] = position
+            b.draft[:1] = tokens[position + 1 : position + 2]
+            body.plan(1, 1, 0)
+            self.head.rows(body, b.draft[:padded], hidden, 1, 1, hidden)
+            yield b.head_hidden[:1].clone()
+
+    def choices(self, hidden: torch.Tensor) -> torch.Tensor:
+        """int64 [n]: the greedy token of each row."""
+        return torch.cat([part.argmax(-1) for part in logits(self.model, hidden)])
 
 
 @dataclass(frozen=True)
@@ -112,17 +124,16 @@ class Agreement:
 @torch.inference_mode()
 def agreement(model: Model, ids: list[int], depth: int, tell: Callable[[int], object] = lambda _: None) -> Agreement:
     """Over all places that have `depth` drafts within the text; `tell` is called with the places done since."""
-    head = model.head
-    assert isinstance(head, MtpHead) and len(ids) >= depth + 2, "want an MTP head and depth + 2 tokens"
-    tokens = torch.tensor(ids, device=model.device)
+    assert len(ids) >= depth + 2, "want depth + 2 tokens"
+    reader, tokens = Reader(model), torch.tensor(ids, device=model.device)
     hidden = trunk_rows(model, tokens)
-    trunk = choices(model, hidden[:-1]).tolist()
-    rows = head_rows(model, head, tokens, hidden)
-    first = choices(model, rows).tolist()
+    trunk = reader.choices(hidden[:-1]).tolist()
+    rows = reader.head_rows(tokens, hidden)
+    first = reader.choices(rows).tolist()
     found: list[list[bool]] = []
     for start in range(len(rows) - depth, -1, -1):
-        later = list(later_rows(model, head, tokens, rows, start, depth))
-        drafts = [first[start], *(choices(model, torch.cat(later)).tolist() if later else ())]
+        later = list(reader.later_rows(tokens, rows, start, depth))
+        drafts = [first[start], *(reader.choices(torch.cat(later)).tolist() if later else ())]
         found.append([draft == trunk[start + 1 + d] for d, draft in enumerate(drafts)])
         tell(1)
     return Agreement(found[::-1], sum(map(eq, trunk, ids[1:])) / len(trunk))

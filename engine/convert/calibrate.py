@@ -16,10 +16,9 @@ from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.convert.fidelity import load_model
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import CacheSizes, Model
-from pilotfish.engine.model.mlp import DenseMlp, MoeMlp
-from pilotfish.engine.model.prefill import SLOT, pages_for, read_text
+from pilotfish.engine.model.mlp import MoeMlp
 from pilotfish.engine.model.trunk import Layer
-from pilotfish.engine.model.window import Span
+from pilotfish.engine.round.prompt import SLOT, PromptPass, pages_for, read_text
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
 
@@ -63,7 +62,8 @@ def collect(checkpoint: Checkpoint, ids: list[int]) -> dict[str, Moments]:
     found["lm_head"].add(hidden)
     if isinstance(model.head, MtpHead):
         table = list(range(1, num_pages + 1))
-        model.head.fill(tokens[1:], hidden[:-1], Span.build(SLOT, 0, len(ids) - 1, table, model.inv_freq))
+        prompt = PromptPass(model)
+        prompt.fill(tokens[1:], hidden[:-1], prompt.span(SLOT, 0, len(ids) - 1, table))
     return found
 
 
@@ -74,7 +74,7 @@ def _watch(linear: AnyLinear, moments: Moments) -> None:
         moments.add(x_TK)
         return product(x_TK)
 
-    linear.bulk = bulk  # type: ignore[method-assign]
+    linear.bulk = bulk  # type: ignore[misc]
 
 
 def _linears(model: Model) -> Iterator[tuple[list[str], AnyLinear]]:
@@ -92,8 +92,8 @@ def _linears_of(layer: Layer, name: str) -> Iterator[tuple[list[str], AnyLinear]
     else:
         yield [f"{name}.linear_attn.in_proj_{part}" for part in ("qkv", "z")], layer.mixer.in_proj
         yield [f"{name}.linear_attn.out_proj"], layer.mixer.output
-    if isinstance(layer.mlp, DenseMlp):
-        yield from _linears_of_mlp(layer.mlp.mlp, f"{name}.mlp")
+    if isinstance(layer.mlp, GatedMlp):
+        yield from _linears_of_mlp(layer.mlp, f"{name}.mlp")
         return
     assert isinstance(layer.mlp, MoeMlp)
     yield from _linears_of_mlp(layer.mlp.shared, f"{name}.mlp.shared_expert")

@@ -21,8 +21,8 @@ from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.model.prefill import pages_for, read_text
 from pilotfish.engine.plan import Plan
+from pilotfish.engine.round.prompt import pages_for, read_text
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import TILE_ROWS, AnyLinear, cpu_multiplies_bf16
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,17 +21,20 @@ from pilotfish.engine.checkpoint.load import Weight
 from pilotfish.engine.config import FULL, ModelConfig
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp, MoeMlp
+from pilotfish.engine.model.mlp import MoeMlp, PackedMoeMlp
 from pilotfish.engine.model.trunk import Embedding, Layer, Norm, Trunk
 from pilotfish.kernels.linear import AnyLinear, make_linear
 from pilotfish.kernels.moe import GatedMlp
 from pilotfish.kernels.rope import inverse_frequencies
 
+if TYPE_CHECKING:
+    from pilotfish.kernels.cuda.scratch import BulkScratch
+
 
 @dataclass(frozen=True)
 class Model:
     """A trunk, its draft head if there is one, and the tables both use. `draft_vocabulary`: what drafts are chosen
-    from, None for all ids."""
+    from, None for all ids. `scratch`, of packed weights alone: what they are expanded into for prompts."""
 
     config: ModelConfig
     trunk: Trunk
@@ -39,12 +43,12 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     draft_vocabulary: DraftVocabulary | None = None
+    scratch: BulkScratch | None = None
 
-    def draft_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """fp32 [R, V], of the head's hidden rows, padded to whole tiles."""
-        if self.draft_vocabulary is None:
-            return self.trunk.logits(hidden_RH)
-        return self.draft_vocabulary.logits(hidden_RH, self.config.vocab_size)
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights stand in the order of the kernels in kernels.cuda."""
+        return self.scratch is not None
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def build_model(
 def with_head(model: Model, weights: dict[str, Weight], num_pages: int) -> Model:
     """The same trunk with the MTP head of these weights (`mtp.*`), which are consumed; `num_pages` as in CacheSizes."""
     builder = Builder(weights, model.config, CacheSizes(num_pages, 1, 1), model.dtype, model.device)
-    head = builder.mtp_head(model.trunk)
+    head = builder.mtp_head()
     assert not weights, f"weights that the head did not take: {sorted(weights)[:3]}"
     return dataclasses.replace(model, head=head)
 
@@ -118,7 +122,7 @@ class Builder:
         kv = [self.kv_cache(f"model.layers.{i}.self_attn") for i in config.full_layers]
         state = RecurrentState.empty(config, self.sizes.num_slots, self.sizes.max_window, self.dtype, self.device)
         trunk = Trunk(embedded, layers, self.norm("model.norm"), lm_head, kv, state)
-        head = self.mtp_head(trunk) if "mtp.fc.weight" in self.weights else None
+        head = self.mtp_head() if "mtp.fc.weight" in self.weights else None
         assert not self.weights, f"weights that no module took: {sorted(self.weights)[:3]}"
         ramp = config.yarn.ramp if config.yarn else None
         inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device, ramp)
@@ -134,20 +138,19 @@ class Builder:
         taken = lm_head[rows] if isinstance(lm_head, torch.Tensor) else lm_head.take_rows(rows)
         return DraftVocabulary(rows.int().to(self.device), self.product([taken]))
 
-    def mtp_head(self, trunk: Trunk) -> MtpHead:
+    def mtp_head(self) -> MtpHead:
         return MtpHead(
             self.linear("mtp.fc"),
             self.norm("mtp.pre_fc_norm_embedding"),
             self.norm("mtp.pre_fc_norm_hidden"),
             self.layer("mtp.layers.0", True),
             self.norm("mtp.norm"),
-            trunk.embed,
             self.kv_cache("mtp.layers.0.self_attn"),
         )
 
     def layer(self, name: str, full: bool) -> Layer:
         mixer = self.attention(f"{name}.self_attn") if full else self.delta_net(f"{name}.linear_attn")
-        mlp = self.moe(f"{name}.mlp") if self.config.is_moe else self.dense(f"{name}.mlp")
+        mlp = self.moe(f"{name}.mlp") if self.config.is_moe else self.gated_mlp(f"{name}.mlp")
         return Layer(self.norm(f"{name}.input_layernorm"), mixer, self.norm(f"{name}.post_attention_layernorm"), mlp)
 
     def attention(self, name: str) -> GatedAttention:
@@ -190,10 +193,7 @@ class Builder:
             self.dtype,
         )
 
-    def dense(self, name: str) -> DenseMlp:
-        return DenseMlp(self.gated_mlp(name))
-
-    def moe(self, name: str) -> MoeMlp | FusedMoeMlp:
+    def moe(self, name: str) -> MoeMlp | PackedMoeMlp:
         config = self.config
         router = self.router(name)
         # from the router, not the config: some packs have dropped experts, layer by layer

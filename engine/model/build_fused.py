@@ -10,18 +10,16 @@ import torch
 
 from pilotfish.engine.checkpoint.load import Weight
 from pilotfish.engine.errors import LayoutError
-from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Builder, Model
-from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.model.mlp import DenseMlp, FusedMoeMlp
-from pilotfish.engine.model.trunk import Embedding, Norm
-from pilotfish.kernels.cuda import attention, delta_net
+from pilotfish.engine.model.mlp import PackedMoeMlp
+from pilotfish.engine.model.trunk import Embedding
+from pilotfish.kernels.cuda import attention, delta_net, moe_prompt
 from pilotfish.kernels.cuda.delta_prefill import is_installed
 from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts, FusedLinear, FusedMlp
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import PackedRows
-from pilotfish.kernels.linear import AnyLinear
+from pilotfish.kernels.cuda.scratch import BulkScratch
+from pilotfish.kernels.moe import GatedMlp
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +32,11 @@ class FusedBuilder(Builder):
 
     def model(self, draft_ids: Sequence[int] | None = None) -> Model:
         self.scratch = BulkScratch(self.device)
-        self.prompt_kernels = self.device.type == "cuda" and is_installed()
-        if not self.prompt_kernels:
+        if not (self.device.type == "cuda" and is_installed()):
             logger.warning("prompts run through GatedDeltaNet by plain torch: fla-core is missing (the extra `gpu`)")
         try:
             self.check_sizes()
-            return super().model(draft_ids)
+            return dataclasses.replace(super().model(draft_ids), scratch=self.scratch)
         except ValueError as error:
             raise LayoutError(f"fused kernels: {error}; --kernels torch serves it") from error
 
@@ -56,33 +53,30 @@ class FusedBuilder(Builder):
             config.linear_conv_kernel_dim,
         )
 
-    def product(self, parts: Sequence[Weight]) -> AnyLinear:
-        return FusedLinear(PackedLinear(self.packable(parts)), self.scratch)
+    def product(self, parts: Sequence[Weight]) -> PackedLinear:
+        return self.packed(self.packable(parts))
 
-    def tied(self, embedding: torch.Tensor) -> tuple[Embedding, AnyLinear]:
+    def packed(self, parts: Sequence[Weight], swiglu: bool = False) -> PackedLinear:
+        product = PackedLinear(parts, swiglu)
+        self.scratch.reserve(product.scratch_size)
+        return product
+
+    def tied(self, embedding: torch.Tensor) -> tuple[Embedding, PackedLinear]:
         """lm_head's order is the only one that is kept."""
-        packed = PackedLinear(self.packable([embedding]))
-        return PackedRows(packed.ranges[0], embedding.shape[1]), FusedLinear(packed, self.scratch)
+        packed = self.product([embedding])
+        return PackedRows(packed.ranges[0], embedding.shape[1]), packed
 
-    def norm(self, name: str) -> Norm:
-        return dataclasses.replace(super().norm(name), prompt_kernels=self.device.type == "cuda")
-
-    def attention(self, name: str) -> GatedAttention:
-        return dataclasses.replace(super().attention(name), prompt_kernels=self.device.type == "cuda")
-
-    def delta_net(self, name: str) -> GatedDeltaNet:
-        return dataclasses.replace(super().delta_net(name), prompt_kernels=self.prompt_kernels)
-
-    def dense(self, name: str) -> DenseMlp:
+    def gated_mlp(self, name: str) -> GatedMlp:
         gate, up, down = self.packable([self.take(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")])
-        gate_up = FusedLinear(PackedLinear([gate, up], swiglu=True), self.scratch)
-        return DenseMlp(FusedMlp(gate_up, FusedLinear(PackedLinear([down]), self.scratch)))
+        return GatedMlp(self.packed([gate, up], swiglu=True), self.packed([down]))
 
-    def moe(self, name: str) -> FusedMoeMlp:
+    def moe(self, name: str) -> PackedMoeMlp:
         router, top_k = self.router(name), self.config.num_experts_per_tok
         experts = [self.expert(f"{name}.experts.{i}") for i in range(len(router[0]))]
         packed = GroupedExperts(experts, self.expert(f"{name}.shared_expert"), top_k)
-        return FusedMoeMlp(self.product(router), FusedExperts(packed, self.scratch), top_k)
+        if not (self.device.type == "cuda" and moe_prompt.takes(packed)):
+            self.scratch.reserve(packed.scratch_size)
+        return PackedMoeMlp(self.product(router), packed, top_k)
 
     def expert(self, name: str) -> ExpertWeights:
         names = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))

@@ -1,43 +1,23 @@
 """Accept and commit in one launch: how much of each window becomes text, and what every table then holds.
 
-One program a sequence, integers only; meaning as in `spec.accept.accept`, then `BatchState.commit` and the offered
-counts of `BatchState.set_drafts`. B = sequences, W = window rows, K = W - 1. Launch-bound.
+One program a sequence, integers only; meaning as in spec.accept: `accept`, `commit`, and the
+counts of `offer`, which define it. B = sequences, W = window rows, K = W - 1. Launch-bound.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda.slots import BAD_SEQUENCES, PENALISED, THINKING, SlotState
+from pilotfish.spec.accept import Verdicts
+from pilotfish.spec.slots import BAD_SEQUENCES, PENALISED, THINKING, SlotState
 
 _BAD_SEQUENCES = tl.constexpr(BAD_SEQUENCES)
 _PENALISED = tl.constexpr(PENALISED)
 _THINKING = tl.constexpr(THINKING)
 _NEVER = tl.constexpr(1 << 40)
-
-
-class Verdicts(NamedTuple):
-    """What the host is told of a round, int64 [B] each, and `head_row` int32 [B]: b * W + num_accepted, the row of the
-    head's repair pass that drafting goes on from. `stopped` and `done` are 0 or 1."""
-
-    num_accepted: torch.Tensor
-    num_committed: torch.Tensor
-    num_offered: torch.Tensor
-    stopped: torch.Tensor
-    done: torch.Tensor
-    head_row: torch.Tensor
-
-    @classmethod
-    def empty(cls, batch: int, device: torch.device | str) -> Verdicts:
-        # at addresses of 16 bytes for every batch: Triton compiles anew for others
-        rows = torch.zeros((5, batch + batch % 2), dtype=torch.int64, device=device)[:, :batch]
-        accepted, committed, offered, stopped, done = rows
-        return cls(accepted, committed, offered, stopped, done, torch.zeros(batch, dtype=torch.int32, device=device))
 
 
 @triton.jit

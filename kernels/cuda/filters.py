@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda import slots
 from pilotfish.kernels.cuda.scores import key_of, pack, row_of, value_of
+from pilotfish.spec import slots
 
 COUNT_STEPS = 4
 """Of 8 bits of a key: launches of `count_kernel`. A histogram looks at each score once for every 32 digits."""

@@ -1,6 +1,6 @@
 """Prompt look-up on the device: drafts are what followed the newest tokens where they stood before in the same text.
 
-Meaning as in `draft_heads.lookup.head.look_up` over each slot's history, then `BatchState.set_drafts`. Programs take
+Meaning as in `draft_heads.lookup.match.look_up` over each slot's history; what was offered stays. Programs take
 chunks of a text in turn and leave their best match, its length and place as one integer; the program that arrives last
 takes the maximum, whose order does not matter, and writes the drafts. B = sequences, K = largest depth, L = positions.
 Reads 4 bytes a token of each text, from memory once; launch-bound up to some 100 k tokens.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda.slots import SlotState
+from pilotfish.spec.slots import SlotState
 
 CHUNK = 1024
 """Places that a program compares at once."""

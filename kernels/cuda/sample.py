@@ -1,6 +1,6 @@
 """The token of every row: greedy, or drawn by keyed Gumbel noise, under the rules of the row's own request.
 
-Meaning as in `spec.sampling.choose` with the rows of `BatchState.sampling_rows`. One launch reads the logits once, in
+Meaning as in `spec.sampling.choose`. One launch reads the logits once, in
 chunks of the vocabulary; the chunk that arrives last at an integer counter merges the row's partial results, by a
 maximum whose order does not matter. Requests with min_p, top_k or top_p need more launches, which return at once for
 others: filters.py finds where a row is cut, the last one draws. Products and sums round as torch's do (no contraction
@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda import slots
 from pilotfish.kernels.cuda.filters import (
     COUNT_DIGITS,
     COUNT_STEPS,
@@ -45,7 +44,8 @@ from pilotfish.kernels.cuda.scores import (
     row_of,
     scaled,
 )
-from pilotfish.kernels.cuda.slots import SlotState
+from pilotfish.spec import slots
+from pilotfish.spec.slots import SlotState
 
 CHUNK = 2048
 """Logits of one program, more for over 128 chunks; no result depends on it."""

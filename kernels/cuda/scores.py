@@ -1,7 +1,7 @@
 """What the kernels that choose share: scores as integers, keyed noise, the rules of a request.
 
 A score and its index are packed into one integer, ordered as the scores are with the lower index first among equals
-and a NaN above everything, so ties and NaNs need no care. The noise has the bits of `kernels.gumbel` on the same device
+and a NaN above everything, so ties and NaNs need no care. The noise has the bits of `spec.gumbel` on the same device
 (CPU and GPU logarithms may differ in the last bit), whatever the number of rows.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pilotfish.kernels.cuda import slots
+from pilotfish.spec import slots
 
 _BIASED = tl.constexpr(slots.BIASED)
 _PENALISED = tl.constexpr(slots.PENALISED)
@@ -69,7 +69,7 @@ def noise_key(s, slot, position):
 
 @triton.jit
 def noise(key, ids):
-    """Standard Gumbel, fp32; as `kernels.gumbel.gumbel_noise`."""
+    """Standard Gumbel, fp32; as `spec.gumbel.gumbel_noise`."""
     drawn = _mix(key + (ids.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * tl.full((), _GOLDEN, tl.uint64)) >> 41
     uniform = (drawn.to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))

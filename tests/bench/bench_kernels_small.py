@@ -51,7 +51,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def small_cases(rows: int) -> Iterator[Case]:
-    state = Reference(BatchState(17, 8, 1024, torch.device("cuda"), complete=True)).slots
+    state = Reference(BatchState(17, 8, 1024, torch.device("cuda"))).slots
     width = MAX_WIDTH if rows % MAX_WIDTH == 0 else 1
     slots = torch.arange(rows // width, dtype=torch.int32, device="cuda")
     tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
@@ -95,7 +95,7 @@ def small_cases(rows: int) -> Iterator[Case]:
 
 
 def choose_cases(rows: int) -> Iterator[Case]:
-    state = BatchState(17, 8, VOCAB, torch.device("cuda"), complete=True)
+    state = BatchState(17, 8, VOCAB, torch.device("cuda"))
     width = MAX_WIDTH if rows % MAX_WIDTH == 0 else 1
     slots = torch.arange(1, rows // width + 1, dtype=torch.int32, device="cuda")
     out, has_nan = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))

@@ -6,7 +6,8 @@ import torch
 from pilotfish.engine.check.audit.command import make_auditor, parse
 from pilotfish.engine.check.audit.run import audit
 from pilotfish.engine.model.trunk import Trunk
-from pilotfish.kernels.cuda.modules import FusedExperts, FusedLinear
+from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.moe import GroupedExperts
 from pilotfish.kernels.cuda.packing import TILE, UNIT, Format
 from tests.support.findings import assert_nothing_found
 from tests.support.tiny_models import build_tiny
@@ -31,13 +32,13 @@ def test_packed_weights_stay_packed(auditor):
     """4 bits a weight and one e4m3 scale for 16 of them, in tiles of 16 rows and units of 128 columns."""
     trunk: Trunk = auditor.model.trunk
     for product in (trunk.layers[0].mixer.output, trunk.layers[3].mixer.qkvg):
-        assert isinstance(product, FusedLinear)
-        assert_packed(product.packed.ranges, product.num_bytes)
+        assert isinstance(product, PackedLinear)
+        assert_packed(product.ranges, product.num_bytes)
     experts = trunk.layers[0].mlp.experts
-    assert isinstance(experts, FusedExperts)
+    assert isinstance(experts, GroupedExperts)
     # the routed ones and the shared one, which has another width
-    assert [group.num_experts for group in experts.packed.groups] == [8, 1]
-    assert_packed([part for group in experts.packed.groups for part in (group.gate_up, group.down)], experts.num_bytes)
+    assert [group.num_experts for group in experts.groups] == [8, 1]
+    assert_packed([part for group in experts.groups for part in (group.gate_up, group.down)], experts.num_bytes)
 
 
 def assert_packed(parts, num_bytes):

@@ -73,8 +73,8 @@ def loop_of(auditor: Auditor, depth: int, most: int = MOST, captured: bool = Tru
 
 @torch.inference_mode()
 def capture(loop: EngineLoop) -> None:
-    shapes = loop.rounds.shapes
-    loop.rounds.capture([shape for shape in shapes if shape.depth == shapes.depths[-1]], progress=False)
+    shapes = loop.executor.shapes
+    loop.executor.capture([shape for shape in shapes if shape.depth == shapes.depths[-1]], progress=False)
 
 
 @cache
@@ -140,7 +140,7 @@ def test_an_admission_is_the_cpu_s_and_waits_for_nothing():
     )  # fmt: skip
     found = []
     for device in ("cpu", "cuda"):
-        state = BatchState(5, 4, 500, torch.device(device), history_length=300, complete=True)
+        state = BatchState(5, 4, 500, torch.device(device), history_length=300)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -148,9 +148,7 @@ def test_an_admission_is_the_cpu_s_and_waits_for_nothing():
                 state.admit(slot, list(range(length)), params, length + 40, slot)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        owners = (state, state.bad_sequences, state.thinking)
-        values = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
-        found.append([value.cpu() for value in values])
+        found.append([value.cpu() for value in state.fields])
     assert len(found[0]) == len(found[1]) > 20
     assert all(torch.equal(wanted, got) for wanted, got in zip(*found, strict=True))
 
@@ -167,15 +165,15 @@ def test_nothing_compiles_once_rounds_are_captured(kv_dtype):
     for batch in (1, 2, 3, 4, 9):
         decode(loop, batch, REQUESTS[: batch + 3])
     assert (Compilations.now() - before).compiled == 0
-    assert loop.rounds.num_missed == 0
+    assert loop.executor.num_missed == 0
 
 
 @pytest.mark.parametrize("kv_dtype", ("auto", "fp8"))
 def test_weights_are_packed_and_keys_and_values_held_in_what_was_asked_for(kv_dtype):
     auditor = over(kv_dtype)
     layers = auditor.model.trunk.layers
-    assert isinstance(layers[0].mixer.in_proj.packed, PackedLinear)
-    assert isinstance(layers[3].mixer.qkvg.packed, PackedLinear)
+    assert isinstance(layers[0].mixer.in_proj, PackedLinear)
+    assert isinstance(layers[3].mixer.qkvg, PackedLinear)
     caches = [*auditor.model.trunk.kv, auditor.model.head.cache]
     dtype = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv_dtype]
     assert {t.dtype for cache in caches for t in (cache.k, cache.v)} == {dtype}
@@ -224,7 +222,7 @@ def test_every_k_and_batch_writes_what_k_0_writes(kv_dtype, depth):
 def test_dependent_launch_and_graphs_change_nothing(kv_dtype):
     loop, requests = loop_of(over(kv_dtype), 3, 4, captured=False), REQUESTS[:7]
     for pdl in (True, False):
-        loop.rounds.body.ops.use_pdl(pdl)
+        loop.executor.body.ops.use_pdl(pdl)
         decoded = decode(loop, 4, requests)
         assert_plain(decoded, kv_dtype, f"not captured, dependent launch {pdl}")
         assert set(decoded.graphs) == {False}

@@ -11,7 +11,7 @@ from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.kernels.cuda import norm, router, sample
 from pilotfish.kernels.cuda.packing import PackedRows, pack
 from pilotfish.kernels.cuda.warm import compile_all
-from pilotfish.kernels.gumbel import gumbel_noise
+from pilotfish.spec.gumbel import gumbel_noise
 from tests.support import small_operators as small
 from tests.support.device_reference import Reference
 from tests.support.small_operators import *  # noqa: F403
@@ -29,7 +29,7 @@ def compiled():
     """The kernels that choose, in each variant that is tested, on all cores at once."""
 
     def launch(vocab, logits, pdl=False, **options):
-        table = Reference(BatchState(2, small.MAX_DEPTH, vocab, torch.device("cuda"), complete=True)).slots
+        table = Reference(BatchState(2, small.MAX_DEPTH, vocab, torch.device("cuda"))).slots
         kept = options.get("kept")
         scratch = sample.Scratch.empty(1, vocab if kept is None else len(kept), "cuda")
         slots, out = (torch.zeros(1, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64))
@@ -122,7 +122,7 @@ FULL = {
 
 @pytest.fixture(scope="module")
 def state():
-    state = BatchState(len(FULL) + 1, 8, VOCAB, torch.device("cuda"), complete=True)
+    state = BatchState(len(FULL) + 1, 8, VOCAB, torch.device("cuda"))
     for slot, params in enumerate(FULL.values(), start=1):
         state.admit(slot, integers(VOCAB, 100, seed=slot).tolist(), params, limit=200, own_k=8)
         state.length[slot] = 100 + slot

@@ -7,21 +7,10 @@ import pytest
 import torch
 
 from pilotfish.engine.model.delta_net import GatedDeltaNet
+from pilotfish.engine.round.torch_table import TorchOperators
 from pilotfish.kernels.cuda.delta_prefill import gdn_prompt
 from pilotfish.kernels.delta_net import delta_prefill
 from tests.support.delta_windows import EPS, DeltaLayer
-
-
-class Given:
-    """In a product's place: gives what it holds, or what it is given."""
-
-    def __init__(self, value=None):
-        self.value = value
-
-    def rows(self, x):
-        return x if self.value is None else self.value
-
-    bulk = rows
 
 
 def stand_in(q, k, v, g, beta, scale, initial_state, output_final_state):
@@ -34,12 +23,12 @@ def stand_in(q, k, v, g, beta, scale, initial_state, output_final_state):
     return output[None].to(v.dtype), after[None]
 
 
-def cpu_layer(layer, product):
-    """The CPU path's layer with a DeltaLayer's weights, `product` before it and no change after it."""
+def cpu_layer(layer):
+    """A DeltaLayer's weights without its products, as the torch table takes them."""
     key_heads, heads, dk, dv = layer.sizes
     conv, rate, bias, norm = (t.cpu() for t in layer.weights)
     factor = torch.tensor([dk**-0.5, 1.0])[:, None, None]
-    return GatedDeltaNet(product, Given(), conv, rate, bias, norm, factor, key_heads, heads, dk, dv, EPS, layer.dtype)
+    return GatedDeltaNet(None, None, conv, rate, bias, norm, factor, key_heads, heads, dk, dv, EPS, layer.dtype)
 
 
 def assert_near(got, wanted):
@@ -59,12 +48,12 @@ def assert_near(got, wanted):
 
 
 @pytest.mark.parametrize("num_rows", (1, 2, 70, 200))
-def test_a_prompt_matches_the_cpu_path(device, dtype, sizes, rule, num_rows):
+def test_a_prompt_matches_the_torch_table(device, dtype, sizes, rule, num_rows):
     layer = DeltaLayer(sizes, dtype, device)
     state, history, _ = (part[1] for part in layer.memory)
     rows = layer.rows(num_rows, 60)
     wanted_state, wanted_history = (t.to("cpu", copy=True) for t in (state, history))
-    wanted = cpu_layer(layer, Given(rows)).bulk(rows, wanted_state, wanted_history)
+    wanted = TorchOperators(dtype).gdn_prompt(cpu_layer(layer), rows, wanted_state, wanted_history)
     after, newest = state.clone(), history.clone()
     got = gdn_prompt(rows.to(device), after, newest, *layer.weights, EPS, rule)
     assert torch.equal(newest.cpu(), wanted_history)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from pilotfish.engine.link.messages import RequestOutput, SamplingParams, StepReport, Submit
 from pilotfish.engine.loop import EngineLoop
-from pilotfish.engine.round import EagerRounds
 from tests.support.rounds import MODES, Transcript, make_engine, transcript
 
 
@@ -50,12 +48,12 @@ class LoopDriver:
     ):
         self.kind, self.dtype = kind, dtype
         self.chunk, self.kv_dtype = options.get("prefill_chunk", 64), options.get("kv_dtype")
-        engine = make_engine(kind, dtype, **options)
-        self.loop = EngineLoop(dataclasses.replace(engine, rounds=EagerRounds(engine.runner, asynchronous=run_ahead)))
+        self.loop = EngineLoop(make_engine(kind, dtype, **options))
+        self.loop.executor.run_ahead = run_ahead
         self.agreeing, self.random = agreeing, random.Random(seed)
         self.requests: dict[str, Request] = {}
         self.reports: list[StepReport] = []
-        self.loop.runner.observers.append(self._observe)
+        self.loop.executor.observers.append(self._observe)
 
     def _observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
         scheduler = self.loop.scheduler
@@ -117,7 +115,7 @@ class LoopDriver:
         assert steps < 1000, "the loop does not end"
 
     def _force(self) -> None:
-        state = self.loop.runner.state
+        state = self.loop.executor.state
         for sequence in self.loop.scheduler.running:
             request = self.requests[sequence.request_id]
             if not sequence.is_prefilled or request.reference is None or self.agreeing == "own":

@@ -8,15 +8,15 @@ import torch
 
 from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
-from pilotfish.engine.model.window import Span
+from pilotfish.engine.round.prompt import Span
+from pilotfish.engine.round.torch_table import TorchOperators
 from pilotfish.kernels.attention import PAGE, from_cache
 from pilotfish.kernels.cuda.attention_prompt import attention_prompt
 from pilotfish.kernels.rope import inverse_frequencies
-from tests.support.delta_prompts import Given
 
 
 @pytest.mark.parametrize(("start", "rows"), ((0, 1), (0, 70), (PAGE, 40), (PAGE + 5, PAGE), (2 * PAGE - 1, 1)))
-def test_a_prompt_s_attention_matches_the_cpu_path(start, rows, cache_dtype, device, dtype):
+def test_a_prompt_s_attention_matches_the_torch_table(start, rows, cache_dtype, device, dtype):
     heads, kv, dim, rotary = 4, 2, 32, 16
     generator = torch.Generator().manual_seed(start + rows)
 
@@ -33,10 +33,11 @@ def test_a_prompt_s_attention_matches_the_cpu_path(start, rows, cache_dtype, dev
         cache[0] = float("nan")
     # pages from the last to the first
     table = [3, 2, 1]
-    layer = GatedAttention(Given(projected), Given(), norm, heads, kv, dim, 1e-6, dtype)
+    layer = GatedAttention(None, None, norm, heads, kv, dim, 1e-6, dtype)
     inv_freq = inverse_frequencies(rotary, 1e4)
     own = [cache.clone() for cache in caches]
-    want = layer.bulk(projected, Span.build(1, start, rows, table, inv_freq), KvCache(*own, *scales))
+    span = Span.build(1, start, rows, table, inv_freq)
+    want = TorchOperators(dtype).attention_prompt(layer, projected, span, KvCache(*own, *scales))
     moved = [cache.to(device) for cache in caches]
     span = Span.build(1, start, rows, table, inv_freq.to(device))
     place = (span.positions, start, span.cos, span.sin, span.table, *moved)

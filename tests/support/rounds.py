@@ -1,7 +1,7 @@
 """Small engines over tiny random models, and rounds whose drafts agree for a chosen number of tokens.
 
-`Driver` runs a runner without scheduler or loop. `transcript` is what a request gives alone at k = 0: its tokens, and
-for every position the logits, the recurrent state, the keys and values, the head's too, and the head's first draft.
+`Driver` runs an executor without scheduler or loop. `transcript` is what a request gives alone at k = 0: its tokens,
+and for every position the logits, the recurrent state, the keys and values, the head's too, and the head's first draft.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.model.build import build_model
 from pilotfish.engine.plan import Plan
-from pilotfish.engine.round import run_round
-from pilotfish.engine.runner import Batch, Runner, SequenceReport
+from pilotfish.engine.round.executor import RoundExecutor
+from pilotfish.engine.round.reports import Batch, SequenceReport
 from pilotfish.kernels.attention import PAGE
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny
 
@@ -97,15 +97,15 @@ class Driver:
     """Runs sequences by slot; keeps each one's tokens and, by position of the row, its logits."""
 
     def __init__(self, engine: Engine):
-        self.runner: Runner = engine.runner
-        self.state = engine.runner.state
-        self.trunk = engine.runner.model.trunk
+        self.executor: RoundExecutor = engine.executor
+        self.state = engine.executor.state
+        self.trunk = engine.executor.model.trunk
         self.chunk = engine.scheduler.prefill_chunk
         self.tables: dict[int, list[int]] = {}
         self.prompts: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
-        self.runner.observers.append(self._observe)
+        self.executor.observers.append(self._observe)
 
     def _observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
         if name == "logits":
@@ -128,11 +128,11 @@ class Driver:
         """Admits and prefills. depth >= 1 fills the head's cache up to the prompt's end, if there is a head."""
         self.prompts[slot], self.tables[slot] = prompt, table
         self.tokens[slot], self.logits[slot] = [], {}
-        self.runner.admit(slot, prompt, params, len(prompt) + max_tokens, own_k)
+        self.executor.admit(slot, prompt, params, len(prompt) + max_tokens, own_k)
         report = None
         for start in range(0, len(prompt), self.chunk):
             end = min(start + self.chunk, len(prompt))
-            report = self.runner.prefill(slot, table, prompt, start, end, depth, logprobs)
+            report = self.executor.prefill(slot, table, prompt, start, end, depth, logprobs)
         assert report is not None
         self.tokens[slot] += report.token_ids
         return report
@@ -147,7 +147,8 @@ class Driver:
         self, slots: list[int], depth: int = 0, next_depth: int = 0, logprobs: int | None = None
     ) -> list[SequenceReport]:
         tables = [self.tables[slot] for slot in slots]
-        reports, _ = run_round(self.runner, Batch(slots, tables, depth, [logprobs] * len(slots)), next_depth)
+        batch = Batch(slots, tables, depth, [logprobs] * len(slots))
+        reports, _ = self.executor.launch(batch, next_depth).collect()
         for report in reports:
             self.tokens[report.slot] += report.token_ids
         return reports
@@ -163,11 +164,9 @@ class Driver:
 
     def memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every buffer that rounds change, and a copy of it; `restore` takes it back."""
-        caches = [*self.trunk.kv, *([self.runner.model.head.cache] if self.runner.model.head else [])]
+        caches = [*self.trunk.kv, *([self.executor.model.head.cache] if self.executor.model.head else [])]
         state, pending = self.trunk.state, self.trunk.state.pending
-        tables = [table for table in (self.state.bad_sequences, self.state.thinking) if table is not None]
-        owners = (self.state, *tables)
-        buffers = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+        buffers = [buffer for buffer in self.state.fields if buffer is not None]
         buffers += [state.s, state.conv, *vars(pending).values(), *(t for c in caches for t in (c.k, c.v))]
         self._kept_tokens = {slot: list(tokens) for slot, tokens in self.tokens.items()}
         return [(buffer, buffer.clone()) for buffer in buffers]
@@ -222,6 +221,6 @@ def transcript(
         states[start] = (driver.trunk.state.s[:, 1].clone(), driver.trunk.state.conv[:, 1].clone())
     end = driver.length(1)
     (full,) = driver.trunk.kv
-    head_kv = driver.entries(driver.runner.model.head.cache, 1, end)
+    head_kv = driver.entries(driver.executor.model.head.cache, 1, end)
     kv = driver.entries(full, 1, end)
     return Transcript(prompt, driver.tokens[1], driver.logits[1], states, kv, head_kv, first_drafts)

@@ -13,7 +13,8 @@ import torch
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
 from pilotfish.kernels import moe
-from pilotfish.kernels.cuda import commit, lookup, norm, router, sample, slots
+from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
+from pilotfish.spec import slots
 from tests.support.device_reference import Reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -204,7 +205,7 @@ REQUESTS = {
 
 def make_state(requests: list[SamplingParams], device: Any = "cpu", seed: int = 0) -> BatchState:
     """Slot 0 is the null slot, slot i + 1 holds requests[i] in the middle of its text, with drafts of few ids."""
-    state = BatchState(len(requests) + 1, MAX_DEPTH, VOCAB, torch.device(device), history_length=400, complete=True)
+    state = BatchState(len(requests) + 1, MAX_DEPTH, VOCAB, torch.device(device), history_length=400)
     for index, params in enumerate(requests):
         slot = index + 1
         prompt = integers(VOCAB, 20, seed=seed + index).tolist()
@@ -212,8 +213,8 @@ def make_state(requests: list[SamplingParams], device: Any = "cpu", seed: int = 
         state.length[slot] = 20 + index % 7
         state.last_token[slot] = 8
         state.counts[slot, :30] = integers(3, 30, seed=seed + index).int().to(device)
-        state.seen[slot] |= state.counts[slot] > 0
-        state.bad_sequences.recent[slot, -3:] = torch.tensor([11, 12, 7], device=device)
+        state.seen[slot] |= (state.counts[slot] > 0).to(torch.uint8)
+        state.recent[slot, -3:] = torch.tensor([11, 12, 7], device=device)
     state.drafts[1:] = integers(30, len(requests), MAX_DEPTH, seed=seed + 100).to(device)
     # what word bans and the thinking budget look for
     state.drafts[1:, 1:5] = torch.tensor([20, 11, 12, 9], device=device)
@@ -426,8 +427,7 @@ RULES = {"counts": slots.PENALISED, "seen": slots.PENALISED, "recent": slots.BAD
 
 def tables(state):
     """Every tensor that a commit may write, without the rows of slots that never read them."""
-    parts = {**vars(state), **vars(state.bad_sequences), **vars(state.thinking)}
-    values = {name: value.cpu() for name, value in parts.items() if isinstance(value, torch.Tensor)}
+    values = {name: value.cpu() for name, value in state.fields._asdict().items()}
     # several sequences may be the null slot: the last to write its history wins, and nothing reads it
     values["history"] = values["history"][1:]
     return {
@@ -518,7 +518,7 @@ def test_look_up(device, longest, shortest, depth, monkeypatch):
     outcomes = []
     scratch = lookup.Scratch.empty(len(batch) + 1, device)
     for is_reference in (False, True):
-        state = BatchState(len(lengths) + 1, MAX_DEPTH, VOCAB, torch.device(device), history_length=400, complete=True)
+        state = BatchState(len(lengths) + 1, MAX_DEPTH, VOCAB, torch.device(device), history_length=400)
         for slot, length in enumerate(lengths, 1):
             # few ids, or a period; what stands behind the newest token must not be looked at
             ids = integers(3 if slot % 2 else VOCAB, 400, seed=slot) if slot != 6 else torch.arange(400) % 23

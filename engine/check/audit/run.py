@@ -201,7 +201,7 @@ class Auditor:
         engine = assemble(self.model, plan, len(requests), 0, 0.0)
         if self.matchers is not None:
             engine = dataclasses.replace(engine, grammars=cast(GrammarLibrary, self.matchers))
-            engine.runner.grammar_steps = self.matchers.steps
+            engine.executor.grammars.steps = self.matchers.steps
         loop = EngineLoop(engine)
         recorder = Recorder(loop, requests, rows, keep)
         for request in requests:
@@ -240,21 +240,21 @@ class Forcer:
     def force(self) -> None:
         """Every sequence that has moved on since the last call."""
         for sequence in self.loop.scheduler.running:
-            position = int(self.loop.runner.state.length[sequence.slot])
+            position = int(self.loop.executor.state.length[sequence.slot])
             if sequence.is_prefilled and self._forced.get(sequence.request_id) != position:
                 self._forced[sequence.request_id] = position
                 self._force(sequence, position)
                 self._turns[sequence.request_id] += 1
 
     def _force(self, sequence: Sequence, position: int) -> None:
-        state, slot, depth = self.loop.runner.state, sequence.slot, self.depth
+        state, slot, depth = self.loop.executor.state, sequence.slot, self.depth
         drafts = self._drafts(sequence, self.auditor.right(sequence, position, depth))
         state.drafts[slot, :depth] = torch.tensor(drafts, device=state.device)
         left = int(state.limit[slot]) - position - 2
         state.num_offered[slot] = max(0, min(depth, sequence.own_k, left))
         if sequence.constraint is not None:
             # its masks were begun after the head's drafts
-            steps = self.loop.runner.grammar_steps
+            steps = self.loop.executor.grammars.steps
             steps.wait(slot, MAX_MASK_SECONDS)
             steps.begin(slot, sequence.constraint, [], state.drafts[slot].tolist())
 

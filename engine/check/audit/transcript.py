@@ -61,7 +61,7 @@ class Recorder:
         self.num_steps = 0
         self._seen: list[tuple[str, int, str, bytes]] = []
         if rows:
-            loop.runner.observers.append(self.observe)
+            loop.executor.observers.append(self.observe)
 
     def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
         scheduler = self.loop.scheduler
@@ -102,7 +102,7 @@ class Recorder:
             self._note_drafts()
 
     def _note_drafts(self) -> None:
-        state = self.loop.runner.state
+        state = self.loop.executor.state
         for sequence in self.loop.scheduler.running:
             if sequence.is_prefilled and (count := int(state.num_offered[sequence.slot])):
                 made = self.transcripts[sequence.request_id].drafts

@@ -1,4 +1,4 @@
-"""How a runner uses a draft head: with a head that knows the trunk's hidden states every draft is accepted.
+"""How a round uses a draft head: with a head that knows the trunk's hidden states every draft is accepted.
 
 Then drafts are drawn as the trunk draws: by the request's own rule, noise of the right position, and a history that
 holds the drafts before. A head that knows them one position late shows that the test can fail.
@@ -10,12 +10,10 @@ import dataclasses
 from functools import cache
 
 import pytest
-import torch
 
-from pilotfish.draft_heads.head import Drafts
-from pilotfish.engine.runner import Runner
-from pilotfish.kernels.linear import padded_rows
-from tests.support.rounds import MODES, Driver, make_engine, random_prompt
+from pilotfish.engine.plan import FAST_ROWS
+from pilotfish.engine.round.executor import make_executor
+from tests.support.rounds import MAX_DEPTH, MODES, Driver, make_engine, random_prompt
 
 PROMPTS = {1: (21, 0), 2: (40, 2)}
 NUM_TOKENS = 30
@@ -25,56 +23,50 @@ NUM_TOKENS = 30
 def trunk_hidden(mode, slot):
     """The tokens of a sequence alone at k = 0, and the trunk's hidden state of every position it decoded."""
     driver = Driver(make_engine(depth=0))
-    hidden, verify = {}, driver.runner.verify
-
-    def watch(batch):
-        start = driver.length(slot)
-        verified = verify(batch)
-        hidden[start] = verified.hidden[0].clone()
-        return verified
-
-    driver.runner.verify = watch
+    body, hidden = driver.executor.body, {}
     driver.start(slot, random_prompt(*PROMPTS[slot]), [slot], MODES[mode], max_tokens=NUM_TOKENS, depth=0)
     while not bool(driver.state.done[slot]):
+        start = driver.length(slot)
         driver.round([slot])
+        hidden[start] = body.buffers.hidden[0].clone()
     return driver.tokens[slot], hidden
 
 
 class KnowingHead:
-    """Proposes from known hidden states; `late` positions off. Keeps what `repair` was given."""
+    """Proposes from known hidden states; `late` positions off. Keeps what it was given to repair with."""
 
     def __init__(self, hidden, late=0):
         self.hidden, self.late, self.repaired = hidden, late, []
 
     caches, reads_history = (), False
 
-    def fill(self, next_tokens, hidden, span):
+    def fill(self, prompt, next_tokens, hidden, span):
         return hidden
 
-    def repair(self, next_tokens, hidden, window):
-        self.repaired.append((next_tokens[: window.num_rows].tolist(), list(window.starts), window.width))
-        return hidden
+    def record(self, round, count, width, depth, flags):
+        tokens = round.buffers.chosen[: count * width].tolist()
+        committed = round.buffers.verdicts(count).num_committed
+        starts = (round.state.length[round.buffers.slots[:count]] - committed).tolist()
+        self.repaired.append((tokens, starts, width))
+        self.propose(round, count, depth, flags)
 
-    def propose(self, frontier, num_drafts, choose, step_window):
-        slots, lengths, hidden = frontier.slots.tolist(), frontier.positions, frontier.hidden
-        assert step_window(1).slots.tolist() == slots and step_window(1).starts == lengths
-        drafts = []
-        for step in range(num_drafts):
-            rows = torch.zeros(padded_rows(len(slots)), hidden.shape[1], dtype=hidden.dtype)
+    def propose(self, round, count, depth, flags):
+        slots = round.buffers.slots[:count].tolist()
+        lengths = round.state.length[slots].tolist()
+        for step in range(depth):
             for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
                 known = self.hidden[slot].get(length + step + self.late)
-                if known is not None:
-                    rows[b] = known
-            drafts.append(choose(rows, step))
-        return Drafts(torch.stack(drafts, dim=1))
+                round.buffers.head_hidden[b] = 0 if known is None else known
+            round.choose_draft(count, step, flags)
 
 
 def run(mode, depth, late=0):
     """Both sequences to their end; the driver, the head, and drafted and accepted totals."""
     engine = make_engine()
     head = KnowingHead({slot: trunk_hidden(mode, slot)[1] for slot in PROMPTS}, late)
-    runner = Runner(dataclasses.replace(engine.runner.model, head=head), engine.runner.state, head_on=True)
-    driver = Driver(dataclasses.replace(engine, runner=runner))
+    model = dataclasses.replace(engine.executor.model, head=head)
+    executor = make_executor(model, engine.executor.state, MAX_DEPTH, 4, 2048, FAST_ROWS)
+    driver = Driver(dataclasses.replace(engine, executor=executor))
     for slot, prompt in PROMPTS.items():
         driver.start(slot, random_prompt(*prompt), [slot], MODES[mode], max_tokens=NUM_TOKENS, depth=depth)
     drafted = accepted = 0
@@ -101,7 +93,7 @@ def test_a_head_that_knows_one_position_late_is_not(mode):
         assert driver.tokens[slot] == trunk_hidden(mode, slot)[0]
 
 
-def test_repair_gets_the_trunk_s_own_tokens_for_every_row():
+def test_a_head_gets_the_trunk_s_own_tokens_for_every_row():
     driver, head, _, _ = run("greedy", 3)
     for tokens, starts, width in head.repaired:
         for b, (start, slot) in enumerate(zip(starts, PROMPTS, strict=True)):

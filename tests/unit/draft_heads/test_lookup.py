@@ -8,7 +8,8 @@ import json
 import pytest
 import torch
 
-from pilotfish.draft_heads.lookup.head import LookupHead, look_up
+from pilotfish.draft_heads.lookup.head import LookupHead
+from pilotfish.draft_heads.lookup.match import look_up
 from pilotfish.engine.assemble import assemble
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.errors import OptionError
@@ -25,9 +26,9 @@ from tests.support.tiny_models import VOCAB_SIZE, build_tiny
 def drafts(tokens, k=4, longest=3, shortest=2, rest=(7, 7, 7)):
     """Of one sequence; `rest` is noise behind its newest token."""
     history = torch.tensor([[*tokens, *rest]], dtype=torch.int32)
-    found = look_up(history, torch.tensor([len(tokens) - 1]), k, longest, shortest)
-    assert int(found.counts[0]) in (0, k)
-    return found.tokens[0].tolist() if found.counts[0] else None
+    (found,), (count,) = look_up(history, torch.tensor([len(tokens) - 1]), k, longest, shortest)
+    assert int(count) in (0, k)
+    return found.tolist() if count else None
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,11 @@ def test_a_batch_is_as_each_alone():
     generator = torch.Generator().manual_seed(0)
     history = torch.randint(0, 4, (9, 40), generator=generator, dtype=torch.int32)
     last = torch.randint(0, 40, (9,), generator=generator)
-    together = look_up(history, last, 5, 4, 2)
-    assert 0 < int((together.counts > 0).sum()) < 9
+    together, counts = look_up(history, last, 5, 4, 2)
+    assert 0 < int((counts > 0).sum()) < 9
     for b in range(9):
-        alone = look_up(history[b : b + 1, : int(last[b]) + 1], last[b : b + 1], 5, 4, 2)
-        assert torch.equal(alone.tokens[0], together.tokens[b]) and alone.counts[0] == together.counts[b]
+        alone, count = look_up(history[b : b + 1, : int(last[b]) + 1], last[b : b + 1], 5, 4, 2)
+        assert torch.equal(alone[0], together[b]) and count[0] == counts[b]
 
 
 def slow(tokens, k, longest, shortest):
@@ -113,7 +114,7 @@ MAX_TOKENS = 24
 def loop(depth: int, kind: str = "hv_gt_hk") -> EngineLoop:
     """An engine that looks up; depth 0 decodes plainly."""
     engine = make_engine(kind)
-    model = dataclasses.replace(engine.runner.model, head=LookupHead(4, 2) if depth else None)
+    model = dataclasses.replace(engine.executor.model, head=LookupHead(4, 2) if depth else None)
     plan = Plan(model.device, model.dtype, depth, None, 512, 4, "configured", 12, 64)
     return EngineLoop(assemble(model, plan, 8, 0, 0.0))
 
@@ -170,7 +171,7 @@ def test_a_prompt_that_repeats_itself_is_drafted_at_once():
     going_on = params("greedy", logit_bias={following[0]: 99.0})
     core.submit(Submit(request_id="0", prompt_token_ids=prompt, sampling=going_on))
     core.step()
-    state, slot = core.runner.state, core.scheduler.running[0].slot
+    state, slot = core.executor.state, core.scheduler.running[0].slot
     assert int(state.num_offered[slot]) == 3
     assert state.drafts[slot, :3].tolist() == following[1:4]
 
@@ -207,17 +208,17 @@ def options(folder, **config) -> EngineOptions:
 def test_a_model_without_a_head_is_served_with_look_up(headless):
     engine = start_engine(options(headless, prompt_lookup_max=4, prompt_lookup_min=2))
     assert (engine.ready.num_speculative_tokens, engine.ready.speculation_disabled_reason) == (3, None)
-    assert engine.runner.model.head == LookupHead(4, 2)
+    assert engine.executor.model.head == LookupHead(4, 2)
     tokens, drafted, accepted = run(EngineLoop(engine), REQUESTS[:2])
     plain_engine = start_engine(options(headless, num_speculative_tokens=0))
-    assert not plain_engine.runner.head_on
+    assert not plain_engine.executor.head_on
     assert run(EngineLoop(plain_engine), REQUESTS[:2])[0] == tokens
     assert 0 < accepted < drafted
 
 
 def test_a_model_with_a_head_can_be_served_with_look_up(tmp_path):
     engine = start_engine(options(build_tiny(tmp_path, "dense")))
-    assert engine.runner.model.head == LookupHead(5, 5)
+    assert engine.executor.model.head == LookupHead(5, 5)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_a_model_with_a_head_can_be_served_with_look_up(tmp_path):
 )
 def test_a_missing_bound_is_the_other_one(headless, bounds, wanted):
     names = dict(zip(("prompt_lookup_max", "prompt_lookup_min"), bounds, strict=True))
-    assert start_engine(options(headless, **names)).runner.model.head == LookupHead(*wanted)
+    assert start_engine(options(headless, **names)).executor.model.head == LookupHead(*wanted)
 
 
 def test_refuses_bounds_by_name(headless):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.draft_heads.head import Frontier
-from pilotfish.engine.model.window import Span, Window
+from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.linear import padded_rows
 from tests.support.rounds import MODELS, make_engine
+from tests.support.windows import Windows
 
 TABLES = ([3, 5], [2, 6], [4, 1])
 models = pytest.mark.parametrize(("kind", "dtype"), MODELS)
@@ -19,9 +18,10 @@ class Head:
     """A head with a context of `lengths` pairs a sequence, and random pairs to go on with."""
 
     def __init__(self, kind, dtype, lengths):
-        self.model = make_engine(kind, dtype).runner.model
+        self.model = make_engine(kind, dtype).executor.model
         self.head, self.cache, self.lengths = self.model.head, self.model.head.cache, lengths
         self.generator = torch.Generator().manual_seed(0)
+        self.prompt, self.windows = PromptPass(self.model), Windows(self.model)
         for b, length in enumerate(lengths):
             if length:
                 self.fill(b, 0, *self.pairs(length))
@@ -34,22 +34,15 @@ class Head:
 
     @torch.inference_mode()
     def fill(self, b, start, tokens, hidden):
-        span = Span.build(b + 1, start, len(tokens), TABLES[b], self.model.inv_freq)
-        return self.head.fill(tokens, hidden, span)
+        return self.prompt.fill(tokens, hidden, self.prompt.span(b + 1, start, len(tokens), TABLES[b]))
 
-    def window(self, sequences, starts, width):
-        tables = [TABLES[b] for b in sequences]
-        return Window.build(width, torch.tensor(sequences) + 1, starts, tables, self.model.inv_freq)
-
-    @torch.inference_mode()
     def repair(self, sequences, starts, tokens, hidden):
         """Head rows [B, W, H] of windows of pairs [B, W, ...]."""
-        batch, width = tokens.shape
-        padding = padded_rows(batch * width) - batch * width
-        rows = torch.nn.functional.pad(tokens.flatten(), (0, padding))
-        padded = torch.nn.functional.pad(hidden.flatten(0, 1), (0, 0, 0, padding))
-        output = self.head.repair(rows, padded, self.window(sequences, starts, width))
-        return output[: batch * width].view(batch, width, -1).clone()
+        slots, tables = [b + 1 for b in sequences], [TABLES[b] for b in sequences]
+        return self.windows.head(tokens, hidden, slots, starts, tables)
+
+    def logits(self, hidden):
+        return self.prompt.logits(hidden)
 
     def entries(self, b, start, end):
         pages = [t[TABLES[b]].transpose(0, 1).flatten(1, 2)[:, start:end] for t in (self.cache.k, self.cache.v)]
@@ -119,28 +112,11 @@ def test_fill_writes_its_span_alone():
     assert head.written() == [list(range(5)), [0, 1, 2, PAGE - 1, PAGE], []]
 
 
-class Rule:
-    """Chooses drafts from lm_head greedily, and keeps what it was asked."""
-
-    def __init__(self, head, batch):
-        self.head, self.batch, self.asked = head, batch, []
-
-    def __call__(self, hidden, step):
-        self.asked.append((step, hidden.clone()))
-        return self.head.model.trunk.logits(hidden)[: self.batch].argmax(-1)
-
-
-@torch.inference_mode()
 def propose(head, lengths, num_drafts, hidden):
-    batch = len(lengths)
-    rule = Rule(head, batch)
-    rows = torch.nn.functional.pad(hidden, (0, 0, 0, padded_rows(batch) - batch))
-
-    def step_window(step):
-        return head.window(list(range(batch)), [length + step - 1 for length in lengths], 1)
-
-    frontier = Frontier(rows, torch.arange(batch) + 1, list(lengths))
-    return head.head.propose(frontier, num_drafts, rule, step_window).tokens, rule.asked
+    """Greedy drafts, and the rows that each was chosen from."""
+    sequences = range(len(lengths))
+    slots, tables = [b + 1 for b in sequences], [TABLES[b] for b in sequences]
+    return head.windows.propose(hidden, slots, lengths, tables, num_drafts)
 
 
 @models
@@ -149,15 +125,14 @@ def test_drafts_come_by_recursion_over_the_head_s_own_hidden(kind, dtype):
     head = Head(kind, dtype, lengths)
     _, hidden = head.pairs(2)
     drafts, asked = propose(head, lengths, 4, hidden)
-    assert [step for step, _ in asked] == [0, 1, 2, 3]
-    assert torch.equal(asked[0][1][:2], hidden)
+    assert len(asked) == 4 and torch.equal(asked[0], hidden)
     for step in range(1, 4):
-        before = asked[step - 1][1][:2]
+        before = asked[step - 1]
         positions = [length + step - 1 for length in lengths]
         wanted = head.repair([0, 1], positions, drafts[:, step - 1 : step], before[:, None])
-        assert torch.equal(asked[step][1][:2], wanted[:, 0]), step
-    logits = [head.model.trunk.logits(rows)[:2].argmax(-1) for _, rows in asked]
-    assert torch.equal(drafts, torch.stack(logits, dim=1))
+        assert torch.equal(asked[step], wanted[:, 0]), step
+    chosen = [head.logits(rows).argmax(-1) for rows in asked]
+    assert torch.equal(drafts, torch.stack(chosen, dim=1))
 
 
 @pytest.mark.parametrize("num_drafts", (1, 2, 5))

@@ -1,4 +1,4 @@
-"""The buffers of every slot: histories against a Python twin, bans, commits, offers, and buffers that come late."""
+"""The buffers of every slot: histories against a Python twin, bans, commits, offers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pilotfish.engine.batch_state import MAX_STOP_IDS, BatchState, Features, flags_of, stop_ids_of
+from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.link.messages import Grammar, SamplingParams, ThinkingBudget
-from pilotfish.engine.rules import ANY, NEVER, NO_TOKEN, bad_sequences, bad_singles
-from pilotfish.spec import sampling
+from pilotfish.spec import accept, rules, sampling, slots
 from pilotfish.spec.accept import Verdict
+from pilotfish.spec.rules import Rows
+from pilotfish.spec.slots import ANY, EVERYTHING, MAX_STOP_IDS, NEVER, NO_TOKEN, Admission, flags_of, stop_ids_of
 
 VOCAB, SLOTS, DEPTH = 12, 5, 4
 PENALISED = SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
@@ -34,20 +35,25 @@ def commit(state, slots, chosen, counts, pending=True, done=None):
     counts = torch.tensor(counts)
     flags = torch.zeros(len(slots), dtype=torch.bool) if done is None else torch.tensor(done)
     verdict = Verdict(counts, counts, flags, flags)
-    state.commit(torch.tensor(slots), torch.tensor(chosen), verdict, pending)
+    accept.commit(state.fields, torch.tensor(slots), torch.tensor(chosen), verdict, state.flags_of(slots), pending)
 
 
 def rows_of(state, slots, first_positions, drafts, width):
-    """sampling_rows of windows of `width`, the last of drafts + 1 rows."""
+    """Rows of windows of `width`, the last of drafts + 1 rows."""
     positions = torch.tensor(first_positions)[:, None] + torch.arange(width)
     drafts = torch.tensor(drafts, dtype=torch.int64).view(len(slots), -1)
-    return state.sampling_rows(torch.tensor(slots), state.batch_features(slots), positions, drafts)
+    return Rows(state.fields, torch.tensor(slots), positions, drafts)
+
+
+def bans_of(state, slots, *window):
+    return sampling.banned_rows(rows_of(state, slots, *window), state.flags_of(slots))
 
 
 def assert_history(rows, row, prompt, output):
-    counts = Counter(output)
-    assert rows.counts[row].tolist() == [counts[token] for token in range(VOCAB)], row
-    assert rows.seen[row].tolist() == [token in prompt or token in output for token in range(VOCAB)], row
+    counts, seen = rules.history(rows)
+    wanted = Counter(output)
+    assert counts[row].tolist() == [wanted[token] for token in range(VOCAB)], row
+    assert seen[row].tolist() == [token in prompt or token in output for token in range(VOCAB)], row
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -92,17 +98,6 @@ def test_a_new_request_starts_without_its_slot_s_old_history():
     assert_history(rows_of(state, [2], [1], [[]], 1), 0, [6], [])
 
 
-def test_buffers_come_with_the_first_request_that_needs_them():
-    state = make_state()
-    admit(state, 1, [1, 2])
-    assert state.counts is state.seen is state.bias is None
-    admit(state, 2, [3], PENALISED)
-    assert state.counts.shape == state.seen.shape == (SLOTS, VOCAB)
-    assert state.bias is None
-    admit(state, 3, [4], SamplingParams(temperature=0, logit_bias={4: 1.5}))
-    assert state.bias.shape == (SLOTS, VOCAB)
-
-
 def test_an_earlier_request_stays_neutral_when_a_later_one_brings_penalties():
     state = make_state()
     admit(state, 1, [1, 2])
@@ -111,7 +106,8 @@ def test_an_earlier_request_stays_neutral_when_a_later_one_brings_penalties():
     commit(state, [1, 2], [[4, 7], [5, 8]], [2, 1])
     rows = rows_of(state, [1, 2], [6, 4], [[9], [9]], 2)
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
-    penalised = sampling._penalise(logits, rows)
+    factors = (rows.each(state.fields.repetition), rows.each(state.presence), rows.each(state.frequency))
+    penalised = sampling.penalise(logits, *rules.history(rows), *factors)
     assert torch.equal(penalised[:2], logits[:2])
     assert_history(rows, 2, [5, 6], [5])
     assert_history(rows, 3, [5, 6], [5, 9])
@@ -121,12 +117,11 @@ def test_bias_is_the_request_s_own_and_goes_with_it():
     state = make_state()
     admit(state, 1, [1], SamplingParams(temperature=0, logit_bias={2: 1.5, 11: -4.0}))
     admit(state, 2, [1])
-    rows = rows_of(state, [1, 2], [1, 1], [[], []], 1)
-    assert rows.bias[0].nonzero().flatten().tolist() == [2, 11]
-    assert rows.bias[0, [2, 11]].tolist() == [1.5, -4.0]
-    assert not rows.bias[1].any()
+    assert state.bias[1].nonzero().flatten().tolist() == [2, 11]
+    assert state.bias[1, [2, 11]].tolist() == [1.5, -4.0]
+    assert not state.bias[2].any()
     admit(state, 1, [1], SamplingParams(temperature=0, logit_bias={3: 1.0}))
-    assert rows_of(state, [1], [1], [[]], 1).bias[0].nonzero().flatten().tolist() == [3]
+    assert state.bias[1].nonzero().flatten().tolist() == [3]
 
 
 def test_stop_ids_are_banned_before_min_tokens_and_not_after():
@@ -135,16 +130,16 @@ def test_stop_ids_are_banned_before_min_tokens_and_not_after():
     admit(state, 1, [1, 2], params)
     admit(state, 2, [1, 2], SamplingParams(temperature=0, stop_token_ids=(5,)))
     # the prompt is positions 0 and 1: generated tokens 1, 2, 3 are positions 2, 3, 4
-    rows = rows_of(state, [1, 2], [2, 2], [[1] * 4, [1] * 4], 5)
+    found = bans_of(state, [1, 2], [2, 2], [[1] * 4, [1] * 4], 5)
     for j, banned in enumerate((True, True, True, False, False)):
-        assert rows.banned[j].nonzero().flatten().tolist() == ([0, 4, 9] if banned else [])
-    assert not rows.banned[5:].any()
+        assert found[j].nonzero().flatten().tolist() == ([0, 4, 9] if banned else [])
+    assert not found[5:].any()
 
 
 def test_no_stop_ids_ban_nothing():
     state = make_state()
     admit(state, 1, [1], SamplingParams(temperature=0, min_tokens=3))
-    assert not rows_of(state, [1], [1], [[]], 1).banned.any()
+    assert not bans_of(state, [1], [1], [[]], 1).any()
 
 
 def test_stop_ids_are_the_request_s_and_the_model_s_unless_it_ignores_them():
@@ -237,31 +232,41 @@ def test_a_done_sequence_is_offered_nothing():
     assert int(state.num_offered[1]) == 0
 
 
-FEATURES = (
-    ({}, set()),
-    ({"temperature": 1.0}, {"sampled"}),
-    ({"temperature": 1.0, "top_k": 5}, {"sampled", "filtered"}),
-    ({"temperature": 1.0, "top_p": 0.9}, {"sampled", "filtered"}),
-    ({"temperature": 1.0, "min_p": 0.1}, {"sampled", "min_p"}),
-    ({"temperature": 1e-40, "top_k": 5}, set()),
-    ({"top_k": 5, "top_p": 0.9, "min_p": 0.1}, set()),
-    ({"top_k": -1}, set()),
-    ({"presence_penalty": -0.1}, {"penalised"}),
-    ({"frequency_penalty": 0.1}, {"penalised"}),
-    ({"repetition_penalty": 0.9}, {"penalised"}),
-    ({"logit_bias": {1: 1.0}}, {"biased"}),
-    ({"min_tokens": 1}, {"min_tokens"}),
-    ({"allowed_token_ids": (1,)}, {"biased"}),
-    ({"bad_words_token_ids": ((1,),)}, {"biased"}),
-    ({"bad_words_token_ids": ((1, 2),)}, {"bad_sequences"}),
-    ({"thinking": ThinkingBudget(num_tokens=1, start_token_id=None, end_token_id=2, closing=(2,))}, {"thinking"}),
+FLAGS = (
+    ({}, 0),
+    ({"temperature": 1.0}, slots.SAMPLED),
+    ({"temperature": 1.0, "top_k": 5}, slots.SAMPLED | slots.TOP_K),
+    ({"temperature": 1.0, "top_p": 0.9}, slots.SAMPLED | slots.TOP_P),
+    ({"temperature": 1.0, "min_p": 0.1}, slots.SAMPLED | slots.MIN_P),
+    ({"temperature": 1e-40, "top_k": 5}, 0),
+    ({"top_k": 5, "top_p": 0.9, "min_p": 0.1}, 0),
+    ({"top_k": -1}, 0),
+    ({"presence_penalty": -0.1}, slots.PENALISED),
+    ({"frequency_penalty": 0.1}, slots.PENALISED),
+    ({"repetition_penalty": 0.9}, slots.PENALISED),
+    ({"logit_bias": {1: 1.0}}, slots.BIASED),
+    ({"min_tokens": 1}, slots.MIN_TOKENS),
+    ({"allowed_token_ids": (1,)}, slots.BIASED),
+    ({"bad_words_token_ids": ((1,),)}, slots.BIASED),
+    ({"bad_words_token_ids": ((1, 2),)}, slots.BAD_SEQUENCES),
+    ({"grammar": Grammar(kind="regex", source="x")}, slots.MASKED),
+    (
+        {"thinking": ThinkingBudget(num_tokens=1, start_token_id=None, end_token_id=2, closing=(2,))},
+        slots.THINKING,
+    ),
 )
 
 
-@pytest.mark.parametrize(("fields", "used"), FEATURES, ids=[str(fields) for fields, _ in FEATURES])
-def test_features_of_a_request(fields, used):
-    features = Features.of(SamplingParams(**{"temperature": 0} | fields))
-    assert {name for name in Features.__dataclass_fields__ if getattr(features, name)} == used
+@pytest.mark.parametrize(("fields", "used"), FLAGS, ids=[str(fields) for fields, _ in FLAGS])
+def test_flags_of_a_request(fields, used):
+    params = SamplingParams(**{"temperature": 0} | fields)
+    assert flags_of(Admission([1], params, 9, 1, VOCAB)) == used
+
+
+def test_every_flag_has_a_bit_of_its_own_and_a_request_that_it_stands_for():
+    bits = list(slots.USES)
+    assert sum(bits) == EVERYTHING and all(bit & (bit - 1) == 0 for bit in bits)
+    assert {bit for bit in bits if any(used & bit for _, used in FLAGS)} == set(bits)
 
 
 def test_a_batch_runs_what_any_of_its_requests_uses():
@@ -269,8 +274,9 @@ def test_a_batch_runs_what_any_of_its_requests_uses():
     admit(state, 1, [1], SamplingParams(temperature=1.0, top_k=3))
     admit(state, 2, [1], PENALISED)
     admit(state, 3, [1])
-    assert state.batch_features([1, 2, 3]) == Features(sampled=True, filtered=True, penalised=True)
-    assert state.batch_features([3]) == Features()
+    assert state.flags_of([1, 2, 3]) == slots.SAMPLED | slots.TOP_K | slots.PENALISED
+    assert state.flags_of([3]) == 0
+    assert state.flags[[1, 2, 3]].tolist() == [state.flags_of([slot]) for slot in (1, 2, 3)]
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy_beside_sampled_requests_too():
@@ -278,9 +284,9 @@ def test_a_temperature_too_small_to_divide_by_is_greedy_beside_sampled_requests_
     admit(state, 1, [1], SamplingParams(temperature=1e-40))
     admit(state, 2, [1], SamplingParams(temperature=0.5))
     rows = rows_of(state, [1, 2], [1, 1], [[], []], 1)
-    assert rows.temperature.tolist() == [0, 0.5]
+    assert rows.each(state.temperature).tolist() == [0, 0.5]
     logits = torch.tensor([[1.0, 3.0, 2.0] + [0.0] * (VOCAB - 3)]).repeat(2, 1)
-    assert int(sampling.choose(logits, rows, torch.tensor([1, 1]))[0]) == 1
+    assert int(sampling.choose(logits, rows, state.flags_of([1, 2]))[0]) == 1
 
 
 def test_parameters_repeat_for_every_row_of_their_sequence():
@@ -288,12 +294,12 @@ def test_parameters_repeat_for_every_row_of_their_sequence():
     admit(state, 1, [1], SamplingParams(temperature=0.5, seed=-3, choice=2, top_k=4, top_p=0.9, min_p=0.1))
     admit(state, 2, [1], SamplingParams(temperature=0.25, seed=8, top_k=-1))
     rows = rows_of(state, [2, 1], [1, 1], [[1, 1], [1, 1]], 3)
-    assert rows.temperature.tolist() == [0.25] * 3 + [0.5] * 3
-    assert rows.seed.tolist() == [8] * 3 + [-3] * 3
-    assert rows.choice.tolist() == [0] * 3 + [2] * 3
-    assert rows.top_k.tolist() == [VOCAB] * 3 + [4] * 3
-    assert rows.top_p.tolist() == pytest.approx([1.0] * 3 + [0.9] * 3)
-    assert rows.min_p.tolist() == pytest.approx([0.0] * 3 + [0.1] * 3)
+    assert rows.each(state.temperature).tolist() == [0.25] * 3 + [0.5] * 3
+    assert rows.each(state.seed).tolist() == [8] * 3 + [-3] * 3
+    assert rows.each(state.choice).tolist() == [0] * 3 + [2] * 3
+    assert rows.each(state.top_k).tolist() == [VOCAB] * 3 + [4] * 3
+    assert rows.each(state.top_p).tolist() == pytest.approx([1.0] * 3 + [0.9] * 3)
+    assert rows.each(state.min_p).tolist() == pytest.approx([0.0] * 3 + [0.1] * 3)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +351,8 @@ ADMITTED = (
 def admit_field_by_field(state, slot, prompt, params, limit, own_k):
     """What an admission means: every field of a slot, one by one."""
     values = {
-        "flags": flags_of(params), "length": 0, "limit": limit, "pending_count": 0, "own_k": own_k, "num_offered": 0,
+        "flags": flags_of(Admission(prompt, params, limit, own_k, state.vocab_size)), "length": 0, "limit": limit,
+        "pending_count": 0, "own_k": own_k, "num_offered": 0,
         "min_until": len(prompt) + params.min_tokens, "done": False, "seed": params.seed, "choice": params.choice,
         "temperature": params.temperature if params.temperature >= 1e-5 else 0,
         "top_k": params.top_k if params.top_k > 0 else state.vocab_size, "top_p": params.top_p, "min_p": params.min_p,
@@ -366,38 +373,32 @@ def admit_field_by_field(state, slot, prompt, params, limit, own_k):
         state.bias[slot, list(params.allowed_token_ids)] = 0
     for token, value in params.logit_bias.items():
         state.bias[slot, token] += value
-    for token in bad_singles(params):
+    for token in slots.banned_tokens(params):
         state.bias[slot, token] = float("-inf")
-    bad, thinking, rule = state.bad_sequences, state.thinking, params.thinking
-    bad.prefixes[slot], bad.lasts[slot], bad.recent[slot] = ANY, NO_TOKEN, NO_TOKEN
-    for row, (*before, last) in enumerate(bad_sequences(params)):
-        bad.lasts[slot, row] = last
-        bad.prefixes[slot, row, -len(before) :] = torch.tensor(before)
-    thinking.opened[slot] = thinking.closed[slot] = thinking.budget[slot] = NEVER
+    rule = params.thinking
+    state.bad_prefixes[slot], state.bad_lasts[slot], state.recent[slot] = ANY, NO_TOKEN, NO_TOKEN
+    for row, (*before, last) in enumerate(slots.banned_sequences(params)):
+        state.bad_lasts[slot, row] = last
+        state.bad_prefixes[slot, row, -len(before) :] = torch.tensor(before)
+    state.think_opened[slot] = state.think_closed[slot] = state.think_budget[slot] = NEVER
+    state.think_start[slot] = state.think_end[slot] = state.closing[slot] = NO_TOKEN
+    state.num_closing[slot] = 0
     if rule is not None:
-        thinking.budget[slot], thinking.end[slot] = rule.num_tokens, rule.end_token_id
-        thinking.start[slot] = NO_TOKEN if rule.start_token_id is None else rule.start_token_id
+        state.think_budget[slot], state.think_end[slot] = rule.num_tokens, rule.end_token_id
+        state.think_start[slot] = NO_TOKEN if rule.start_token_id is None else rule.start_token_id
         if rule.start_token_id is None:
-            thinking.opened[slot] = len(prompt) - 1
-        thinking.num_closing[slot] = len(rule.closing)
-        thinking.closing[slot, : len(rule.closing)] = torch.tensor(rule.closing)
+            state.think_opened[slot] = len(prompt) - 1
+        state.num_closing[slot] = len(rule.closing)
+        state.closing[slot, : len(rule.closing)] = torch.tensor(rule.closing)
 
 
 def tensors_of(state):
-    owners = {"": state, "bad_sequences.": state.bad_sequences, "thinking.": state.thinking}
-    return {
-        name + field: value
-        for name, owner in owners.items()
-        for field, value in vars(owner).items()
-        if isinstance(value, torch.Tensor)
-    }
+    return state.fields._asdict()
 
 
 def test_an_admission_writes_every_field_of_its_slot_and_no_other_slot():
     generator = random.Random(0)
-    state, twin = (
-        BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"), history_length=40, complete=True) for _ in range(2)
-    )
+    state, twin = (BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"), history_length=40) for _ in range(2))
     for number in range(60):
         fields = {"temperature": 0} | generator.choice(ADMITTED)
         slot, prompt = generator.randrange(1, SLOTS), generator.choices(range(VOCAB), k=generator.randint(1, 20))
@@ -410,7 +411,7 @@ def test_an_admission_writes_every_field_of_its_slot_and_no_other_slot():
         for each in (state, twin):
             # what decoding leaves behind must not stay
             each.pending_count[slot], each.num_offered[slot], each.done[slot] = 3, 2, True
-            each.counts[slot, 1], each.thinking.closed[slot], each.bad_sequences.recent[slot] = 4, 5, 6
+            each.counts[slot, 1], each.think_closed[slot], each.recent[slot] = 4, 5, 6
 
 
 class Copies(TorchDispatchMode):
@@ -431,7 +432,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("fields", ADMITTED, ids=range(len(ADMITTED)))
 def test_an_admission_is_one_copy_to_the_device_and_no_wait(fields):
-    state = BatchState(SLOTS, DEPTH, VOCAB, torch.device("meta"), history_length=40, complete=True)
+    state = BatchState(SLOTS, DEPTH, VOCAB, torch.device("meta"), history_length=40)
     with Copies() as copies:
         state.admit(2, [1, 2, 3], SamplingParams(**{"temperature": 0} | fields), 30, 2)
     assert len(copies.copied) == 1, copies.copied
@@ -447,8 +448,8 @@ def test_copies_are_seen_one_by_one():
 
 
 def test_tables_of_many_fields_keep_each_one_whole_and_aligned():
-    state = BatchState(7, DEPTH, VOCAB, torch.device("cpu"), complete=True)
+    state = BatchState(7, DEPTH, VOCAB, torch.device("cpu"))
     for name in ("length", "limit", "seed", "top_k", "temperature", "frequency"):
         field = getattr(state, name)
         assert field.shape == (7,) and field.is_contiguous() and field.data_ptr() % 16 == 0, name
-    assert all(getattr(state.thinking, name).data_ptr() % 16 == 0 for name in ("opened", "budget", "num_closing"))
+    assert all(field.data_ptr() % 16 == 0 for field in state.fields if field is not None)

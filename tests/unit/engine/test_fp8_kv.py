@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from pilotfish.engine.cache.tensors import KvCache
-from pilotfish.engine.model import attention as attention_module
-from pilotfish.engine.model.window import Span, Window
+from pilotfish.engine.model.attention import GatedAttention
+from pilotfish.engine.round import torch_table
+from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.kernels.attention import PAGE, from_cache, prefill_attention, write_kv
-from pilotfish.kernels.linear import padded_rows
 from tests.support.loops import LoopDriver
 from tests.support.rounds import MAX_DEPTH, MODELS, MODES, Driver, make_engine, random_prompt, transcript
+from tests.support.windows import Windows
 
 FP8 = torch.float8_e4m3fn
 two_models = pytest.mark.parametrize(("kind", "dtype"), (MODELS[1], MODELS[2]))
@@ -25,7 +26,7 @@ def driver_of(kind, dtype, **options):
 
 
 def caches_of(driver):
-    return [*driver.trunk.kv, driver.runner.model.head.cache]
+    return [*driver.trunk.kv, driver.executor.model.head.cache]
 
 
 def assert_is(driver, slot, reference):
@@ -95,7 +96,7 @@ def test_the_engine_writes_the_text_of_k_0(run_ahead):
 def prefilled(chunk, length=200):
     """Last logits, and what the trunk's and the head's caches hold of a prompt cut so."""
     driver, seen = driver_of("moe", "float32", prefill_chunk=chunk), []
-    driver.runner.observers.append(lambda name, rows, *_: seen.append(rows[0]) if name == "prefill.logits" else None)
+    driver.executor.observers.append(lambda name, rows, *_: seen.append(rows[0]) if name == "prefill.logits" else None)
     driver.start(1, random_prompt(length, 5), [1])
     held = [driver.entries(cache, 1, length).view(FP8) for cache in caches_of(driver)]
     return seen[-1], torch.stack([from_cache(values) for values in held])
@@ -128,10 +129,8 @@ def test_a_chunk_that_attends_to_what_it_has_not_stored_would_be_seen(monkeypatc
         return prefill_attention(q, *own, [0], start, *scales)
 
     exact = [torch.zeros(2, 2, PAGE, 32) for _ in range(2)]
-    monkeypatch.setattr(
-        attention_module, "write_kv", lambda k, v, *rest: (write_kv(k, v, *rest), write_kv(*exact, *rest))
-    )
-    monkeypatch.setattr(attention_module, "prefill_attention", unrounded)
+    monkeypatch.setattr(torch_table, "write_kv", lambda k, v, *rest: (write_kv(k, v, *rest), write_kv(*exact, *rest)))
+    monkeypatch.setattr(torch_table, "prefill_attention", unrounded)
     with pytest.raises(AssertionError):
         assert_same_prompt(prefilled(256), cut)
 
@@ -139,22 +138,19 @@ def test_a_chunk_that_attends_to_what_it_has_not_stored_would_be_seen(monkeypatc
 @torch.inference_mode()
 def test_verify_rows_say_what_a_prompt_of_the_same_tokens_says():
     """Predecessors in the cache, in the same window, or in the same chunk: the same logits but for rounding."""
-    model = make_engine("moe", "float32", kv_dtype=FP8).runner.model
-    ids, start, table = torch.tensor(random_prompt(80, 6)), 71, [2]
+    model = make_engine("moe", "float32", kv_dtype=FP8).executor.model
+    ids, start, table, prompt = torch.tensor(random_prompt(80, 6)), 71, [2], PromptPass(model)
 
     def fresh(upto):
         model.trunk.state.reset(1)
-        return model.trunk.bulk(ids[:upto], Span.build(1, 0, upto, table, model.inv_freq))
+        return prompt.trunk(ids[:upto], prompt.span(1, 0, upto, table))
 
-    whole = fresh(80)[start:]
+    whole, windows = fresh(80)[start:], Windows(model)
     for widths in ([9], [1] * 9, [4, 5]):
         fresh(start)
         at, count, rows = start, 0, []
         for width in widths:
-            window = Window.build(width, torch.tensor([1]), [at], [table], model.inv_freq)
-            padded = torch.zeros(padded_rows(width), dtype=torch.int64)
-            padded[:width] = ids[at : at + width]
-            rows.append(model.trunk.rows(padded, window, [count])[:width])
+            rows.append(windows.trunk(ids[None, at : at + width], [1], [at], [table], [count]))
             at, count = at + width, width
         torch.testing.assert_close(torch.cat(rows), whole, rtol=0, atol=ROUNDING)
 
@@ -164,8 +160,8 @@ def test_what_lies_beyond_the_range_saturates_and_the_text_goes_on(scale):
     """Keys a hundred times too large for the cache: no NaN, and still the bits of k = 0."""
     drivers = [driver_of("moe", "float32"), driver_of("moe", "float32")]
     for driver in drivers:
-        head = driver.runner.model.head
-        layers = [layer for layer in driver.trunk.layers if isinstance(layer.mixer, attention_module.GatedAttention)]
+        head = driver.executor.model.head
+        layers = [layer for layer in driver.trunk.layers if isinstance(layer.mixer, GatedAttention)]
         for layer in (*layers, head.layer):
             layer.mixer.qk_norm[layer.mixer.num_heads :] *= 1e4
         for caches, owner in ((driver.trunk.kv, None), ([head.cache], head)):

@@ -198,14 +198,14 @@ def test_a_fault_while_a_request_gets_its_slot_is_its_own(monkeypatch, run_ahead
     driver = LoopDriver(depth=3, max_num_seqs=3, run_ahead=run_ahead)
     plain = driver.ask("plain", 21)
     driver.step()
-    admit = driver.loop.runner.state.admit
+    admit = driver.loop.executor.state.admit
 
     def broken(slot, prompt, *rest):
         admit(slot, prompt, *rest)
         if len(prompt) == 40:
             raise OverflowError("a number too large")
 
-    monkeypatch.setattr(driver.loop.runner.state, "admit", broken)
+    monkeypatch.setattr(driver.loop.executor.state, "admit", broken)
     bad, good = driver.ask("bad", 40, seed=2), driver.ask("good", 9)
     driver.run()
     assert_alone(plain)
@@ -222,7 +222,7 @@ def test_a_check_that_meets_a_fault_is_given_up_and_is_no_mismatch(tokenizer_fil
         loop.grammars = GrammarLibrary(tokenizer_file, VOCAB_SIZE, trials=trials(tokenizer_file))
         loop.self_audit.rate = 1.0
         # they know no checks
-        loop.runner.observers.clear()
+        loop.executor.observers.clear()
         asked = Grammar(kind="regex", source=GRAMMARS["regex"])
         with monkeypatch.context() as patched:
             Calls(place, FAULTS["exception"]).patch(patched)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.engine.batch_state import MAX_STOP_IDS
 from pilotfish.engine.link.messages import SamplingParams
+from pilotfish.spec.slots import MAX_STOP_IDS
 from tests.support.loops import LoopDriver, assert_alone
 from tests.support.rounds import MODELS, random_prompt, transcript
 from tests.support.tiny_models import VOCAB_SIZE
@@ -368,7 +368,7 @@ class TestReports:
 
     def test_the_ledger_counts_the_caches_bytes(self):
         loop = LoopDriver(depth=3, max_num_seqs=2).loop
-        trunk, head = loop.runner.model.trunk, loop.runner.model.head
+        trunk, head = loop.executor.model.trunk, loop.executor.model.head
         caches = [tensor for cache in (*trunk.kv, head.cache) for tensor in (cache.k, cache.v)]
         assert loop.ready.ledger["kv_cache_bytes"] == sum(t.numel() * t.element_size() for t in caches)
         pending = torch.tensor([t.nbytes for t in vars(trunk.state.pending).values()])
@@ -376,7 +376,7 @@ class TestReports:
 
     def test_nan_in_the_logits_ends_that_request_alone(self):
         driver = LoopDriver(depth=3, agreeing=2)
-        embedding = driver.loop.runner.model.trunk.embedding
+        embedding = driver.loop.executor.model.trunk.embedding
         good = [driver.ask("a", 21), driver.ask("b", 40, seed=2, mode="sampled")]
         used = {token for r in good for token in (*r.submit.prompt_token_ids, *r.reference.tokens)}
         # neither read nor written nor (as a wrong draft, one above a right one) verified by the others

@@ -13,10 +13,9 @@ from functools import cache
 import pytest
 import torch
 
-from pilotfish.engine.model.window import Window
-from pilotfish.engine.runner import SequenceReport
-from pilotfish.kernels.linear import padded_rows
+from pilotfish.engine.round.reports import SequenceReport
 from tests.support.rounds import MODELS, Driver, make_engine, transcript
+from tests.support.windows import Windows
 
 SLOT, TABLE = 2, [5, 1, 3]
 PROMPT_LENGTH = 21
@@ -44,6 +43,7 @@ class Scene:
     def __init__(self, kind, dtype):
         self.reference = transcript(kind, dtype, PROMPT_LENGTH, num_tokens=NUM_TOKENS)
         self.driver = Driver(make_engine(kind, dtype))
+        self.windows = Windows(self.driver.executor.model)
         self.driver.start(SLOT, self.reference.prompt, TABLE)
         self.driver.force(SLOT, self.reference.drafts(1, 4, 3))
         self.driver.round([SLOT], depth=4)
@@ -58,7 +58,7 @@ class Scene:
 
     @property
     def head_cache(self):
-        return self.driver.runner.model.head.cache
+        return self.driver.executor.model.head.cache
 
     def force(self, depth, agreeing):
         drafts = self.reference.drafts(len(self.driver.tokens[SLOT]), depth, agreeing)
@@ -88,11 +88,8 @@ class Scene:
     @torch.inference_mode()
     def window(self, tokens, start, pending):
         """The trunk over one window of `tokens`; logits of its rows."""
-        rows = torch.zeros(padded_rows(len(tokens)), dtype=torch.int64)
-        rows[: len(tokens)] = torch.tensor(tokens)
-        model = self.driver.runner.model
-        window = Window.build(len(tokens), torch.tensor([SLOT]), [start], [TABLE], model.inv_freq)
-        return model.trunk.logits(model.trunk.rows(rows, window, [pending]))[: len(tokens)].clone()
+        self.windows.trunk(torch.tensor([tokens]), [SLOT], [start], [TABLE], [pending])
+        return self.windows.logits
 
     def one_at_a_time(self, tokens):
         """From the base, one row a window: logits of every row, and a snapshot of the state after it."""
@@ -217,7 +214,7 @@ def test_k_may_change_every_round(kind, dtype, accepted):
     driver = Driver(make_engine(kind, dtype))
     for slot, table in ((1, [2, 4]), (3, [6, 1])):
         driver.start(slot, references[slot].prompt, table)
-    head, (full,), state = driver.runner.model.head.cache, driver.trunk.kv, driver.trunk.state
+    head, (full,), state = driver.executor.model.head.cache, driver.trunk.kv, driver.trunk.state
     depths = (8, 1, 0, 5, 0)
     for depth, next_depth in zip(depths, (*depths[1:], 0), strict=True):
         counts = {1: min(accepted, depth), 3: (depth + 8 - accepted) % (depth + 1)}
@@ -263,7 +260,7 @@ def test_what_rejected_rows_left_behind_is_never_read(kind, dtype, junk, accepte
 
 def plant_junk(driver, end, junk):
     """Overwrites keys and values past `end` in the sequence's pages, and every page that is not its own."""
-    for kv in (*driver.trunk.kv, driver.runner.model.head.cache):
+    for kv in (*driver.trunk.kv, driver.executor.model.head.cache):
         for tensor in (kv.k, kv.v):
             tensor[[page for page in range(len(tensor)) if page != TABLE[0]]] = junk
             tensor[TABLE[0], :, end:] = junk

@@ -12,8 +12,11 @@ import torch
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
-from pilotfish.engine.rules import MAX_BAD_LENGTH, MAX_BAD_SEQUENCES, check_rules
+from pilotfish.engine.rules import check_rules
+from pilotfish.spec import accept, rules, sampling
 from pilotfish.spec.accept import Verdict
+from pilotfish.spec.rules import Rows
+from pilotfish.spec.slots import MAX_BAD_LENGTH, MAX_BAD_SEQUENCES
 from tests.support.loops import LoopDriver, assert_alone
 from tests.support.rounds import MODES, Transcript, random_prompt
 from tests.support.tiny_models import VOCAB_SIZE
@@ -54,19 +57,28 @@ def draw_params(generator):
     )
 
 
+class Found:
+    """What the rules say of rows: banned bool [R, V] or None, bias [R, V], forced [R]."""
+
+    def __init__(self, state, slots, positions, drafts):
+        rows = Rows(state.fields, torch.tensor(slots), positions, drafts)
+        self.banned = sampling.banned_rows(rows, state.flags_of(slots))
+        self.bias, self.forced = rows.each(state.bias), rules.forced(rows)
+
+
 def assert_row(rows, row, params, output):
     banned = set() if rows.banned is None else set(rows.banned[row].nonzero().flatten().tolist())
-    if rows.bias is not None:
-        banned |= set(rows.bias[row].isneginf().nonzero().flatten().tolist())
+    banned |= set(rows.bias[row].isneginf().nonzero().flatten().tolist())
     assert banned == banned_twin(params.bad_words_token_ids, output), (params.bad_words_token_ids, output)
-    forced = -1 if rows.forced is None else int(rows.forced[row])
+    forced = int(rows.forced[row])
     wanted = forced_twin(params.thinking, output) if params.thinking else None
     assert (forced if forced >= 0 else None) == wanted, (params.thinking, output)
 
 
 def commit(state, slots, chosen, counts, pending=True):
     counts, flags = torch.tensor(counts), torch.zeros(len(slots), dtype=torch.bool)
-    state.commit(torch.tensor(slots), torch.tensor(chosen), Verdict(counts, counts, flags, flags), pending)
+    verdict = Verdict(counts, counts, flags, flags)
+    accept.commit(state.fields, torch.tensor(slots), torch.tensor(chosen), verdict, state.flags_of(slots), pending)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -84,13 +96,12 @@ def test_tables_equal_a_twin_s_through_random_rounds(seed):
         for number in range(6):
             depth = generator.randint(0, DEPTH) if number else 0
             drafts = [generator.choices(range(VOCAB), k=depth) for _ in slots]
-            features = state.batch_features(slots)
             first = torch.tensor([[len(prompts[slot]) + len(outputs[slot])] for slot in slots])
             # a verified window, then a drafted row that has all the drafts before it
             for width in {depth + 1, 1}:
                 positions = first + torch.arange(depth + 1)[-width:]
                 given = torch.tensor(drafts, dtype=torch.int64).view(len(slots), -1)
-                rows = state.sampling_rows(torch.tensor(slots), features, positions, given)
+                rows = Found(state, slots, positions, given)
                 for (b, slot), j in itertools.product(enumerate(slots), range(width)):
                     seen = drafts[b][: depth + 1 - width + j]
                     assert_row(rows, b * width + j, params[slot], outputs[slot] + seen)
@@ -112,7 +123,7 @@ def test_a_word_is_known_wherever_the_round_s_border_cuts_it(split):
         commit(state, [1], [before], [len(before)])
     position = int(state.length[1]) + torch.arange(len(after) + 1)[None] + 1
     drafts = torch.tensor([after], dtype=torch.int64).view(1, -1)
-    rows = state.sampling_rows(torch.tensor([1]), state.features[1], position, drafts)
+    rows = Found(state, [1], position, drafts)
     banned = [row.nonzero().flatten().tolist() for row in rows.banned]
     assert banned == [[]] * len(after) + [[14]]
 
@@ -122,9 +133,7 @@ def test_others_of_the_batch_are_left_alone():
     state.admit(1, [1, 2], SamplingParams(temperature=0), 100, DEPTH)
     rule = ThinkingBudget(num_tokens=0, start_token_id=None, end_token_id=END, closing=(END,))
     state.admit(2, [1, 2], SamplingParams(temperature=0, bad_words_token_ids=((3, 3), (2,)), thinking=rule), 100, DEPTH)
-    rows = state.sampling_rows(
-        torch.tensor([1, 2]), state.batch_features([1, 2]), torch.tensor([[2, 3]] * 2), torch.tensor([[3], [3]])
-    )
+    rows = Found(state, [1, 2], torch.tensor([[2, 3]] * 2), torch.tensor([[3], [3]]))
     assert not rows.banned[:2].any() and not rows.bias[:2].any()
     assert rows.forced.tolist() == [-2, -2, END, -2]
     assert rows.banned[3].nonzero().flatten().tolist() == [3]

@@ -99,7 +99,7 @@ def test_a_request_that_fails_ends_alone():
     good, bad = driver.ask("good", 21), driver.ask("bad", 40, seed=2)
     driver.run(3)
     slot = next(s.slot for s in driver.loop.scheduler.running if s.request_id == "bad")
-    driver.loop.runner.model.trunk.state.s[:, slot] = float("nan")
+    driver.loop.executor.model.trunk.state.s[:, slot] = float("nan")
     driver.run()
     assert bad.finish == "error" and bad.last.error_code == "nan"
     assert_alone(good)

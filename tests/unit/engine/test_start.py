@@ -59,8 +59,8 @@ def test_room_is_left_for_every_slot(vocab):
     """Against what an engine allocates: not less, and not much more."""
     depth, slots = 3, 5
     engine = make_engine("moe", "bfloat16", depth=depth, max_num_seqs=slots - 1)
-    state, config = engine.runner.model.trunk.state, engine.runner.model.config
-    tables = BatchState(slots, depth, vocab, torch.device("cpu"), complete=True)
+    state, config = engine.executor.model.trunk.state, engine.executor.model.config
+    tables = BatchState(slots, depth, vocab, torch.device("cpu"))
     held = (
         slots * len(config.linear_layers) * (depth + 1) * pending_width(config.conv_dim, config.linear_num_value_heads)
     )

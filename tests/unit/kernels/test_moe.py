@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pilotfish.kernels.linear import TILE_ROWS, Linear
-from pilotfish.kernels.moe import GatedMlp, expert_bulk, expert_rows, route
+from pilotfish.kernels.moe import GatedMlp, combine, expert_bulk, expert_parts, mlp_rows, route
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 32, 24, 6, 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,6 +38,13 @@ def mlp_reference(x, expert, dtype):
     gate_up, down = (weight.double() for weight in weights_of(expert, dtype))
     gate, up = (gate_up @ x.double()).chunk(2)
     return down @ (gate / (1 + (-gate).exp()) * up)
+
+
+def expert_rows(x, num_rows, experts, weights, ids, gate=0.0, shared=None):
+    """The routed experts, and the shared one by its gate."""
+    shared = make_experts(x.dtype)[0] if shared is None else shared
+    parts = expert_parts(x, num_rows, experts, shared, ids)
+    return combine(parts, weights[:num_rows], torch.full((num_rows,), gate))
 
 
 def routed(num_rows, seed=1):
@@ -89,6 +96,17 @@ def test_expert_rows_match_a_loop_in_float64(num_rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_shared_expert_comes_last_and_by_its_gate(dtype):
+    num_rows, experts = TILE_ROWS + 1, make_experts(dtype)
+    weights, ids = routed(num_rows)
+    x = draw(len(ids), HIDDEN, seed=2).to(dtype)
+    plain = expert_rows(x, num_rows, experts, weights, ids)
+    shared = mlp_rows(experts[5], x)[:num_rows].float()
+    together = expert_rows(x, num_rows, experts, weights, ids, 0.25, experts[5])
+    assert torch.equal(together, torch.addcmul(plain, shared, torch.full((num_rows, 1), 0.25)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_keeps_its_bits_beside_any_others(dtype):
     num_rows, experts = 2 * TILE_ROWS + 3, make_experts(dtype)
     weights, ids = routed(num_rows)
@@ -132,5 +150,5 @@ def test_a_gated_mlp_keeps_a_row_s_bits_in_every_tile(dtype):
     for position in range(3 * TILE_ROWS):
         x = draw(3 * TILE_ROWS, HIDDEN, seed=4).to(dtype)
         x[position] = row
-        outputs.append(mlp.rows(x)[position])
+        outputs.append(mlp_rows(mlp, x)[position])
     assert all(torch.equal(output, outputs[0]) for output in outputs)

@@ -9,15 +9,29 @@ import pytest
 import torch
 
 from pilotfish.spec import sampling
-from pilotfish.spec.sampling import SamplingRows, choose
+from pilotfish.spec.slots import BIASED, MIN_P, PENALISED, SAMPLED, TOP_K
+from tests.support.slots import rows_of
 
 LOGITS = [1.2, -0.3, 0.9, 2.0, 0.1, -1.5, 0.9]
 """Two of these tie; the fourth is the most likely."""
 VOCAB = len(LOGITS)
 
 
+USED = {"temperature": SAMPLED, "min_p": MIN_P, "top_k": TOP_K, "repetition": PENALISED, "bias": BIASED}
+
+
+def choose(logits, rows, positions):
+    """Tokens of rows that each have a slot of their own with these fields; `banned` are the rows' own."""
+    flags = sum(flag for name, flag in USED.items() if name in rows)
+    fields = {name: value for name, value in rows.items() if name != "banned"}
+    if "seen" in fields:
+        fields["seen"] = fields["seen"].to(torch.uint8)
+    given = rows_of(positions, logits.shape[1], **fields)
+    return sampling.choose(logits, given, flags, rows.get("banned"))
+
+
 def make_rows(count, vocab=VOCAB, *, temperature=1.0, seed=0, **features):
-    """SamplingRows of `count` equal rows; a feature that is not named stays None."""
+    """Fields of `count` equal rows; a feature that is not named is not used."""
 
     def column(value, dtype):
         return value if isinstance(value, torch.Tensor) else torch.full((count,), value, dtype=dtype)
@@ -29,7 +43,7 @@ def make_rows(count, vocab=VOCAB, *, temperature=1.0, seed=0, **features):
     if temperature is not None:
         fields["temperature"] = column(temperature, torch.float32)
         fields["seed"], fields["choice"] = column(seed, torch.int64), torch.zeros(count, dtype=torch.int64)
-    return SamplingRows(**fields)
+    return fields
 
 
 def filtered_softmax(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -73,7 +87,7 @@ def test_sampled_tokens_have_the_filtered_softmax_s_distribution(filters, temper
 
 def test_greedy_ties_go_to_the_lower_id():
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
-    assert choose(logits, SamplingRows(), torch.zeros(2)).tolist() == [1, 0]
+    assert choose(logits, {}, torch.zeros(2)).tolist() == [1, 0]
 
 
 def test_top_k_ties_go_to_the_lower_id():
@@ -85,7 +99,7 @@ def test_top_k_ties_go_to_the_lower_id():
 def test_ties_of_a_large_vocabulary_go_to_the_lower_id():
     logits = torch.zeros(500, 1009)
     logits[:, [700, 55]] = 1.0
-    assert set(choose(logits, SamplingRows(), torch.arange(500)).tolist()) == {55}
+    assert set(choose(logits, {}, torch.arange(500)).tolist()) == {55}
     chosen = choose(logits, make_rows(500, 1009, temperature=2.0, top_k=4), torch.arange(500))
     assert set(chosen.tolist()) == {0, 1, 55, 700}
 
@@ -129,7 +143,7 @@ def test_seed_choice_and_position_each_change_what_is_drawn():
     zeros, index = torch.zeros(count, dtype=torch.int64), torch.arange(count)
     ones = torch.ones(count)
     draws = [
-        choose(logits, SamplingRows(temperature=ones, seed=seed, choice=choice), position).tolist()
+        choose(logits, {"temperature": ones, "seed": seed, "choice": choice}, position).tolist()
         for seed, choice, position in ((zeros, zeros, index), (zeros, index, zeros), (index, zeros, zeros))
     ]
     assert all(len(set(draw)) > 30 for draw in draws)
@@ -147,7 +161,7 @@ def test_the_logits_stay_as_they_are():
         "seen": torch.ones(1, VOCAB, dtype=torch.bool),
         "counts": torch.ones(1, VOCAB, dtype=torch.int32),
     }
-    full = SamplingRows(**vars(rows) | history | {"bias": torch.ones(1, VOCAB)})
+    full = rows | history | {"bias": torch.ones(1, VOCAB)}
     choose(logits, full, torch.zeros(1, dtype=torch.int64))
     assert torch.equal(logits, before)
 
@@ -163,8 +177,17 @@ def penalised(logits, prompt, output, repetition, presence, frequency):
     return result
 
 
+def as_arguments(rows):
+    return {name if name in ("counts", "seen") else f"{name}_R": value for name, value in rows.items()}
+
+
+def filtered(logits, rows):
+    scaled = sampling.keep_probable(logits, rows["min_p"])
+    return sampling.keep_first(scaled, rows["top_k"], rows["top_p"])
+
+
 def history_rows(histories, penalties, vocab=VOCAB):
-    """SamplingRows of (prompt, output) pairs and (repetition, presence, frequency) triples."""
+    """Fields of (prompt, output) pairs and (repetition, presence, frequency) triples."""
     seen = torch.zeros(len(histories), vocab, dtype=torch.bool)
     counts = torch.zeros(len(histories), vocab, dtype=torch.int32)
     for row, (prompt, output) in enumerate(histories):
@@ -172,7 +195,8 @@ def history_rows(histories, penalties, vocab=VOCAB):
         for token in output:
             counts[row, token] += 1
     repetition, presence, frequency = (torch.tensor(column) for column in zip(*penalties, strict=True))
-    return SamplingRows(seen=seen, counts=counts, repetition=repetition, presence=presence, frequency=frequency)
+    factors = {"repetition": repetition, "presence": presence, "frequency": frequency}
+    return {"counts": counts, "seen": seen} | factors
 
 
 HISTORIES = [([0, 3], [3, 3, 2]), ([5], []), ([1, 1, 4], [0, 0, 0, 6]), ([], [2])]
@@ -181,7 +205,7 @@ PENALTIES = [(1.3, 0.5, 0.25), (2.0, 1.0, 1.0), (0.7, -0.5, -0.25), (1.0, 0.0, 0
 
 def test_penalties_match_the_reference():
     rows = history_rows(HISTORIES, PENALTIES)
-    got = sampling._penalise(torch.tensor([LOGITS]).repeat(4, 1), rows)
+    got = sampling.penalise(torch.tensor([LOGITS]).repeat(4, 1), **as_arguments(rows))
     wanted = [penalised(LOGITS, *history, *penalty) for history, penalty in zip(HISTORIES, PENALTIES, strict=True)]
     torch.testing.assert_close(got.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
@@ -197,17 +221,17 @@ def test_bias_is_added_and_a_banned_token_is_never_drawn():
     logits = torch.tensor([LOGITS]).repeat(500, 1)
     bias, banned = torch.zeros(500, VOCAB), torch.zeros(500, VOCAB, dtype=torch.bool)
     bias[:, 5], bias[:, 3], banned[:, 3] = 9.0, 100.0, True
-    fields = vars(make_rows(500)) | {"bias": bias, "banned": banned}
-    chosen = Counter(choose(logits, SamplingRows(**fields), torch.arange(500)).tolist())
+    fields = make_rows(500) | {"bias": bias, "banned": banned}
+    chosen = Counter(choose(logits, fields, torch.arange(500)).tolist())
     assert chosen[3] == 0
     assert chosen[5] > 450
-    greedy = SamplingRows(bias=bias[:1], banned=banned[:1])
+    greedy = {"bias": bias[:1], "banned": banned[:1]}
     assert choose(logits[:1], greedy, torch.zeros(1)).tolist() == [5]
 
 
 def test_bias_comes_before_penalties():
     # 0.5 + 1 is positive, so repetition divides; the other order would give 0.25 + 1
-    rows = SamplingRows(**vars(history_rows([([0], [])], [(2.0, 0.0, 0.0)], 2)) | {"bias": torch.tensor([[1.0, 0.0]])})
+    rows = history_rows([([0], [])], [(2.0, 0.0, 0.0)], 2) | {"bias": torch.tensor([[1.0, 0.0]])}
     assert choose(torch.tensor([[0.5, 0.8]]), rows, torch.zeros(1)).tolist() == [1]
 
 
@@ -225,7 +249,7 @@ def test_a_row_without_penalties_keeps_its_bits_beside_one_with():
     histories = [([1, 2, 9], [9, 9, 40]), ([3], [3])]
     rows = history_rows(histories, [(1.0, 0.0, 0.0), (1.7, 0.5, 0.3)], vocab=333)
     logits = neutral_logits()
-    penalised_logits = sampling._penalise(logits, rows)
+    penalised_logits = sampling.penalise(logits, **as_arguments(rows))
     assert same_bits(penalised_logits[0], logits[0])
     assert not same_bits(penalised_logits[1], logits[1])
 
@@ -238,16 +262,16 @@ def test_a_row_without_filters_keeps_its_bits_beside_one_with():
         min_p=torch.tensor([0.0, 0.3]),
     )
     logits = neutral_logits()
-    filtered = sampling._filter(logits, rows)
-    assert same_bits(filtered[0], logits[0])
-    assert not same_bits(filtered[1], logits[1])
+    scores = filtered(logits, rows)
+    assert same_bits(scores[0], logits[0])
+    assert not same_bits(scores[1], logits[1])
 
 
 def test_a_row_without_bans_keeps_its_bits_beside_one_with():
     banned = torch.zeros(2, 333, dtype=torch.bool)
     banned[1, :5] = True
     logits = neutral_logits()
-    assert same_bits(sampling._bias(logits, SamplingRows(banned=banned))[0], logits[0])
+    assert same_bits(sampling.bias(logits, None, banned)[0], logits[0])
 
 
 def test_a_row_without_bias_keeps_its_tokens_beside_one_with():
@@ -255,13 +279,13 @@ def test_a_row_without_bias_keeps_its_tokens_beside_one_with():
     logits = neutral_logits()
     bias = torch.zeros(2, 333)
     bias[1, :5] = 3.0
-    assert torch.equal(sampling._bias(logits, SamplingRows(bias=bias))[0], logits[0])
+    assert torch.equal(sampling.bias(logits, bias, None)[0], logits[0])
 
 
 def test_a_filtered_row_keeps_its_bits_beside_any_others():
     logits = torch.randn(40, 333, generator=torch.Generator().manual_seed(2)) * 3
     top_k, top_p = torch.arange(40) * 8 + 1, torch.linspace(0.05, 1.0, 40)
-    together = sampling._filter(logits, make_rows(40, top_k=top_k, top_p=top_p, min_p=0.01))
+    together = filtered(logits, make_rows(40, top_k=top_k, top_p=top_p, min_p=0.01))
     for i in range(40):
         own = make_rows(1, top_k=top_k[i : i + 1], top_p=top_p[i : i + 1], min_p=0.01)
-        assert same_bits(sampling._filter(logits[i : i + 1], own)[0], together[i]), i
+        assert same_bits(filtered(logits[i : i + 1], own)[0], together[i]), i

@@ -11,10 +11,10 @@ from pilotfish.draft_heads.training.module import TrainableHead
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.model.build import CacheSizes, build_model, with_head
-from pilotfish.engine.model.window import Span, Window
+from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.linear import padded_rows
 from tests.support.tiny_models import build_tiny
+from tests.support.windows import Windows
 
 LENGTH, DEPTHS, NUM_PAGES = PAGE + 20, 4, 3
 # fp32 sums in other orders, through a layer and the recursion on its output
@@ -64,8 +64,8 @@ def unrolled(trainable, model, tokens, hidden):
 def test_first_depth_is_the_served_heads(heads, pairs):
     trainable, model = heads
     tokens, hidden = pairs
-    span = Span.build(1, 0, LENGTH, [1, 2], model.inv_freq)
-    served = model.head.fill(tokens[:LENGTH], hidden, span)
+    prompt = PromptPass(model)
+    served = prompt.fill(tokens[:LENGTH], hidden, prompt.span(1, 0, LENGTH, [1, 2]))
     torch.testing.assert_close(unrolled(trainable, model, tokens, hidden)[0], served, **CLOSE)
 
 
@@ -75,15 +75,12 @@ def test_deeper_depths_are_the_served_recursion(heads, pairs, start):
     trainable, model = heads
     tokens, hidden = pairs
     wanted = unrolled(trainable, model, tokens, hidden)[:, start]
-    rows = model.head.fill(
-        tokens[: start + 1], hidden[: start + 1], Span.build(1, 0, start + 1, [1, 2], model.inv_freq)
-    )
+    prompt, windows = PromptPass(model), Windows(model)
+    rows = prompt.fill(tokens[: start + 1], hidden[: start + 1], prompt.span(1, 0, start + 1, [1, 2]))
     row = rows[-1:]
     for depth in range(1, DEPTHS):
-        window = Window.build(1, torch.tensor([1]), [start + depth], [[1, 2]], model.inv_freq)
-        padding = padded_rows(1) - 1
-        token = F.pad(tokens[start + depth : start + depth + 1], (0, padding))
-        row = model.head.repair(token, F.pad(row[:1], (0, 0, 0, padding)), window)
+        token = tokens[start + depth : start + depth + 1]
+        (row,) = windows.head(token[None], row[None], [1], [start + depth], [[1, 2]])
         torch.testing.assert_close(row[0], wanted[depth], **CLOSE)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pilotfish.draft_heads.training.own_text import write_on
-from pilotfish.engine.model.prefill import read_text
+from pilotfish.engine.round.prompt import read_text
 from pilotfish.kernels.attention import PAGE
 from tests.support.rounds import make_engine
 from tests.support.tiny_models import VOCAB_SIZE
@@ -18,7 +18,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 @pytest.fixture(scope="module", params=["hv_gt_hk", "moe"])
 def model(request):
-    return make_engine(request.param, depth=0).runner.model
+    return make_engine(request.param, depth=0).executor.model
 
 
 def pieces(count, length, seed=0):

@@ -12,8 +12,7 @@ from pilotfish.draft_heads.training import hidden as hidden_module
 from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates
 from pilotfish.draft_heads.training.texts import MIN_DOCUMENTS, cut_rows, make_rows, read_documents, stream_of
 from pilotfish.engine.errors import OptionError
-from pilotfish.engine.model.prefill import read_text
-from pilotfish.engine.model.window import Span
+from pilotfish.engine.round.prompt import PromptPass, read_text
 from pilotfish.kernels.attention import PAGE
 from tests.support.rounds import make_engine
 
@@ -83,7 +82,7 @@ def test_too_little_text_is_refused():
 
 @pytest.fixture(scope="module")
 def trunk():
-    return make_engine("moe", "bfloat16", depth=0).runner.model
+    return make_engine("moe", "bfloat16", depth=0).executor.model
 
 
 class TestHiddenStates:
@@ -93,9 +92,9 @@ class TestHiddenStates:
     def test_are_those_that_prefill_gives(self, trunk):
         tokens = torch.from_numpy(self.ROWS[0]).long()
         trunk.trunk.state.reset(2)
+        prompt = PromptPass(trunk)
         parts = [
-            trunk.trunk.bulk(tokens[a:b], Span.build(2, a, b - a, [3, 4], trunk.inv_freq))
-            for a, b in ((0, PAGE), (PAGE, len(tokens)))
+            prompt.trunk(tokens[a:b], prompt.span(2, a, b - a, [3, 4])) for a, b in ((0, PAGE), (PAGE, len(tokens)))
         ]
         assert torch.equal(read_text(trunk, tokens), torch.cat(parts))
 

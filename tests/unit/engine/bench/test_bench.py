@@ -19,13 +19,13 @@ from pilotfish.engine.bench.show import ADMISSION_COLUMNS, ADMISSION_LEGEND, COL
 from pilotfish.engine.bench.sizes import released_config
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
-from pilotfish.engine.device_round.shapes import Shape, Shapes
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.round.shapes import Shape, Shapes
 from pilotfish.engine.scheduler import PrefillStep, RoundStep
+from tests.support.fixed_shapes import fixed_engine
 from tests.support.rounds import CPU, make_engine
 from tests.support.tiny_models import build_tiny
-from tests.unit.engine.device_round.test_rounds import device_engine
 
 ARGS = ["--device", "cpu", "--context", "20", "--tokens", "40", "--k", "0,3", "--batch", "1,2"]
 
@@ -143,7 +143,7 @@ def test_rounds_near_the_limit_do_not_lower_the_length():
     """They offer fewer drafts: of 12 tokens after the first, three rounds of four; of 10, the third has one draft."""
     prompts = random_prompts(1, 20, 320)
     loop = oracle_loop(3, prompts)
-    loop.runner.state.oracle.shares.fill_(1.0)
+    loop.executor.state.oracle.shares.fill_(1.0)
     for num_tokens, counts in ((13, {3: 3}), (11, {3: 2, 1: 1})):
         run = run_batch(loop, prompts, num_tokens, 0)
         assert run.accepted_counts == counts and run.acceptance_length == 4
@@ -184,12 +184,12 @@ def test_a_name_that_is_no_size_is_explained(capsys):
 
 def test_the_floor_counts_every_matrix_once_and_the_head_by_pass():
     engine = make_engine("hv_gt_hk", depth=3)
-    model, trunk = engine.runner.model, engine.runner.model.trunk
+    model, trunk = engine.executor.model, engine.executor.model.trunk
     linears = 0
     for layer in (*trunk.layers, model.head.layer):
         mixer = layer.mixer
         first = mixer.qkvg if hasattr(mixer, "qkvg") else mixer.in_proj
-        own = first.num_bytes + mixer.output.num_bytes + layer.mlp.mlp.gate_up.num_bytes + layer.mlp.mlp.down.num_bytes
+        own = first.num_bytes + mixer.output.num_bytes + layer.mlp.gate_up.num_bytes + layer.mlp.down.num_bytes
         linears += own
     head = own + model.head.fc.num_bytes
     state = 2 * (trunk.state.s[:, 0].nbytes + trunk.state.conv[:, 0].nbytes)
@@ -217,9 +217,9 @@ def test_a_row_alone_takes_top_k_experts_and_more_rows_take_more():
     found = {}
     for depth in (0, 3):
         loop = EngineLoop(make_engine("moe", depth=depth))
-        config = loop.runner.model.config
+        config = loop.executor.model.config
         found[depth] = count_experts(loop, random_prompts(1, 20, config.vocab_size))
-        assert len(found[depth]) == config.num_hidden_layers and not loop.runner.observers
+        assert len(found[depth]) == config.num_hidden_layers and not loop.executor.observers
     assert found[0] == [config.num_experts_per_tok] * config.num_hidden_layers
     assert all(config.num_experts_per_tok < count <= config.num_experts for count in found[3])
 
@@ -227,13 +227,13 @@ def test_a_row_alone_takes_top_k_experts_and_more_rows_take_more():
 def test_experts_are_counted_while_all_sequences_live():
     """Prompts of five chunks, a round of the others between two: the first has 16 tokens before the last is read."""
     loop = EngineLoop(make_engine("moe", depth=0, max_num_seqs=4, num_pages=20))
-    config = loop.runner.model.config
+    config = loop.executor.model.config
     prompts = random_prompts(4, 300, config.vocab_size)
     assert not run_batch(loop, prompts, 16, 0).round_seconds
     found = count_experts(loop, prompts)
     assert len(found) == config.num_hidden_layers
     assert all(config.num_experts_per_tok < count <= config.num_experts for count in found)
-    assert not loop.has_work() and not loop.runner.observers
+    assert not loop.has_work() and not loop.executor.observers
     loop.scheduler.check()
 
 
@@ -251,14 +251,14 @@ def test_a_batch_that_grows_and_shrinks_finds_a_graph_for_every_round(depth, end
     prompts = random_prompts(8, 20, 320)
     texts = []
     for whole in (True, False):
-        loop = EngineLoop(device_engine("hv_gt_hk", depth, max_num_seqs=8, captured=False))
-        shapes = loop.rounds.shapes
+        loop = EngineLoop(fixed_engine("hv_gt_hk", depth, max_num_seqs=8, captured=False))
+        shapes = loop.executor.shapes
         args = command.parse(["model", "--batch", ",".join(map(str, ends))])
         own = {shapes.fit(batch, depth) for batch in ends}
         with torch.inference_mode():
-            loop.rounds.capture(command._shapes(args, shapes, depth) if whole else own, progress=False)
+            loop.executor.capture(command._shapes(args, shapes, depth) if whole else own, progress=False)
         # all drafts are wrong or right for all: each ends a round after the one before
-        state = loop.runner.state
+        state = loop.executor.state
         if depth:
             state.oracle = Oracle(state.num_slots, 2048, state.vocab_size, [0.0] * depth, CPU)
             for prompt in prompts:
@@ -301,7 +301,7 @@ def test_the_weights_bytes_are_the_files_and_what_is_resident_is_told(folder, tm
 
 
 def test_every_weight_that_stays_is_counted():
-    model = make_engine("moe", depth=3).runner.model
+    model = make_engine("moe", depth=3).executor.model
     assert command._resident_bytes(model) == ledger.tensor_bytes(model)
 
 
@@ -342,7 +342,7 @@ def admission_loop(depth=3):
 @pytest.mark.parametrize("ahead", (False, True), ids=("read at once", "run ahead"))
 def test_a_stream_waits_for_a_chunk_and_a_round(depth, ahead, monkeypatch):
     loop = admission_loop(depth)
-    loop.rounds = dataclasses.replace(loop.rounds, asynchronous=ahead)
+    loop.executor.run_ahead = ahead
     StepClock(loop, monkeypatch)
     found = admission.measure_admission(loop, 20, 300)
     assert found.round == 1 and found.chunks == [10] * 5 and found.first_token_alone == 50
@@ -454,7 +454,7 @@ def oracle_loop(depth=3, prompts=()):
     """With drafts from the known text of these prompts."""
     loop = EngineLoop(make_engine("moe", depth=depth, max_num_seqs=4, num_pages=20))
     texts = run_batch(EngineLoop(make_engine("moe", depth=0)), prompts, 60, 0).texts
-    state = loop.runner.state
+    state = loop.executor.state
     state.oracle = Oracle(state.num_slots, 2048, state.vocab_size, [0.8] * depth, CPU)
     for prompt, text in zip(prompts, texts.values(), strict=True):
         state.oracle.tell(prompt, text)
@@ -497,7 +497,7 @@ def test_a_live_batch_outlasts_its_rounds_whatever_is_accepted(depth):
     prompts = random_prompts(4, 100, 320)
     loop = oracle_loop(depth, prompts) if depth else EngineLoop(make_engine("moe", depth=0, num_pages=20))
     if depth:
-        loop.runner.state.oracle.shares.fill_(1.0)
+        loop.executor.state.oracle.shares.fill_(1.0)
     with live_batch(loop, prompts, 8):
         for _ in range(8):
             assert [output.finish_reason for output in loop.step().outputs if output.round] == [None] * 4
@@ -510,8 +510,8 @@ def test_a_live_batch_outlasts_its_rounds_whatever_is_accepted(depth):
 
 @pytest.mark.parametrize("depth", (0, 3))
 def test_device_time_is_of_rounds_that_move_live_sequences_on(depth, monkeypatch):
-    loop = EngineLoop(device_engine("moe", depth))
-    state, slots = loop.runner.state, loop.rounds.body.buffers.slots
+    loop = EngineLoop(fixed_engine("moe", depth))
+    state, slots = loop.executor.state, loop.executor.body.buffers.slots
     seen = []
 
     def replay_times(replay):

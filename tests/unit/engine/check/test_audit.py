@@ -10,19 +10,18 @@ import torch
 from tokenizers import Tokenizer
 
 import pilotfish.engine.cache.tensors as cache_tensors
-import pilotfish.engine.model.window as window_module
 import pilotfish.spec.sampling as sampling
 from pilotfish.draft_heads.mtp.head import MtpHead
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.check.audit import run as audit_module
 from pilotfish.engine.check.audit.command import main, make_auditor, parse
 from pilotfish.engine.check.audit.rules import LITERAL
 from pilotfish.engine.check.audit.run import audit
 from pilotfish.engine.check.audit.transcript import BOOK, Finding
 from pilotfish.engine.check.audit.yardstick import HeadReport
-from pilotfish.engine.model import attention as attention_module
-from pilotfish.engine.runner import Runner
+from pilotfish.engine.round import torch_table
+from pilotfish.engine.round.body import RoundBody
 from pilotfish.kernels.linear import TILE_ROWS, Linear
+from pilotfish.spec import rules
 from tests.support.tiny_models import build_tiny
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
@@ -123,10 +122,10 @@ def test_rows_that_attend_to_what_their_cache_does_not_hold_are_named(folder, mo
         for cache, values in zip(exact, (k, v), strict=True):
             cache[pages, :, offsets] = values.float()
 
-    real_write, real_attend = attention_module.write_kv, attention_module.window_attention
-    monkeypatch.setattr(attention_module, "write_kv", write_kv)
+    real_write, real_attend = torch_table.write_kv, torch_table.window_attention
+    monkeypatch.setattr(torch_table, "write_kv", write_kv)
     monkeypatch.setattr(
-        attention_module, "window_attention", lambda q, k, v, tiles, *scales: real_attend(q, *exact, tiles, *scales)
+        torch_table, "window_attention", lambda q, k, v, tiles, *scales: real_attend(q, *exact, tiles, *scales)
     )
     assert findings(run_audit(folder)) == []
     found = findings(run_audit(folder, more=("--kv-cache-dtype", "fp8")))
@@ -150,7 +149,7 @@ def test_one_replayed_row_lost_is_named(folder, monkeypatch):
 
 
 def test_a_key_that_a_row_must_not_read_is_named(folder, monkeypatch):
-    real = window_module.row_tiles
+    real = torch_table.row_tiles
 
     def one_column_too_far(starts, tables, width, device):
         tiles = real(starts, tables, width, device)
@@ -158,25 +157,23 @@ def test_a_key_that_a_row_must_not_read_is_named(folder, monkeypatch):
             return tiles
         return [dataclasses.replace(t, hidden={c: h & h.roll(1, -1) for c, h in t.hidden.items()}) for t in tiles]
 
-    monkeypatch.setattr(window_module, "row_tiles", one_column_too_far)
+    monkeypatch.setattr(torch_table, "row_tiles", one_column_too_far)
     found = findings(run_audit(folder))
     # layer 3 is the first with full attention
     assert found and {f.tensor for f in found} == {"layers.3.self_attn"}
 
 
 def test_a_head_that_is_not_repaired_is_named_and_changes_no_token(folder, monkeypatch):
-    real = Runner.repair
+    real = MtpHead.rows
 
-    def forgetful(self, verified, chosen, verdict):
-        cache = self.model.head.cache
-        before = cache.k.clone(), cache.v.clone()
-        rows = real(self, verified, chosen, verdict)
-        if verified.window.width > 1:
-            cache.k.copy_(before[0])
-            cache.v.copy_(before[1])
-        return rows
+    def forgetful(self, round, tokens, hidden, count, width, *out):
+        before = self.cache.k.clone(), self.cache.v.clone()
+        real(self, round, tokens, hidden, count, width, *out)
+        if width > 1:
+            self.cache.k.copy_(before[0])
+            self.cache.v.copy_(before[1])
 
-    monkeypatch.setattr(Runner, "repair", forgetful)
+    monkeypatch.setattr(MtpHead, "rows", forgetful)
     found = findings(run_audit(folder))
     assert found and {f.tensor for f in found} <= {"head", "draft"}
 
@@ -184,14 +181,15 @@ def test_a_head_that_is_not_repaired_is_named_and_changes_no_token(folder, monke
 def test_later_drafts_from_another_hidden_state_are_named(folder, monkeypatch):
     """They change no token, and are the same for every k and batch."""
 
-    def propose(self, frontier, num_drafts, choose, step_window):
-        def choose_blindly(hidden, step):
-            return choose(hidden if step == 0 else hidden * 0, step)
+    def choose_blindly(self, count, number, flags):
+        kept = self.buffers.head_hidden.clone()
+        if number:
+            self.buffers.head_hidden.zero_()
+        real(self, count, number, flags)
+        self.buffers.head_hidden.copy_(kept)
 
-        return real(self, frontier, num_drafts, choose_blindly, step_window)
-
-    real = MtpHead.propose
-    monkeypatch.setattr(MtpHead, "propose", propose)
+    real = RoundBody.choose_draft
+    monkeypatch.setattr(RoundBody, "choose_draft", choose_blindly)
     *runs, last = run_audit(folder)
     assert findings(runs) == [] and {f.tensor.split(",")[0] for f in last.findings} == {"draft 2", "draft 3"}
 
@@ -200,7 +198,9 @@ def test_a_head_whose_prompts_are_off_by_one_is_named(folder, monkeypatch):
     """Its own rows at k = 0 are off too: only a head that shares nothing with it can tell."""
     real = MtpHead.fill
     monkeypatch.setattr(
-        MtpHead, "fill", lambda self, tokens, hidden, span: real(self, torch.roll(tokens, 1), hidden, span)
+        MtpHead,
+        "fill",
+        lambda self, prompt, tokens, hidden, span: real(self, prompt, torch.roll(tokens, 1), hidden, span),
     )
     *runs, last = run_audit(folder)
     assert findings(runs) == [] and {f.tensor.split(",")[0] for f in last.findings} >= {"draft 1", "draft 2"}
@@ -215,8 +215,8 @@ def test_acceptance_far_below_a_sound_head_is_named():
 
 def test_decoding_that_is_not_what_one_pass_gives_is_named(folder, monkeypatch):
     """Wrong at every k alike: a window's rows stand one place too far."""
-    real = window_module.rope_angles
-    monkeypatch.setattr(window_module, "rope_angles", lambda at, freq: real(at + (at.numel() % 8 == 0), freq))
+    real = torch_table.rope_angles
+    monkeypatch.setattr(torch_table, "rope_angles", lambda at, freq: real(at + (at.numel() % 8 == 0), freq))
     results = run_audit(folder)
     assert any("from one pass" in f.tensor for f in results[-1].findings)
 
@@ -264,11 +264,11 @@ def test_rules_fire_in_what_the_checkpoint_itself_writes(folder):
 
 
 def test_what_is_wrong_at_every_k_alike_is_named_by_the_book(folder, monkeypatch):
-    def without_presence(logits, rows):
-        return real(logits, rows if rows.presence is None else dataclasses.replace(rows, presence=0 * rows.presence))
+    def without_presence(logits, counts, seen, repetition, presence, frequency):
+        return real(logits, counts, seen, repetition, 0 * presence, frequency)
 
-    real = sampling._penalise
-    monkeypatch.setattr(sampling, "_penalise", without_presence)
+    real = sampling.penalise
+    monkeypatch.setattr(sampling, "penalise", without_presence)
     auditor = auditor_of(folder, rules=True)
     with torch.inference_mode():
         found = auditor.run_reference().findings
@@ -278,12 +278,10 @@ def test_what_is_wrong_at_every_k_alike_is_named_by_the_book(folder, monkeypatch
 
 
 def test_penalty_history_that_misses_a_draft_is_named(folder, monkeypatch):
-    def without_drafts(self, slots, width, drafts):
-        counts = self.counts[slots][:, None].repeat(1, width, 1)
-        seen = self.seen[slots][:, None].repeat(1, width, 1)
-        return counts.flatten(0, 1), seen.flatten(0, 1)
+    def without_drafts(rows):
+        return rows.each(rows.state.counts), rows.each(rows.state.seen).bool()
 
-    monkeypatch.setattr(BatchState, "_history", without_drafts)
+    monkeypatch.setattr(rules, "history", without_drafts)
     found = findings(run_audit(folder))
     assert found and {f.tensor for f in found} == {"history"}
     assert all(f.request.endswith("-penalised") for f in found)

@@ -8,7 +8,7 @@ from pilotfish.engine.check.cost_table import BLOCKS, ROUNDS, Cost
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.round import EagerRounds
+from pilotfish.engine.round.executor import RoundExecutor
 from pilotfish.engine.start import make_core, start_engine
 from tests.support.tiny_models import build_tiny
 
@@ -42,7 +42,7 @@ def test_each_timed_step_is_a_round_of_all(folder, monkeypatch):
     monkeypatch.setattr(cost_table, "perf_counter", lambda: float(next(clock)))
     told = []
     costs = cost_table.measure(
-        engine.runner.model, engine.plan, list(range(50)), [1, 2], [(1, 20), (3, 40)], told.append
+        engine.executor.model, engine.plan, list(range(50)), [1, 2], [(1, 20), (3, 40)], told.append
     )
     assert [(c.k, c.batch, c.context) for c in costs] == [(1, 1, 20), (2, 1, 20), (1, 3, 40), (2, 3, 40)]
     assert all(c.seconds == c.plain_seconds == 1.0 and c.break_even == 1.0 for c in costs)
@@ -77,7 +77,7 @@ def test_what_timed_rounds_compiled_kept_no_request_waiting(folder, monkeypatch)
         compiled[0] = 3
         return []
 
-    monkeypatch.setattr(EagerRounds, "take_compiled", take)
+    monkeypatch.setattr(RoundExecutor, "take_compiled", take)
     monkeypatch.setattr(cost_table, "at_boot", timed)
     core = make_core(options(folder, cost_table=True))
     core.submit(Submit(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1)))

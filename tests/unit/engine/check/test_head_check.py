@@ -102,7 +102,7 @@ def run(core, requests):
 
 def test_a_sound_head_passes(tmp_path, sound):
     engine = start(model_of(tmp_path, sound))
-    check = check_head(engine.runner.model, COUNTING, 3)
+    check = check_head(engine.executor.model, COUNTING, 3)
     assert (check.verdict, check.reason) == ("ok", "")
     assert check.num_positions == len(COUNTING) - 2
     assert (check.trunk_top1, check.head_top1, check.head_median_rank) == (1.0, (1.0,) * 3, (0,) * 3)
@@ -143,14 +143,14 @@ def test_a_weak_head_is_served_with_a_warning(tmp_path, sound, monkeypatch, capl
 
 def test_a_text_that_the_trunk_does_not_know_decides_nothing(tmp_path, sound):
     engine = start(model_of(tmp_path, sound, random_fc))
-    check = check_head(engine.runner.model, [i * 7 % VOCAB_SIZE for i in range(100)], 2)
+    check = check_head(engine.executor.model, [i * 7 % VOCAB_SIZE for i in range(100)], 2)
     assert (check.verdict, check.reason) == ("untested", "the trunk itself does not know the text")
 
 
 @pytest.mark.parametrize("ids", [[], COUNTING[:33]])
 def test_without_a_text_nothing_is_tested(tmp_path, sound, ids):
     engine = start(model_of(tmp_path, sound))
-    check = check_head(engine.runner.model, ids, 2)
+    check = check_head(engine.executor.model, ids, 2)
     assert check.verdict == "untested" and "no text to test with" in describe(check, VOCAB_SIZE)
     assert engine.ready.head_check.verdict == "untested"  # the folder has no tokenizer
     assert engine.ready.draft_head == "MTP head of the checkpoint"

@@ -9,7 +9,7 @@ from pilotfish.engine.check import probe
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.round import EagerRounds
+from pilotfish.engine.round.executor import RoundExecutor
 from pilotfish.engine.start import make_core, start_engine
 from pilotfish.kernels import linear
 from tests.support.rounds import make_engine
@@ -48,7 +48,7 @@ def test_every_part_of_the_model_is_seen(folder, k):
 def test_one_layer_on_another_kernel_is_seen(folder):
     """A fallback that no option speaks of: one layer's output product is the library's plain one."""
     engine = start_engine(options(folder, dtype="bfloat16"))
-    product = engine.runner.model.trunk.layers[1].mixer.output
+    product = engine.executor.model.trunk.layers[1].mixer.output
     product.packed, product._weight = False, torch.randn(product.out_features, product.in_features).bfloat16()
     routes = probe.routes(EngineLoop(engine))
     assert routes[PLAIN.format("bfloat16")] == ["layers.1", "prefill"]
@@ -68,7 +68,7 @@ def test_nothing_is_left_behind(folder):
         return tokens
 
     probed = make_core(options(folder, audit_rate=1.0))
-    assert not probed.has_work() and not probed.runner.observers
+    assert not probed.has_work() and not probed.executor.observers
     assert (probed.scheduler.pages.num_used, probed.scheduler.slots.num_used) == (0, 0)
     engine = dataclasses.replace(start_engine(options(folder)))
     assert answer(probed) == answer(EngineLoop(engine))
@@ -81,13 +81,13 @@ def test_nothing_is_left_behind(folder):
 def test_prompts_of_several_lengths_are_read_before_any_client_s(longest, chunk, lengths):
     """The last one in a chunk and its rest, where the context has room for it."""
     loop = EngineLoop(make_engine("moe", depth=2, max_model_len=longest, prefill_chunk=chunk))
-    read, prefill = [], loop.runner.prefill
+    read, prefill = [], loop.executor.prefill
 
     def seen(slot, table, prompt, start, end, *more):
         read.append((len(prompt), start, end))
         return prefill(slot, table, prompt, start, end, *more)
 
-    loop.runner.prefill = seen
+    loop.executor.prefill = seen
     probe.warm_up(loop)
     assert [length for length, start, _ in read if start == 0] == lengths
     assert all(end - start == min(chunk, length - start) for length, start, end in read)
@@ -97,7 +97,7 @@ def test_prompts_of_several_lengths_are_read_before_any_client_s(longest, chunk,
 
 def test_rounds_without_graphs_are_compiled_before_any_request(folder, monkeypatch):
     done = []
-    monkeypatch.setattr(EagerRounds, "compile", lambda self: done.append("compiled"))
+    monkeypatch.setattr(RoundExecutor, "compile", lambda self: done.append("compiled"))
     monkeypatch.setattr(probe, "routes", lambda loop: done.append("asked") or {})
     make_core(options(folder))
     assert done == ["compiled", "asked"]

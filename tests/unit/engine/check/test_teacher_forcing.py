@@ -54,7 +54,7 @@ def written(engine, num_tokens, k):
 def test_the_models_own_text_is_accepted_as_it_was_served(demo):
     """More than a page long, so that places of the second one are drafted from too. Rounds near the end are cut."""
     prompt, tokens, served = written(demo, 260, 2)
-    found = agreement(demo.runner.model, prompt + tokens, 3)
+    found = agreement(demo.executor.model, prompt + tokens, 3)
     along = found.rounds(2, first=len(prompt) - 1)
     assert len(served) > 80 and max(served) == 3 and min(served) == 1
     assert along[:-3] == served[: len(along) - 3]
@@ -63,13 +63,13 @@ def test_the_models_own_text_is_accepted_as_it_was_served(demo):
 def test_the_text_decides_not_the_trunk(demo):
     """A text that the trunk cannot tell: agreement is with the trunk's choice, whatever the text goes on with."""
     ids = torch.randint(0, 8192, (80,), generator=torch.Generator().manual_seed(0)).tolist()
-    found = agreement(demo.runner.model, ids, 3)
+    found = agreement(demo.executor.model, ids, 3)
     assert found.num_places == 80 - 1 - 3 and found.trunk_top1 < 0.1
     assert 0.1 < found.shares()[0] < 0.9
 
 
 def test_progress_is_told_place_by_place(demo):
     told = []
-    found = agreement(demo.runner.model, list(range(100, 140)), 2, told.append)
+    found = agreement(demo.executor.model, list(range(100, 140)), 2, told.append)
     assert sum(told) == found.num_places == 37
     assert json.dumps(found.agrees)

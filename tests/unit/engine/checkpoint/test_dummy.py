@@ -15,7 +15,7 @@ LAYOUTS = ("bf16", "nvfp4", "nvfp4-bf16-head", "mixed")
 
 
 def config_of(kind):
-    return make_engine(kind).runner.model.config
+    return make_engine(kind).executor.model.config
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

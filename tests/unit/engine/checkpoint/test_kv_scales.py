@@ -79,7 +79,7 @@ def test_they_reach_the_caches_of_their_layers_alone(draft, name, caplog):
     engine = start_engine(
         EngineOptions(model=str(made.write()), device="cpu", dtype="float32", max_model_len=512, kv_cache_dtype=name)
     )
-    model = engine.runner.model
+    model = engine.executor.model
     (cache,) = model.trunk.kv
     wanted = (0.25, 3.0) if name == "fp8" else (1.0, 1.0)
     assert (cache.k_scale, cache.v_scale) == wanted

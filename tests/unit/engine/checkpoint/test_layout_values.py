@@ -16,7 +16,7 @@ from pilotfish.engine.checkpoint.nvfp4 import LynnWeight, NvFp4Weight
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
 from pilotfish.engine.errors import CheckpointError, LayoutError
 from pilotfish.engine.model.build import CacheSizes, build_model
-from pilotfish.engine.model.window import Span
+from pilotfish.engine.round.prompt import PromptPass
 from tests.support.packing import (
     RECIPES,
     Recipe,
@@ -147,9 +147,10 @@ def computed(folder):
     model = build_model(load_weights(checkpoint, progress=False), checkpoint.config, sizes, torch.float32, cpu)
     tokens = torch.arange(3, 23)
     model.trunk.state.reset(1)
-    span = Span.build(1, 0, len(tokens), [1], model.inv_freq)
-    hidden = model.trunk.bulk(tokens, span)
-    return hidden, model.trunk.logits(hidden[:8]), model.head.fill(tokens.roll(-1), hidden, span)
+    prompt = PromptPass(model)
+    span = prompt.span(1, 0, len(tokens), [1])
+    hidden = prompt.trunk(tokens, span)
+    return hidden, prompt.logits(hidden[:8]), prompt.fill(tokens.roll(-1), hidden, span)
 
 
 MODELS = (

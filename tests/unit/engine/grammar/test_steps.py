@@ -129,7 +129,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request_alone(limits, monkeypatc
     assert plain.finish == "length"
     assert (late.finish, late.last.error, late.last.error_code) == ("error", TOO_SLOW, "invalid")
     assert late.tokens == late.reference.tokens[: len(late.tokens)]
-    assert driver.loop.scheduler.slots.num_used == 0 and not driver.loop.runner.constraints
+    assert driver.loop.scheduler.slots.num_used == 0 and not driver.loop.executor.grammars.constraints
 
 
 def test_who_was_slow_is_trusted_again_after_a_while(monkeypatch):
@@ -148,7 +148,7 @@ def test_a_slot_s_grammar_is_let_go_when_its_request_ends():
     driver.loop.grammars = MadeGrammars(lambda: rule)
     driver.ask("a", 40, grammar=SOME)
     driver.run(6)
-    assert driver.loop.runner.constraints
+    assert driver.loop.executor.grammars.constraints
     driver.loop.abort("a")
-    assert not driver.loop.runner.constraints and not driver.loop.runner.grammar_steps._newest
+    assert not driver.loop.executor.grammars.constraints and not driver.loop.executor.grammars.steps._newest
     driver.run()

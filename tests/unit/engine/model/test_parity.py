@@ -19,14 +19,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from pilotfish.draft_heads.head import Frontier
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.model.window import Span, Window
-from pilotfish.kernels.linear import padded_rows
+from pilotfish.engine.round.prompt import PromptPass
 from tests.support.tiny_models import KINDS, VOCAB_SIZE, build_tiny, write_checkpoint
+from tests.support.windows import Windows
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 130  # two whole chunks of 64 and a rest
@@ -113,34 +112,24 @@ def load(folder: Path, max_window: int = 9) -> Model:
     return model
 
 
-def pad(rows: torch.Tensor) -> torch.Tensor:
-    """Rows, or token ids, followed by zeros up to whole tiles."""
-    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, padded_rows(len(rows)) - len(rows)))
-
-
 def logits_of(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-    return model.trunk.logits(pad(hidden))[: len(hidden)]
+    return PromptPass(model).logits(hidden)
 
 
 def prefill(model: Model, ids: torch.Tensor, chunk: int, start: int = 0) -> torch.Tensor:
     """Hidden states of a prompt cut into chunks, the last one shorter."""
-    hidden = []
+    prompt, hidden = PromptPass(model), []
     for begin in range(start, len(ids), chunk):
         part = ids[begin : begin + chunk]
-        hidden.append(model.trunk.bulk(part, Span.build(SLOT, begin, len(part), TABLE, model.inv_freq)))
+        hidden.append(prompt.trunk(part, prompt.span(SLOT, begin, len(part), TABLE)))
     return torch.cat(hidden)
-
-
-def window(model: Model, width: int, start: int) -> Window:
-    return Window.build(width, torch.tensor([SLOT]), [start], [TABLE], model.inv_freq)
 
 
 def decode(model: Model, ids: torch.Tensor, start: int, pending: int = 0) -> torch.Tensor:
     """Hidden states of ids[start:], one token a window."""
-    hidden = []
+    windows, hidden = Windows(model), []
     for position in range(start, len(ids)):
-        rows = model.trunk.rows(pad(ids[position : position + 1]), window(model, 1, position), [pending])
-        hidden.append(rows[:1])
+        hidden.append(windows.trunk(ids[None, position : position + 1], [SLOT], [position], [TABLE], [pending]))
         pending = 1
     return torch.cat(hidden)
 
@@ -183,10 +172,11 @@ def test_windows_with_rejected_rows(reference, kind):
     wanted = reference(kind)
     model, position, pending = load(wanted.folder), 61, 0
     prefill(model, wanted.ids[:position], 64)
+    windows = Windows(model)
     for width, accepted in ((9, 4), (2, 1), (1, 1), (6, 6), (9, 1), (1, 1), (9, 9), (3, 2), (4, 3)):
         tokens = token_ids(width, seed=width)
         tokens[:accepted] = wanted.ids[position : position + accepted]
-        rows = model.trunk.rows(pad(tokens), window(model, width, position), [pending])[:accepted]
+        rows = windows.trunk(tokens[None], [SLOT], [position], [TABLE], [pending])[:accepted]
         assert_close(logits_of(model, rows), wanted.logits[position : position + accepted])
         position, pending = position + accepted, accepted
 
@@ -198,15 +188,14 @@ def test_sequences_at_different_lengths_in_one_window(reference):
     others = [run_reference(first.folder, token_ids(40, seed=seed)) for seed in (11, 12)]
     model = load(first.folder)
     slots, tables, lengths = [2, 1, 3], [[5], [2], [4]], [7, 70, 33]
-    runs = [others[0], first, others[1]]
+    runs, prompt = [others[0], first, others[1]], PromptPass(model)
     for slot, table, length, run in zip(slots, tables, lengths, runs, strict=True):
         model.trunk.state.reset(slot)
-        model.trunk.bulk(run.ids[:length], Span.build(slot, 0, length, table, model.inv_freq))
-    pending = [0, 0, 0]
+        prompt.trunk(run.ids[:length], prompt.span(slot, 0, length, table))
+    pending, windows = [0, 0, 0], Windows(model)
     for width in (3, 1, 3):
-        tokens = torch.cat([run.ids[at : at + width] for run, at in zip(runs, lengths, strict=True)])
-        rows = Window.build(width, torch.tensor(slots), lengths, tables, model.inv_freq)
-        got = logits_of(model, model.trunk.rows(pad(tokens), rows, pending)[: 3 * width])
+        tokens = torch.stack([run.ids[at : at + width] for run, at in zip(runs, lengths, strict=True)])
+        got = logits_of(model, windows.trunk(tokens, slots, lengths, tables, pending))
         assert_close(got, torch.cat([run.logits[at : at + width] for run, at in zip(runs, lengths, strict=True)]))
         lengths, pending = [at + width for at in lengths], [width] * 3
 
@@ -359,12 +348,11 @@ class Formula:
 
 def fill(model: Model, next_tokens: torch.Tensor, hidden: torch.Tensor, chunk: int) -> torch.Tensor:
     """The head's hidden states for pairs at positions 0.., a chunk at a time."""
-    assert model.head is not None
-    parts = []
+    prompt, parts = PromptPass(model), []
     for begin in range(0, len(next_tokens), chunk):
         part = slice(begin, begin + chunk)
-        span = Span.build(SLOT, begin, len(next_tokens[part]), TABLE, model.inv_freq)
-        parts.append(model.head.fill(next_tokens[part], hidden[part], span))
+        span = prompt.span(SLOT, begin, len(next_tokens[part]), TABLE)
+        parts.append(prompt.fill(next_tokens[part], hidden[part], span))
     return torch.cat(parts)
 
 
@@ -405,13 +393,13 @@ def test_head_repair_over_windows(reference, kind):
     model = load(wanted.folder)
     assert model.head is not None
     want = Formula(wanted.folder)(wanted.hidden[:-1], wanted.ids[1:])
-    position = 61
+    position, windows = 61, Windows(model)
     fill(model, wanted.ids[1 : position + 1], wanted.hidden[:position], 64)
     for width, accepted in ((9, 4), (1, 1), (9, 9), (2, 1), (6, 3)):
         tokens, hidden = token_ids(width, seed=width), torch.randn(width, wanted.hidden.shape[1])
         tokens[:accepted] = wanted.ids[position + 1 : position + 1 + accepted]
         hidden[:accepted] = wanted.hidden[position : position + accepted]
-        rows = model.head.repair(pad(tokens), pad(hidden), window(model, width, position))
+        (rows,) = windows.head(tokens[None], hidden[None], [SLOT], [position], [TABLE])
         assert_close(rows[:accepted], want[position : position + accepted])
         position += accepted
 
@@ -424,14 +412,8 @@ def test_recursion(reference, kind):
     model, formula, prompt = load(wanted.folder), Formula(wanted.folder), 65
     assert model.head is not None
     last = fill(model, wanted.ids[1 : prompt + 1], wanted.hidden[:prompt], 64)[-1:]
-    seen: list[torch.Tensor] = []
-
-    def choose(rows: torch.Tensor, step: int) -> torch.Tensor:
-        seen.append(model.trunk.logits(rows)[:1])
-        return seen[-1].argmax(-1)
-
-    frontier = Frontier(pad(last), torch.tensor([1]), [prompt])
-    drafts = model.head.propose(frontier, 4, choose, lambda step: window(model, 1, prompt + step - 1)).tokens
+    drafts, asked = Windows(model).propose(last, [SLOT], [prompt], [TABLE], 4)
+    seen = [logits_of(model, rows) for rows in asked]
 
     hidden, tokens = wanted.hidden[:prompt], wanted.ids[1 : prompt + 1]
     for step in range(4):

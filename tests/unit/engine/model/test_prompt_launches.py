@@ -17,8 +17,9 @@ from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.model.window import Span
-from pilotfish.kernels.cuda import delta_prefill, linear, router
+from pilotfish.engine.round import cuda_table
+from pilotfish.engine.round.prompt import PromptPass
+from pilotfish.kernels.cuda import delta_prefill, linear
 from pilotfish.kernels.cuda.expand import expand
 from tests.support.compiled import compiling
 
@@ -36,34 +37,25 @@ LINEAR = [*["_expand_kernel"] * 2, "_mix_kernel", "_gate_kernel", "_expand_kerne
 """fla-core's five are not among them."""
 
 
-def as_on_a_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets every module choose what it does where its weights are on a GPU."""
-
-    def on(module: Any) -> None:
-        object.__setattr__(module, "prompt_kernels", True)
-
-    for layer in model.trunk.layers:
-        for part in (layer.input_norm, layer.post_norm, layer.mixer):
-            on(part)
-        layer.mlp.experts.as_packed = True  # type: ignore[union-attr]
-    on(model.trunk.norm)
+def on_a_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> PromptPass:
+    """Prompts with everything chosen as where weights are on a GPU."""
     monkeypatch.setattr(linear, "expand", lambda *operands: expand(*operands, on_device=True))
-    monkeypatch.setattr(router, "route_reference", router.route)
+    monkeypatch.setattr(cuda_table, "is_installed", lambda: True)
 
     def rule(q: Any, k: Any, v: torch.Tensor, *rest: Any, initial_state: torch.Tensor, **options: Any) -> Any:
         return torch.zeros_like(v), initial_state.clone()
 
     monkeypatch.setattr(delta_prefill, "_chunked", lambda: rule)
+    return PromptPass(model, cuda_table.CudaOperators(model, on_device=True))
 
 
 def test_a_prompt_takes_so_many_launches(monkeypatch):
     config = ModelConfig.load(Path(__file__).parents[4] / "demo" / "model")
     weights = dummy_weights(config, "nvfp4", CPU)
     model = build_model(weights, config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True)
-    as_on_a_gpu(model, monkeypatch)
-    span = Span.build(1, 0, 40, [1], model.inv_freq)
+    prompt = on_a_gpu(model, monkeypatch)
     with torch.inference_mode(), compiling() as kernels:
-        hidden = model.trunk.bulk(torch.zeros(40, dtype=torch.int64), span)
+        hidden = prompt.trunk(torch.zeros(40, dtype=torch.int64), prompt.span(1, 0, 40, [1]))
     assert hidden.shape == (40, config.hidden_size) and hidden.dtype == torch.bfloat16
     want = []
     for layer in model.trunk.layers:

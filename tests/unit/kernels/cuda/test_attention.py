@@ -1,4 +1,4 @@
-"""The reference of `attention_window` means what the CPU path's layer means. The kernels are compared with it in
+"""The reference of `attention_window` means what the torch table means. The kernels are compared with it in
 Triton's interpreter, in a process of its own: interpret_attention.py."""
 
 from __future__ import annotations
@@ -8,36 +8,38 @@ import torch
 
 from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
-from pilotfish.engine.model.window import Window
+from pilotfish.engine.round.torch_table import TorchOperators, TorchScratch, Window
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda import attention
 from pilotfish.kernels.cuda.attention import attention_window_reference, check_sizes, max_items
 from tests.support.attention_windows import EPS, AttentionLayer
-from tests.support.delta_prompts import Given
 from tests.support.interpreter import run_interpreted
 
 SIZES = (4, 2, 32, 8)
 LENGTHS = [PAGE - 2, 2 * PAGE + 60, 5]
 
 
-def step_cpu(layer, projected, slots, width):
-    """The CPU path's layer on the same weights and pages."""
+def step_torch(layer, projected, slots, width):
+    """The torch table on the same weights and pages."""
     starts, tables = layer.lengths[slots].tolist(), layer.tables[slots].tolist()
-    window = Window.build(width, torch.tensor(slots), starts, tables, layer.inv_freq)
-    module = GatedAttention(
-        Given(projected), Given(), layer.qk_norm, layer.heads, layer.kv, layer.dim, EPS, layer.dtype
+    scratch = TorchScratch(Window.build(width, starts, tables, layer.inv_freq))
+    mixer = GatedAttention(None, None, layer.qk_norm, layer.heads, layer.kv, layer.dim, EPS, layer.dtype)
+    out = torch.empty(len(projected), layer.heads * layer.dim, dtype=layer.dtype)
+    cache = KvCache(*layer.caches, *layer.scales)
+    TorchOperators(layer.dtype).attention_window(
+        mixer, projected, torch.tensor(slots), width, layer.tables, cache, scratch, out
     )
-    return module.rows(projected, window, KvCache(*layer.caches, *layer.scales))[: window.num_rows]
+    return out[: len(slots) * width]
 
 
 @pytest.mark.parametrize("cache_dtype", (torch.float32, torch.float8_e4m3fn))
 @pytest.mark.parametrize(("slots", "width"), (([1, 2, 3], 4), ([2], 9), ([3, 1], 1)))
-def test_the_reference_is_the_layer_of_the_cpu_path(slots, width, cache_dtype):
+def test_the_reference_is_the_torch_table(slots, width, cache_dtype):
     ours, theirs = (AttentionLayer(SIZES, LENGTHS, cache_dtype=cache_dtype) for _ in range(2))
     num_rows = len(slots) * width
     projected = ours.rows(num_rows + -num_rows % 8, seed=3)
     got = ours.step(projected, slots, width, function=attention_window_reference)
-    torch.testing.assert_close(got, step_cpu(theirs, projected, slots, width), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, step_torch(theirs, projected, slots, width), rtol=1e-5, atol=1e-6)
     for mine, other in zip(ours.caches, theirs.caches, strict=True):
         torch.testing.assert_close(mine.float(), other.float(), rtol=1e-6, atol=1e-6, equal_nan=True)
 

@@ -23,11 +23,12 @@ from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.config import ModelConfig
-from pilotfish.engine.device_round import buffers
-from pilotfish.engine.device_round.shapes import Shape
-from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.round import buffers
+from pilotfish.engine.round.executor import make_executor
+from pilotfish.engine.round.shapes import Shape
 from pilotfish.kernels.cuda import attention_kernels, delta_net
+from pilotfish.spec.slots import EVERYTHING, FILTERED
 from tests.support.compiled import Code
 from tests.support.launches import Launch, launches_of
 from tests.support.rounds import CPU
@@ -90,10 +91,9 @@ class Plan:
     def rounds(self, kind: str):
         model = model_of(kind, self.head)
         history_length = self.max_model_len + 9 if self.head == "lookup" else 0
-        state = BatchState(
-            self.max_num_seqs + 1, max(1, self.depth), model.config.vocab_size, CPU, history_length, complete=True
-        )
-        return make_rounds(model, state, self.depth, self.max_num_seqs, self.max_model_len, FAST_ROWS)
+        slots_and_depth = (self.max_num_seqs + 1, max(1, self.depth))
+        state = BatchState(*slots_and_depth, model.config.vocab_size, CPU, history_length)
+        return make_executor(model, state, self.depth, self.max_num_seqs, self.max_model_len, FAST_ROWS)
 
 
 PLANS = [
@@ -133,24 +133,24 @@ def add_plan(found: Found, kind: str, plan: Plan) -> None:
 def add_shape(found: Found, plan: Plan, rounds, shape: Shape) -> None:
     body, where = rounds.body, f"{plan}, {shape}"
     found.add_rows("verify", launches_of(lambda: body.verify(shape)), shape.num_rows, where)
-    whole = launches_of(lambda: body.decide(shape, shape.depth))
-    plain = launches_of(lambda: body.decide(shape, shape.depth, filters=False))
+    whole = launches_of(lambda: body.decide(shape, shape.depth, EVERYTHING))
+    plain = launches_of(lambda: body.decide(shape, shape.depth, EVERYTHING & ~FILTERED))
     kept = {launch.kernel for launch in plain}
     found.add("decide", whole, where)
     found.add("decide without filters", plain, where)
     found.add("decide without filters", [launch for launch in whole if launch.kernel in kept], where)
     if shape.depth and plan.head == "lookup":
-        found.add("look up", launches_of(lambda: body.draft(shape, shape.depth)), where)
-    elif shape.depth and rounds.runner.head_on:
+        found.add("look up", launches_of(lambda: body.draft(shape, shape.depth, EVERYTHING)), where)
+    elif shape.depth and rounds.head_on:
         add_drafts(found, plan, body, shape, where)
 
 
 def add_drafts(found: Found, plan: Plan, body, shape: Shape, where: str) -> None:
     count, head = shape.num_sequences, plan.head
-    first = launches_of(lambda: body.propose(count, 1))
+    first = launches_of(lambda: body.first_drafts(count, 1, EVERYTHING))
     found.add_rows(f"{head}: first draft", first, count, where)
-    launches = launches_of(lambda: body.draft(shape, shape.depth))
-    repair = len(launches_of(lambda: body.draft(shape, 1))) - len(first)
+    launches = launches_of(lambda: body.draft(shape, shape.depth, EVERYTHING))
+    repair = len(launches_of(lambda: body.draft(shape, 1, EVERYTHING))) - len(first)
     found.add_rows("repair", launches[:repair], shape.num_rows, where)
     found.add_rows(f"{head}: first draft", launches[repair : repair + len(first)], count, where)
     later = launches[repair + len(first) :]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pilotfish.engine.batch_state import BatchState
-from pilotfish.engine.device_round.state import slot_state
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
 from pilotfish.kernels.cuda.packing import PackedRows, pack
 from tests.support.compiled import Code, compiling
@@ -38,7 +37,7 @@ def test_embedding_and_norms(tied):
     if tied:
         embedding = PackedRows(pack(embedding), hidden)
     scale = torch.ones(hidden)
-    state = slot_state(BatchState(4, 8, 64, CPU, complete=True))
+    state = BatchState(4, 8, 64, CPU).fields
     with compiling() as kernels:
         for batch, width, rows in ((1, 1, 16), (4, 4, 16), (3, 9, 32)):
             slots = torch.zeros(batch, dtype=torch.int32)
@@ -69,7 +68,7 @@ def test_router_and_commit():
             router.route(torch.zeros(rows, 257), 256, torch.zeros(rows, 8), ids, torch.zeros(rows), pdl=True)
     # one warp: no barrier
     assert checked(kernels, 96).count("BAR") == 0
-    state = slot_state(BatchState(4, 8, 64, CPU, complete=True))
+    state = BatchState(4, 8, 64, CPU).fields
     with compiling() as kernels:
         for batch, width in ((1, 1), (4, 4), (2, 9)):
             slots, chosen = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch * width, dtype=torch.int64)
@@ -79,7 +78,7 @@ def test_router_and_commit():
 
 
 def test_look_up():
-    state = slot_state(BatchState(4, 8, 64, CPU, history_length=4105, complete=True))
+    state = BatchState(4, 8, 64, CPU, history_length=4105).fields
     scratch = lookup.Scratch.empty(16, CPU)
     with compiling() as kernels:
         for batch, depth in ((1, 1), (4, 3), (16, 8)):
@@ -96,7 +95,7 @@ REGISTERS = {
 
 def test_choose():
     vocab = 248320
-    state = slot_state(BatchState(2, 8, vocab, CPU, complete=True))
+    state = BatchState(2, 8, vocab, CPU).fields
     scratch = sample.Scratch.empty(16, vocab, CPU)
     with compiling() as kernels:
         for batch, width in ((1, 1), (4, 4)):

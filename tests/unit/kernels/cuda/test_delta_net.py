@@ -1,21 +1,22 @@
-"""The reference of `gdn_window` means what the CPU path's layer and state mean. The kernels are compared with it by
+"""The reference of `gdn_window` means what the torch table and the state mean. The kernels are compared with it by
 their PTX: test_run_delta_net.py."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pilotfish.engine.cache.tensors import Pending, RecurrentState
-from pilotfish.engine.model.window import Window
+from pilotfish.engine.round.torch_table import TorchOperators, TorchScratch
 from pilotfish.kernels.cuda.delta_net import check_sizes, gdn_window_reference
-from pilotfish.kernels.rope import inverse_frequencies
-from tests.support.delta_prompts import Given, cpu_layer
+from tests.support.delta_prompts import cpu_layer
 from tests.support.delta_windows import MOST, NAN, NUM_SLOTS, ROUNDS, DeltaLayer
 
 
-class CpuLayer:
-    """The CPU path's layer and state, from a DeltaLayer's."""
+class TorchLayer:
+    """The torch table's operators and state, from a DeltaLayer's."""
 
     def __init__(self, layer):
         _, heads, dk, dv = layer.sizes
@@ -26,24 +27,22 @@ class CpuLayer:
 
         pending = Pending(rows(heads, dk), rows(heads, dv), rows(heads), rows(heads), rows(layer.channels))
         self.state = RecurrentState(state[None].clone(), history[None].clone(), pending)
-        self.projected = Given()
-        self.layer = cpu_layer(layer, self.projected)
+        self.layer, self.ops = cpu_layer(layer), TorchOperators(torch.float32)
 
     def step(self, projected, slots, counts, width):
         """A round: replay, window, pending rows."""
-        slots = torch.tensor(slots)
-        window = Window.build(width, slots, [0] * len(slots), [[0]] * len(slots), inverse_frequencies(8, 1e4))
-        states, histories = self.state.replay(slots, [counts[s] for s in slots.tolist()])
-        self.projected.value = projected
-        out, rows = self.layer.rows(projected, window, states[0], histories[0])
-        self.state.pending.store(slots, [rows])
+        slots, state, scratch = torch.tensor(slots), SimpleNamespace(pending_count=torch.tensor(counts)), TorchScratch()
+        out = torch.empty(len(projected), self.layer.num_value_heads * self.layer.value_head_dim)
+        self.ops.replay(slots, state, self.state, scratch)
+        self.ops.gdn_window(self.layer, 0, projected, slots, width, state, self.state, scratch, out)
+        self.ops.keep_rows(slots, self.state, scratch)
         return out
 
 
 @pytest.mark.parametrize("sizes", ((2, 4, 16, 16), (1, 3, 8, 16), (2, 2, 16, 8)))
-def test_the_reference_is_the_layer_of_the_cpu_path(sizes):
+def test_the_reference_is_the_torch_table(sizes):
     layer = DeltaLayer(sizes)
-    cpu = CpuLayer(layer)
+    cpu = TorchLayer(layer)
     for number, (slots, width, counts) in enumerate(ROUNDS):
         num_rows = len(slots) * width
         projected = layer.rows(num_rows + -num_rows % 8, 20 + number)

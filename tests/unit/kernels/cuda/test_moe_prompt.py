@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from pilotfish.engine.round.cuda_table import CudaOperators
 from pilotfish.kernels.cuda import moe_prompt, packing
-from pilotfish.kernels.cuda.modules import BulkScratch, FusedExperts
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from pilotfish.kernels.cuda.scratch import BulkScratch
 from pilotfish.kernels.moe import route
 from tests.support.compiled import Code, compiling
 from tests.support.interpreter import run_interpreted
@@ -41,8 +44,8 @@ def test_a_layer_routes_by_its_logits(kind):
     """Off a GPU, where experts of any format are expanded."""
     packed, plain = experts(kind)
     scratch = BulkScratch(torch.device("cpu"))
-    layer = FusedExperts(packed, scratch)
-    assert not layer.as_packed and scratch.memory.numel() == packed.scratch_size
+    scratch.reserve(packed.scratch_size)
+    ops = CudaOperators(SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, scratch=scratch))
     x, _, _, _ = inputs(20)
     logits = torch.randn(20, E + 1, generator=torch.Generator().manual_seed(3)).bfloat16()
     weights, ids = route(logits[:, :E], TOP_K)
@@ -50,7 +53,7 @@ def test_a_layer_routes_by_its_logits(kind):
     for row in range(20):
         for rank in range(TOP_K):
             want[row] += weights[row, rank] * by_hand(x[row : row + 1], plain[int(ids[row, rank])])[0]
-    got = layer.bulk(x, logits)
+    got = packed.bulk(x, *ops._route(logits, packed), scratch.memory)
     # products, SwiGLU and weights are rounded to bf16
     torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pilotfish.kernels.gumbel import gumbel_noise
+from pilotfish.spec.gumbel import gumbel_noise
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -35,6 +35,17 @@ def sizes(depth: int, fast_rows: int, max_num_seqs: int) -> list[int]:
     return [*range(1, fast + 1), *wide, *([max_num_seqs] if max_num_seqs > fast else [])]
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of the largest round, and of what it may read."""
+
+    num_slots: int
+    max_sequences: int
+    max_rows: int
+    max_width: int
+    max_model_len: int
+
+
 class Shapes:
     """Every shape that serving meets, given the depths it uses: 0, the served k, and what is configured."""
 

@@ -54,3 +54,22 @@ class Letter:
         if self._event is not None:
             self._event.synchronize()
         return self._buffer
+
+
+class Placement:
+    """Puts slots and page tables where the round's operators read them."""
+
+    def __init__(self, slots: torch.Tensor, tables: torch.Tensor):
+        self.slots, self.tables = slots, tables
+        self._slot_mail = Mailbox((len(slots),), slots.dtype, slots.device)
+        self._table_mail = Mailbox((tables.shape[1],), tables.dtype, tables.device)
+        self._known: dict[int, list[int]] = {}
+
+    def place(self, slots: list[int], tables: list[list[int]], size: int) -> None:
+        """A batch, filled up to `size` with the null slot."""
+        for slot, pages in zip(slots, tables, strict=True):
+            # a list of pages is made for each sequence anew
+            if self._known.get(slot) is not pages:
+                self._table_mail.send(pages + [0] * (self.tables.shape[1] - len(pages)), self.tables[slot])
+                self._known[slot] = pages
+        self._slot_mail.send(slots + [0] * (size - len(slots)), self.slots)

@@ -20,13 +20,13 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight
 from pilotfish.engine.config import ModelConfig
-from pilotfish.engine.device_round import rounds as rounds_module
-from pilotfish.engine.device_round.rounds import FINISH, PLAIN, VERIFY, WHOLE
-from pilotfish.engine.device_round.shapes import Shape
-from pilotfish.engine.device_round.start import make_rounds
 from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.round import cuda_table
+from pilotfish.engine.round.executor import FINISH, PLAIN, VERIFY, WHOLE, make_executor
+from pilotfish.engine.round.shapes import Shape
+from pilotfish.spec.slots import EVERYTHING
 from tests.support.compiled import Code, compiling
 from tests.support.dependent_launch import Waits, argument_names
 from tests.support.launches import launches_of
@@ -58,11 +58,11 @@ def launched(request):
         dummy_weights(config, request.param, CPU), config, CacheSizes(8, 9, 0), torch.bfloat16, CPU, fused=True
     )
     # fewer slots than the model has, as in an audit
-    state = BatchState(7, 3, config.vocab_size, CPU, complete=True)
-    rounds = make_rounds(model, state, 3, 6, 512, 16)
+    state = BatchState(7, 3, config.vocab_size, CPU)
+    rounds = make_executor(model, state, 3, 6, 512, 16)
     with torch.inference_mode(), compiling() as kernels:
         for shape in (Shape(2, 3), Shape(6, 3)):
-            rounds._work(shape, WHOLE)
+            rounds._work(rounds._work_of(shape), WHOLE)
     return kernels
 
 
@@ -133,7 +133,7 @@ def test_launches_of_a_round(monkeypatch, blocks, dense, depth, launches):
     model = build_model(
         dummy_weights(config, "nvfp4", CPU), config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True
     )
-    rounds = make_rounds(model, BatchState(3, 3, config.vocab_size, CPU, complete=True), 3, 2, 512, 16)
+    rounds = make_executor(model, BatchState(3, 3, config.vocab_size, CPU), 3, 2, 512, 16)
     names, operators = [], []
 
     class Watch(TorchDispatchMode):
@@ -145,7 +145,7 @@ def test_launches_of_a_round(monkeypatch, blocks, dense, depth, launches):
 
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: names.append(self.fn.__name__))
     with torch.inference_mode(), Watch():
-        rounds._work(Shape(1, depth), WHOLE)
+        rounds._work(rounds._work_of(Shape(1, depth)), WHOLE)
     assert len(names) == launches and not operators
 
 
@@ -154,11 +154,11 @@ def test_a_tied_embedding_is_held_once():
     weights = dummy_weights(config, "nvfp4", CPU)
     matrix = weights["model.embed_tokens.weight"]
     model = build_model(weights, config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True)
-    lm_head = model.trunk.lm_head.packed
+    lm_head = model.trunk.lm_head
     assert config.tie_word_embeddings and lm_head.num_bytes < 1.01 * matrix.nbytes
     assert tensor_bytes([model.trunk.embedding, lm_head]) == lm_head.num_bytes
     tokens = torch.tensor([[0, 5], [config.vocab_size - 1, 17]])
-    assert torch.equal(model.trunk.embed(tokens), matrix[tokens].float())
+    assert torch.equal(model.trunk.embedding[tokens].float(), matrix[tokens].float())
     assert torch.equal(lm_head.dequantize(), matrix.float())
 
 
@@ -188,13 +188,13 @@ def test_all_that_a_batch_may_launch_is_compiled_before_any(monkeypatch):
     model = build_model(
         dummy_weights(config, "nvfp4", CPU), config, CacheSizes(8, 9, 0), torch.bfloat16, CPU, fused=True
     )
-    rounds = make_rounds(model, BatchState(9, 3, config.vocab_size, CPU, complete=True), 3, 8, 512, 16)
+    rounds = make_executor(model, BatchState(9, 3, config.vocab_size, CPU), 3, 8, 512, 16)
     # compiled for a device that is not there
-    rounds.runner.model = dataclasses.replace(model, device=torch.device("cuda"))
+    rounds.ops.on_device = True
 
     def compiled(shapes=None):
         found = []
-        monkeypatch.setattr(rounds_module, "compile_all", lambda launch, load: found.extend(launches_of(launch)))
+        monkeypatch.setattr(cuda_table, "compile_all", lambda launch, load: found.extend(launches_of(launch)))
         rounds.compile(shapes)
         return {launch.hash for launch in found}
 
@@ -206,14 +206,16 @@ def test_all_that_a_batch_may_launch_is_compiled_before_any(monkeypatch):
     for depth, count, part in product((0, 3), range(1, 9), (WHOLE, PLAIN, VERIFY, FINISH)):
         shape = rounds.shapes.fit(count, depth)
         assert shape is not None
-        assert launched(lambda s=shape, p=part: rounds._work(s, p)) <= everything, (shape, part)
+        assert launched(lambda s=shape, p=part: rounds._work(rounds._work_of(s), p)) <= everything, (shape, part)
     # what follows a prompt: its first token's logits, and the first drafts
     logits = torch.empty(1, config.vocab_size)
     hidden = torch.empty(1, config.hidden_size, dtype=torch.bfloat16)
     assert launched(lambda: body.ops.linear(model.trunk.lm_head, hidden, logits)) <= everything
-    assert launched(lambda: body.propose(1, 3)) <= everything
+    assert launched(lambda: body.first_drafts(1, 3, EVERYTHING)) <= everything
     ends = compiled([Shape(1, 3), Shape(8, 3)])
     missing = [
-        launch.kernel for launch in launches_of(lambda: rounds._work(Shape(3, 3), WHOLE)) if launch.hash not in ends
+        launch.kernel
+        for launch in launches_of(lambda: rounds._work(rounds._work_of(Shape(3, 3)), WHOLE))
+        if launch.hash not in ends
     ]
     assert "linear._rows_kernel" in missing

@@ -1,17 +1,15 @@
-"""Prefill and rounds of a runner: a sequence's tokens and bits whatever runs beside it, and limits that hold."""
+"""Prefill and rounds of an executor: a sequence's tokens and bits whatever runs beside it, and limits that hold."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
 import torch
 
 from pilotfish.engine.link.messages import SamplingParams
-from pilotfish.engine.runner import Runner
-from pilotfish.spec.sampling import SamplingRows, choose
 from tests.support.rounds import GREEDY, MODELS, MODES, Driver, make_engine, random_prompt, transcript
+from tests.support.slots import drawn
 
 two_models = pytest.mark.parametrize(("kind", "dtype"), (MODELS[1], MODELS[2]))
 
@@ -35,7 +33,7 @@ class TestPrefill:
             report = driver.start(slot, random_prompt(length, 5), table)
             state = driver.trunk.state
             entries = driver.entries(driver.trunk.kv[0], slot, length)
-            head = driver.entries(driver.runner.model.head.cache, slot, length)
+            head = driver.entries(driver.executor.model.head.cache, slot, length)
             drafts = driver.state.drafts[slot, :1]
             seen.append((report.token_ids, state.s[:, slot], state.conv[:, slot], entries, head, drafts))
         assert seen[0][0] == seen[1][0]
@@ -65,7 +63,7 @@ class TestPrefill:
         driver = Driver(make_engine())
         driver.start(1, reference.prompt, [1], depth=0)
         driver.round([1], depth=0, next_depth=3)
-        end, head = driver.length(1), driver.runner.model.head.cache
+        end, head = driver.length(1), driver.executor.model.head.cache
         assert torch.equal(driver.entries(head, 1, end), reference.head_kv[:, :, :end])
         assert int(driver.state.drafts[1, 0]) == reference.first_drafts[end]
 
@@ -75,7 +73,7 @@ class TestPrefill:
             driver = Driver(make_engine(prefill_chunk=chunk))
             driver.start(1, random_prompt(200, 5), [1])
             states.append(driver.trunk.state.s[:, 1])
-            caches = (driver.trunk.kv[0], driver.runner.model.head.cache)
+            caches = (driver.trunk.kv[0], driver.executor.model.head.cache)
             entries.append(torch.stack([driver.entries(cache, 1, 200) for cache in caches]))
         torch.testing.assert_close(*states, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(*entries, rtol=1e-3, atol=1e-4)
@@ -89,13 +87,12 @@ class TestPrefill:
 
     def test_the_first_token_is_drawn_for_the_position_after_the_prompt(self):
         driver, seen = Driver(make_engine()), []
-        driver.runner.observers.append(lambda name, rows, *_: seen.append(rows.clone()) if "prefill" in name else None)
+        driver.executor.observers.append(
+            lambda name, rows, *_: seen.append(rows.clone()) if "prefill" in name else None
+        )
         params = MODES["sampled"]
         report = driver.start(1, random_prompt(70), [1], params)
-        rows = SamplingRows(
-            torch.tensor([params.temperature]), torch.tensor([params.seed]), torch.tensor([params.choice])
-        )
-        assert report.token_ids == choose(seen[0], rows, torch.tensor([70])).tolist()
+        assert report.token_ids == [drawn(seen[0], params.temperature, params.seed, params.choice, 70)]
 
     def test_a_first_token_that_stops_ends_the_sequence(self):
         token = transcript("moe", "float32", 21).tokens[0]
@@ -147,7 +144,7 @@ class TestRounds:
         assert driver.length(3) > 256
         assert_follows(driver, 3, reference)
         end = driver.length(3)
-        head = driver.entries(driver.runner.model.head.cache, 3, end)
+        head = driver.entries(driver.executor.model.head.cache, 3, end)
         assert torch.equal(head, reference.head_kv[:, :, :end])
 
     @pytest.mark.parametrize("mode", MODES)
@@ -162,12 +159,9 @@ class TestRounds:
     def test_a_token_is_drawn_for_its_absolute_position(self):
         reference = transcript("moe", "float32", 21, mode="sampled")
         params = MODES["sampled"]
-        rows = SamplingRows(
-            torch.tensor([params.temperature]), torch.tensor([params.seed]), torch.tensor([params.choice])
-        )
         for position, logits in reference.logits.items():
-            chosen = choose(logits[None], rows, torch.tensor([position + 1]))
-            assert int(chosen) == reference.tokens[position + 1 - 21]
+            chosen = drawn(logits[None], params.temperature, params.seed, params.choice, position + 1)
+            assert chosen == reference.tokens[position + 1 - 21]
 
     @pytest.mark.parametrize(("max_tokens", "accepted"), ((2, 8), (5, 8), (5, 2), (9, 8)))
     def test_max_tokens_is_never_overshot(self, max_tokens, accepted):
@@ -269,14 +263,14 @@ class TestRounds:
             assert [value for _, value in entry.top] == pytest.approx(table[top].tolist(), abs=1e-5)
 
 
-def test_a_runner_without_its_head_never_touches_the_head_s_memory():
+def test_an_executor_without_its_head_never_touches_the_head_s_memory():
     engine = make_engine()
-    off = Runner(engine.runner.model, engine.runner.state, head_on=False)
-    driver = Driver(dataclasses.replace(engine, runner=off))
+    engine.executor.head_on = False
+    driver = Driver(engine)
     driver.start(1, random_prompt(80), [1, 2], GREEDY, depth=3)
     for _ in range(3):
         driver.round([1], depth=2, next_depth=2)
-    cache = engine.runner.model.head.cache
+    cache = engine.executor.model.head.cache
     assert cache.k.isnan().all()
     assert cache.v.isnan().all()
     assert int(driver.state.num_offered[1]) == 0

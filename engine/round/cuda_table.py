@@ -1,0 +1,285 @@
+"""The table of kernels on a CUDA device, bound to one choice: whether a kernel may start while the one before it still
+runs (programmatic dependent launch). Each method is a launcher of kernels.cuda, see there and Operators for what it
+means; nothing here allocates or waits in a round.
+
+A model's weights may be packed where there is no GPU, for tests of what is launched: `on_device` says what would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pilotfish.engine.cache.tensors import KvCache, RecurrentState
+from pilotfish.engine.config import ModelConfig
+from pilotfish.engine.model.attention import GatedAttention
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.delta_net import GatedDeltaNet
+from pilotfish.engine.model.mlp import PackedMoeMlp
+from pilotfish.engine.model.trunk import Embedding, Norm
+from pilotfish.engine.round.operators import AnyMoe
+from pilotfish.engine.round.prompt import Span
+from pilotfish.engine.round.shapes import Sizes
+from pilotfish.engine.round.torch_table import TorchOperators
+from pilotfish.kernels.cuda import attention, commit, delta_net, lookup, moe, moe_prompt, router, sample
+from pilotfish.kernels.cuda import norm as norm_kernels
+from pilotfish.kernels.cuda.attention_prompt import attention_prompt
+from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
+from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.warm import Compilations, compile_all
+from pilotfish.kernels.linear import AnyLinear
+from pilotfish.kernels.moe import GatedMlp
+from pilotfish.spec.accept import Verdicts
+from pilotfish.spec.sampling import See
+from pilotfish.spec.slots import FILTERED, SlotState
+
+
+@dataclass(frozen=True)
+class CudaScratch:
+    """What the kernels work in. `pending`: the rows that each linear layer leaves for the next round's replay."""
+
+    plan: attention.RowPlan
+    heads: tuple[int, int]
+    attention: attention.AttentionScratch
+    delta: delta_net.DeltaScratch
+    pending: tuple[torch.Tensor, ...]
+    choice: sample.Scratch
+    look_up: lookup.Scratch
+    experts: moe.Scratch | None
+
+    @property
+    def pending_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.pending)
+
+
+class CudaOperators:
+    """See the module's docstring."""
+
+    fixed_shapes = True
+    index_dtype = torch.int32
+
+    def __init__(self, model: Model, pdl: bool = True, on_device: bool | None = None):
+        assert model.scratch is not None
+        self.pdl, self.bulk_scratch = pdl, model.scratch
+        self.on_device = model.device.type == "cuda" if on_device is None else on_device
+        self._compilations = Compilations.now()
+        # what no kernel does
+        self.plain = TorchOperators(model.dtype)
+
+    def use_pdl(self, pdl: bool) -> None:
+        """What has been captured stays as it was."""
+        self.pdl = pdl
+
+    def padded(self, num_rows: int) -> int:
+        """See Operators."""
+        return num_rows
+
+    def make_scratch(self, model: Model, sizes: Sizes) -> CudaScratch:
+        """See Operators."""
+        config, device, rows = model.config, model.device, sizes.max_rows
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        caches = [*model.trunk.kv, *(model.head.caches if model.head else ())]
+        num_pages, kv_dtype = (caches[0].k.shape[0], caches[0].k.dtype) if caches else (1, model.dtype)
+        held = delta_net.pending_width(config.conv_dim, config.linear_num_value_heads)
+        return CudaScratch(
+            attention.RowPlan.empty(rows, sizes.max_sequences, config.rotary_dim, device),
+            heads,
+            attention.AttentionScratch.empty(
+                rows, sizes.max_sequences, sizes.max_width, sizes.max_model_len, num_pages, *heads, config.head_dim,
+                kv_dtype, device,
+            ),
+            delta_net.DeltaScratch.empty(rows, config.linear_num_value_heads, config.linear_value_head_dim, device),
+            # a tensor a layer: each begins where tensors begin, and kernels are compiled for that
+            tuple(
+                torch.zeros((sizes.num_slots, sizes.max_width, held), dtype=model.dtype, device=device)
+                for _ in config.linear_layers
+            ),
+            sample.Scratch.empty(rows, config.vocab_size, device),
+            lookup.Scratch.empty(sizes.max_sequences, device),
+            _expert_scratch(config, rows, device) if config.is_moe else None,
+        )  # fmt: skip
+
+    def compile(self, launch: Callable[[], None]) -> None:
+        """See Operators; in parallel."""
+        if self.on_device:
+            compile_all(launch, load=True)
+
+    def take_compiled(self) -> int:
+        """See Operators."""
+        before, self._compilations = self._compilations, Compilations.now()
+        return (self._compilations - before).compiled
+
+    # -- a window ---------------------------------------------------------------------------------------------------
+
+    def plan_rows(
+        self, slots_B: torch.Tensor, state: SlotState, inv_freq: torch.Tensor, width: int, step: int,
+        tables: torch.Tensor, scratch: CudaScratch,
+    ) -> None:  # fmt: skip
+        attention.plan_rows(slots_B, state.length, inv_freq, width, step, *scratch.heads, scratch.plan, pdl=self.pdl)
+
+    def embed_rows(
+        self, embedding: Embedding, norm: Norm, slots_B: torch.Tensor, state: SlotState, width: int,
+        tokens: torch.Tensor, x: torch.Tensor, h: torch.Tensor, scratch: CudaScratch,
+    ) -> None:  # fmt: skip
+        norm_kernels.embed_rows(
+            embedding, norm.scale, norm.eps, slots_B, state.last_token, state.drafts, state.length, width, tokens,
+            scratch.plan.positions[: len(tokens)], x, h, pdl=self.pdl,
+        )  # fmt: skip
+
+    def replay(self, slots_B: torch.Tensor, state: SlotState, recurrent: RecurrentState, scratch: CudaScratch) -> None:
+        pass
+
+    def keep_rows(self, slots_B: torch.Tensor, recurrent: RecurrentState, scratch: CudaScratch) -> None:
+        pass
+
+    def linear(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert isinstance(weight, PackedLinear)
+        weight.rows(x, out, pdl=self.pdl)
+
+    def gate_up(self, mlp: GatedMlp, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.linear(mlp.gate_up, x, out)
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor,
+        chosen: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        norm_kernels.add_norm(x, delta, norm.scale, norm.eps, out, chosen, pdl=self.pdl)
+
+    def pair_norm(
+        self, tokens: torch.Tensor, embedding: Embedding, hidden: torch.Tensor, norms: tuple[Norm, Norm],
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        first, second = norms
+        norm_kernels.pair_norm(
+            tokens, embedding, hidden, first.scale, second.scale, first.eps, out, len(out), pdl=self.pdl
+        )
+
+    def attention_window(
+        self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
+        cache: KvCache, scratch: CudaScratch, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        attention.attention_window(
+            projected, slots_B, scratch.plan, tables, cache.k, cache.v, mixer.qk_norm, mixer.eps, width,
+            scratch.attention, out, cache.k_scale, cache.v_scale, pdl=self.pdl,
+        )  # fmt: skip
+
+    def gdn_window(
+        self, mixer: GatedDeltaNet, number: int, projected: torch.Tensor, slots_B: torch.Tensor, width: int,
+        state: SlotState, recurrent: RecurrentState, scratch: CudaScratch, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        delta_net.gdn_window(
+            projected, slots_B, state.pending_count, recurrent.s[number], recurrent.conv[number],
+            scratch.pending[number], mixer.conv_weight, mixer.decay_rate, mixer.dt_bias, mixer.gate_norm, mixer.eps,
+            width, scratch.delta, out, pdl=self.pdl,
+        )  # fmt: skip
+
+    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
+        router.route(logits, logits.shape[1] - 1, weights, ids, gate, pdl=self.pdl)
+
+    def experts(self, mlp: AnyMoe, x: torch.Tensor, ids: torch.Tensor, scratch: CudaScratch) -> torch.Tensor:
+        """See Operators; [R, k + 1, H], each row's experts in rank order, then the shared one."""
+        assert isinstance(mlp, PackedMoeMlp) and scratch.experts is not None
+        return mlp.experts.rows(x, ids, scratch.experts, pdl=self.pdl)
+
+    def combine(
+        self, parts: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, x: torch.Tensor,
+        norm: Norm | None = None, out: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if norm is None:
+            moe.combine(parts, weights, gate, x, pdl=self.pdl)
+        else:
+            moe.combine(parts, weights, gate, x, norm.scale, norm.eps, out, pdl=self.pdl)
+
+    # -- decide -----------------------------------------------------------------------------------------------------
+
+    def choose(
+        self, logits: torch.Tensor, slots_B: torch.Tensor, state: SlotState, width: int, out: torch.Tensor,
+        scratch: CudaScratch, flags: int, has_nan: torch.Tensor | None = None, allowed: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None, first: int = 0, draft: bool = False, see: See | None = None,
+    ) -> None:  # fmt: skip
+        """See Operators; each row reads its own flags, and there is no history to see."""
+        sample.choose(
+            logits, slots_B, state, width, out, scratch.choice, has_nan, allowed, kept=kept, first=first, draft=draft,
+            filters=bool(flags & FILTERED), pdl=self.pdl,
+        )  # fmt: skip
+
+    def accept_commit(
+        self, chosen: torch.Tensor, slots_B: torch.Tensor, state: SlotState, verdicts: Verdicts, width: int,
+        next_depth: int, flags: int,
+    ) -> None:  # fmt: skip
+        commit.accept_commit(chosen, slots_B, state, verdicts, width, next_depth, pdl=self.pdl)
+
+    def look_up(
+        self, slots_B: torch.Tensor, state: SlotState, depth: int, longest: int, shortest: int, scratch: CudaScratch
+    ) -> None:
+        lookup.look_up(slots_B, state, depth, longest, shortest, scratch.look_up, pdl=self.pdl)
+
+    # -- a prompt ---------------------------------------------------------------------------------------------------
+
+    def embed(self, embedding: Embedding, tokens_T: torch.Tensor) -> torch.Tensor:
+        return self.plain.embed(embedding, tokens_T)
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.plain.norm(x, norm)
+
+    def norm_of_sum(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if not self.on_device:
+            return self.plain.norm_of_sum(x, delta, norm)
+        normed = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
+        norm_kernels.add_norm(x, delta, norm.scale, norm.eps, normed)
+        return normed
+
+    def product(self, weight: AnyLinear, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(weight, PackedLinear)
+        return weight.bulk(x, self.bulk_scratch.memory)
+
+    def attention_prompt(
+        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache
+    ) -> torch.Tensor:
+        """See Operators: the library's product among three launches of ours."""
+        if not self.on_device:
+            return self.plain.attention_prompt(mixer, projected, span, cache)
+        place = (span.positions, span.start, span.cos, span.sin, span.table, cache.k, cache.v)
+        return attention_prompt(projected, *place, mixer.qk_norm, mixer.eps, cache.k_scale, cache.v_scale)
+
+    def gdn_prompt(
+        self, mixer: GatedDeltaNet, projected: torch.Tensor, state: torch.Tensor, history: torch.Tensor
+    ) -> torch.Tensor:
+        """See Operators: by fla-core where it is installed."""
+        if not (self.on_device and is_installed()):
+            return self.plain.gdn_prompt(mixer, projected, state, history)
+        weights = (mixer.conv_weight, mixer.decay_rate, mixer.dt_bias, mixer.gate_norm)
+        return gdn_prompt(projected, state, history, *weights, mixer.eps)
+
+    def feed_forward_prompt(
+        self, mlp: GatedMlp | AnyMoe, x: torch.Tensor, normed: torch.Tensor, after: Norm
+    ) -> torch.Tensor:
+        """See Operators: experts by kernels that read them as they are packed, where those hold them."""
+        if isinstance(mlp, GatedMlp):
+            return self.norm_of_sum(x, self.product(mlp.down, self.product(mlp.gate_up, normed)), after)
+        assert isinstance(mlp, PackedMoeMlp)
+        packed = mlp.experts
+        weights, ids, gate = self._route(self.product(mlp.router, normed), packed)
+        if not (self.on_device and moe_prompt.takes(packed)):
+            return self.norm_of_sum(x, packed.bulk(normed, weights, ids, gate, self.bulk_scratch.memory), after)
+        out = torch.empty_like(normed)
+        moe.combine(moe_prompt.parts(packed, normed, ids), weights, gate, x, after.scale, after.eps, out)
+        return out
+
+    def _route(
+        self, logits: torch.Tensor, packed: moe.GroupedExperts
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (rows, _), top_k, device = logits.shape, packed.top_k, logits.device
+        weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
+        ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
+        gate = torch.empty(rows, dtype=torch.float32, device=device)
+        route = router.route if self.on_device else router.route_reference
+        route(logits, packed.num_experts, weights, ids, gate)
+        return weights, ids, gate
+
+
+def _expert_scratch(config: ModelConfig, rows: int, device: torch.device) -> moe.Scratch:
+    width = max(config.moe_intermediate_size, config.shared_expert_intermediate_size)
+    return moe.Scratch.make(rows, config.num_experts_per_tok, config.num_experts, width, config.hidden_size, device)

@@ -1,0 +1,417 @@
+"""Between the loop and the device: admits requests, reads prompts, launches rounds and collects them.
+
+Rounds of fixed shapes (kernels) are launched without a wait and read one behind: a batch runs in the smallest shape
+that holds it, filled up with the null slot, captured as a graph or operator by operator. Others run as they are
+launched. A batch with a grammar runs in two parts: masks are computed on the host while the first one, the trunk, runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+import torch
+from tqdm import tqdm
+
+from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.guard import Guarded
+from pilotfish.engine.link.messages import SamplingParams
+from pilotfish.engine.model.build import Model
+from pilotfish.engine.round.body import RoundBody
+from pilotfish.engine.round.buffers import RoundBuffers, num_bytes, report_size, split_report
+from pilotfish.engine.round.grammars import SlotGrammars
+from pilotfish.engine.round.graphs import Graphs
+from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
+from pilotfish.engine.round.operators import Operators, operators_of
+from pilotfish.engine.round.prompt import PromptPass, Span
+from pilotfish.engine.round.reports import Batch, SequenceReport, token_logprobs
+from pilotfish.engine.round.shapes import Shape, Shapes, Sizes
+from pilotfish.engine.round.torch_table import forbidden_of
+from pilotfish.spec import accept
+from pilotfish.spec.rules import Rows
+from pilotfish.spec.sampling import choose
+from pilotfish.spec.slots import EVERYTHING, FILTERED
+
+Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
+"""Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
+
+WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
+"""Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
+for batches without them; the part before and the part after a grammar's masks."""
+
+
+class Launched(Protocol):
+    """A launched round. `graph`: it was replayed, not launched operator by operator."""
+
+    @property
+    def graph(self) -> bool: ...
+
+    def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
+        """Waits for it. A report for each sequence of its batch in order, and seconds by phase."""
+        ...
+
+
+class Executor(Protocol):
+    """What the loop drives. Slots and page tables are the scheduler's; a page holds PAGE tokens.
+
+    `asynchronous`: launching does not wait for the round, so the next one may be launched before this one is collected;
+    then a sequence that ended in the one commits nothing in the other, and keeps its slot and pages until it is read.
+    """
+
+    model: Model
+    state: BatchState
+    observers: list[Observer]
+
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def admit(
+        self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int,
+        constraint: Guarded | None = None,
+    ) -> None:  # fmt: skip
+        """Takes a free slot for a request; its caches start empty. Waits for nothing."""
+        ...
+
+    def prefill(
+        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None
+    ) -> SequenceReport | None:
+        """Runs prompt[start:end]. The chunk that ends the prompt also chooses the first token, which is waited for, and
+        drafts `depth` tokens from it."""
+        ...
+
+    def launch(self, batch: Batch, next_depth: int) -> Launched:
+        """One round: each sequence commits the accepted drafts and the trunk's own next token, and gets new drafts.
+
+        Recurrent state stays where it was: the window's rows are left pending, and the next round replays as many of
+        them as were committed. Keys and values of rejected rows stay behind the length, unread until overwritten.
+        """
+        ...
+
+
+class Work(NamedTuple):
+    """What a launch runs: `drafts` of each sequence for the next round, None where the head has no part in this one;
+    `flags`, bits that any sequence may have."""
+
+    shape: Shape
+    drafts: int | None
+    flags: int
+
+
+class RoundExecutor:
+    """See Executor and the module's docstring.
+
+    `head_on`: draft, and keep the head's cache repaired; off, the head's memory is never touched. `run_ahead` overrides
+    whether rounds are read one behind. `num_missed` counts rounds of a fixed shape that had not been captured.
+    """
+
+    def __init__(
+        self, model: Model, state: BatchState, head_on: bool, sizes: Sizes, shapes: Shapes, operators: Operators
+    ):
+        assert not head_on or model.head is not None
+        self.model, self.state, self.head_on, self.shapes, self.ops = model, state, head_on, shapes, operators
+        self.body = RoundBody(model, state, RoundBuffers(model, sizes, operators), operators)
+        self.prompt = PromptPass(model, operators)
+        self.grammars = SlotGrammars(state)
+        self.observers: list[Observer] = []
+        self.graphs = Graphs(model.device)
+        self.num_missed, self.run_ahead = 0, None if operators.fixed_shapes else False
+        self._placement = Placement(self.body.buffers.slots, self.body.buffers.tables)
+        self._mail = Mailbox((report_size(sizes),), torch.uint8, model.device)
+        self._compile_seconds = 0.0
+
+    @property
+    def asynchronous(self) -> bool:
+        """See Executor. What observers see must belong to what has been read."""
+        return not self.observers if self.run_ahead is None else self.run_ahead
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def admit(
+        self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int,
+        constraint: Guarded | None = None,
+    ) -> None:  # fmt: skip
+        """See Executor."""
+        self.grammars.admit(slot, constraint)
+        self.state.admit(slot, prompt, params, limit, own_k)
+        self.model.trunk.state.reset(slot)
+
+    def prefill(
+        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None
+    ) -> SequenceReport | None:
+        """See Executor."""
+        device, span = self.model.device, self.prompt.span(slot, start, end - start, table)
+        hidden = self.prompt.trunk(torch.tensor(prompt[start:end], device=device), span)
+        if end < len(prompt):
+            if self.head_on:
+                self._fill(prompt[start + 1 : end + 1], hidden, span)
+            return None
+        slots = torch.tensor([slot], device=device)
+        self.state.length[slot] = end
+        logits = self.prompt.logits(hidden[-1:])
+        self.observe("prefill.logits", logits, [slot], [end - 1])
+        report = self._first_token(slot, slots, logits, logprobs)
+        if self.head_on and not report.done:
+            # at depth 0 too: a later round may draft, and then reads all of the head's entries
+            rows = self._fill([*prompt[start + 1 :], report.token_ids[0]], hidden, span)
+            if depth:
+                self._first_drafts(slot, slots, table, rows[-1:], depth, end)
+        self.grammars.advance([report])
+        return report
+
+    def _fill(self, next_tokens: list[int], hidden: torch.Tensor, span: Span) -> torch.Tensor:
+        return self.prompt.fill(torch.tensor(next_tokens, device=self.model.device), hidden, span)
+
+    def _first_token(
+        self, slot: int, slots: torch.Tensor, logits: torch.Tensor, logprobs: int | None
+    ) -> SequenceReport:
+        """Chosen and committed as a window of one row is, by spec's own functions on every device."""
+        state, flags = self.state.fields, self.state.host_flags[slot]
+        masks = self.grammars.start_masks([slot], 0)
+        forbidden = None
+        if masks is not None:
+            forbidden = forbidden_of(torch.from_numpy(masks.result()), self.state.vocab_size).to(logits.device)
+        chosen = choose(logits, Rows.of(state, slots, 1, offset=0), flags, forbidden)[:, None]
+        done, left = state.done[slots].view(torch.bool), accept.remaining(state, slots) + 1
+        empty = chosen[:, :0]
+        verdict = accept.accept(chosen, empty, torch.zeros_like(left), state.stop_ids[slots], left, done)
+        accept.commit(state, slots, chosen, verdict, flags, pending=False)
+        tokens = chosen[0, : int(verdict.num_committed[0])].tolist()
+        is_nan = bool(logits.gather(1, chosen)[0, : len(tokens)].isnan().any())
+        found = None if logprobs is None else token_logprobs(logits[: len(tokens)], tokens, logprobs)
+        return SequenceReport(slot, tokens, 0, 0, bool(verdict.stopped[0]), bool(verdict.done[0]), is_nan, found)
+
+    def _first_drafts(
+        self, slot: int, slots: torch.Tensor, table: list[int], hidden: torch.Tensor, depth: int, length: int
+    ) -> None:
+        self._placement.place([slot], [table], 1)
+        self.body.buffers.head_hidden[:1] = hidden
+        accept.offer(self.state.fields, slots, depth)
+        self.body.first_drafts(1, depth, self.state.host_flags[slot])
+        self.observe("draft", self.state.drafts[slots, :1], [slot], [length])
+
+    # -- rounds -----------------------------------------------------------------------------------------------------
+
+    def launch(self, batch: Batch, next_depth: int) -> LaunchedRound:
+        """See Executor. Drafts of a fixed shape are for a next round as deep as this one, whatever next_depth says."""
+        clock = PhaseClock()
+        body, flags = self.body, self.state.flags_of(batch.slots)
+        work = self._fit(batch, next_depth, flags)
+        shape = work.shape
+        self._placement.place(batch.slots, batch.tables, shape.num_sequences)
+        masks = self.grammars.start_masks(batch.slots, shape.depth)
+        body.mark = clock.mark
+        if masks is None:
+            graph = self._run(work, WHOLE if flags & FILTERED else PLAIN)
+        else:
+            graph = self._run(work, VERIFY)
+            words = torch.from_numpy(masks.result())
+            clock.mark("mask")
+            body.buffers.allowed[: len(words)].copy_(words)
+            graph &= self._run(work, FINISH)
+        letter = self._mail.fetch(body.buffers.report)
+        # the next round overwrites the logits
+        rows = body.buffers.logits[: shape.num_rows].unflatten(0, (-1, shape.width))
+        logits = {b: rows[b].clone() for b, wanted in enumerate(batch.logprobs) if wanted is not None}
+        phases = {"launch": clock.elapsed} if self.ops.fixed_shapes else clock.seconds
+        return LaunchedRound(self, batch, shape, letter, logits, graph, phases)
+
+    def _fit(self, batch: Batch, next_depth: int, flags: int) -> Work:
+        count = len(batch.slots)
+        if not self.ops.fixed_shapes:
+            return Work(Shape(count, batch.depth), next_depth if self.head_on else None, flags)
+        return self._work_of(self.shapes.fit(count, batch.depth) or Shape(count, batch.depth), flags)
+
+    def _work_of(self, shape: Shape, flags: int = EVERYTHING) -> Work:
+        """A fixed shape's: the head rests where nothing is drafted."""
+        return Work(shape, shape.depth if shape.depth and self.head_on else None, flags)
+
+    def _run(self, work: Work, part: str) -> bool:
+        """Whether there was a graph for it. What observers want to see is launched operator by operator."""
+        if self.observers:
+            self._work_in_view(work, part)
+            return False
+        if (work.shape, part) in self.graphs:
+            self.graphs.replay((work.shape, part))
+            return True
+        self.num_missed += self.ops.fixed_shapes
+        self._work(work, part)
+        return False
+
+    def _work(self, work: Work, part: str) -> None:
+        if part != FINISH:
+            self.body.verify(work.shape)
+        if part != VERIFY:
+            flags = work.flags & ~FILTERED if part == PLAIN else work.flags
+            self.body.decide(work.shape, work.drafts or 0, flags)
+            if work.drafts is not None:
+                self.body.draft(work.shape, work.drafts, flags)
+
+    def _work_in_view(self, work: Work, part: str) -> None:
+        width = work.shape.width
+        slots = self.body.buffers.slots[: work.shape.num_sequences].repeat_interleave(width).tolist()
+        starts = self.state.length.tolist()
+        positions = [starts[slot] + row % width for row, slot in enumerate(slots)]
+        shown = [row for row, slot in enumerate(slots) if slot]
+
+        def trace(name: str, rows: torch.Tensor) -> None:
+            self.observe(name, rows[shown], [slots[row] for row in shown], [positions[row] for row in shown])
+
+        self.body.trace = trace
+        try:
+            self._work(work, part)
+        finally:
+            self.body.trace = None
+        if part != VERIFY and work.drafts:
+            state, own = self.state, sorted({slot for slot in slots if slot})
+            self.observe("draft", state.drafts[own, :1], own, state.length[own].tolist())
+
+    def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+        """Shows rows to all observers."""
+        for observer in self.observers:
+            observer(name, rows, slots, positions)
+
+    # -- getting ready ----------------------------------------------------------------------------------------------
+
+    def capture(self, shapes: Iterable[Shape] | None = None, progress: bool = True) -> None:
+        """Captures these shapes, by default every one, after compiling what they launch, in parallel.
+
+        The null slot alone is in the batches that this runs.
+        """
+        chosen = list(self.shapes if shapes is None else shapes)
+        self.compile(chosen)
+        for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
+            for part in (WHOLE, PLAIN, VERIFY, FINISH):
+                self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(self._work_of(s), p))  # type: ignore[misc]
+
+    @torch.inference_mode()
+    def compile(self, shapes: Iterable[Shape] | None = None) -> None:
+        """Compiles what these shapes launch, by default all of them. Products differ by the number of rows."""
+        chosen = list(self.shapes if shapes is None else shapes)
+        began = perf_counter()
+        self.body.buffers.slots.zero_()
+        self.ops.compile(lambda: self._work_each(chosen))
+        self._compile_seconds += perf_counter() - began
+
+    def _work_each(self, shapes: Iterable[Shape]) -> None:
+        # batches without filters launch some of the same kernels
+        for shape in shapes:
+            self._work(self._work_of(shape), WHOLE)
+
+    def take_compiled(self) -> int:
+        """Kernels compiled since the last call: once serving, each one has made a round wait."""
+        return self.ops.take_compiled()
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """What getting ready took, by part: kernels compiled or read from disk, then graphs captured. {} where there is
+        nothing to compile."""
+        if not self.ops.fixed_shapes:
+            return {}
+        return {"kernels": self._compile_seconds, "graphs": self.graphs.counts.seconds}
+
+    @property
+    def num_graphs(self) -> int:
+        return self.graphs.counts.number
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.graphs.counts.num_bytes
+
+    @property
+    def max_captured(self) -> int:
+        """Sequences of the largest captured round."""
+        return max((shape.num_sequences for shape in self.shapes if (shape, WHOLE) in self.graphs), default=0)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Pending rows that rounds keep themselves."""
+        return int(self.body.buffers.scratch.pending_bytes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What rounds hold beside the model's and the batch's own memory, pending rows and graphs apart."""
+        return num_bytes(self.body.buffers) - self.pending_bytes
+
+
+@dataclass(frozen=True)
+class LaunchedRound:
+    """See Launched. `logits` has the rows of sequences that asked for log-probabilities, by place in the batch."""
+
+    executor: RoundExecutor
+    batch: Batch
+    shape: Shape
+    letter: Letter
+    logits: dict[int, torch.Tensor]
+    graph: bool
+    phases: dict[str, float]
+
+    def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
+        """See Launched. Seconds of the host: of launching (or of each phase), and of waiting for the device."""
+        began = perf_counter()
+        counts, chosen, nans = split_report(self.letter.read(), self.executor.body.buffers.sizes)
+        waited = perf_counter() - began
+        tokens = chosen[: self.shape.num_rows].view(-1, self.shape.width).tolist()
+        is_nan = nans[: self.shape.num_rows].view(-1, self.shape.width).tolist()
+        reports = [
+            self._report(b, slot, values, tokens[b], is_nan[b])
+            for b, (slot, values) in enumerate(zip(self.batch.slots, counts.T.tolist(), strict=False))
+        ]
+        self.executor.grammars.advance(reports)
+        last = {"wait": waited} if self.executor.ops.fixed_shapes else {"report": perf_counter() - began}
+        return reports, self.phases | last
+
+    def _report(self, b: int, slot: int, values: list[int], tokens: list[int], is_nan: list[int]) -> SequenceReport:
+        accepted, committed, offered, stopped, done = values
+        kept, wanted = tokens[:committed], self.batch.logprobs[b]
+        logprobs = None if wanted is None else token_logprobs(self.logits[b][:committed], kept, wanted)
+        has_nan = any(is_nan[:committed])
+        return SequenceReport(
+            slot, kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs
+        )
+
+
+class PhaseClock:
+    """Seconds of each phase of one round, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = self._last = perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """Ends `phase`, which began at the previous mark."""
+        now = perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+    @property
+    def elapsed(self) -> float:
+        return perf_counter() - self._began
+
+
+def make_executor(
+    model: Model,
+    state: BatchState,
+    depth: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    fast_rows: int,
+    operators: Operators | None = None,
+) -> RoundExecutor:
+    """For rounds of k = 0 and `depth` over up to max_num_seqs sequences; nothing is captured yet. `operators`: in place
+    of the model's own table.
+
+    The null slot gets a state of its own, so that rows which fill up a batch are finite.
+    """
+    operators = operators or operators_of(model)
+    shapes = Shapes((0, depth), fast_rows, max_num_seqs)
+    sizes = Sizes(
+        num_slots=state.num_slots,
+        max_sequences=max(shape.num_sequences for shape in shapes),
+        max_rows=operators.padded(max(fast_rows, *(shape.num_rows for shape in shapes))),
+        max_width=state.max_depth + 1,
+        max_model_len=max_model_len,
+    )
+    model.trunk.state.reset(0)
+    return RoundExecutor(model, state, depth > 0 and model.head is not None, sizes, shapes, operators)
