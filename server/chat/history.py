@@ -77,7 +77,8 @@ def place_system(
     """System messages where the template takes them: those that lead as one.
 
     A late one keeps its place, since the beginning of the prompt stays the same then: as a marked user turn where the
-    template wants one system message. With "front" all of them lead.
+    template wants one system message. With "front" all of them lead. A history that was cut until no user's message is
+    left gets an empty one where the template wants one.
     """
     if late == "front":
         messages = sorted(messages, key=lambda message: message["role"] != "system")
@@ -87,6 +88,8 @@ def place_system(
         leading = [{**leading[0], "content": "\n\n".join(message["content"] for message in leading)}]
     if template is None or not template.takes_late_system:
         others = [_as_user(message) if message["role"] == "system" else message for message in others]
+    if template is not None and not any(message["role"] == "user" for message in others) and template.wants_user:
+        others = [{"role": "user", "content": ""}, *others]
     return [*leading, *others]
 
 

@@ -92,7 +92,14 @@ class ChatTemplate:
     @functools.cached_property
     def takes_late_system(self) -> bool:
         """Whether a system message may follow others: many templates object."""
-        roles = ("user", "assistant", "system", "user")
+        return self._takes("user", "assistant", "system", "user")
+
+    @functools.cached_property
+    def wants_user(self) -> bool:
+        """Whether a conversation without a user's message is refused, as by Qwen3.5's template."""
+        return self._takes("user", "assistant") and not self._takes("assistant")
+
+    def _takes(self, *roles: str) -> bool:
         try:
             self.render([{"role": role, "content": "x"} for role in roles])
         except BadRequest:

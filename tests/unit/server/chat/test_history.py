@@ -152,6 +152,21 @@ def test_late_system_messages_keep_their_place():
     assert place_system(given, STRICT, "front") == place_system(given, LATE, "front") == front
 
 
+def test_a_history_without_a_user_gets_one_where_the_template_wants_it():
+    asks = ChatTemplate(
+        "{% set ns = namespace(found=false) %}{% for message in messages %}"
+        "{% if message.role == 'user' %}{% set ns.found = true %}{% endif %}{% endfor %}"
+        "{% if not ns.found %}{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    )
+    assert (asks.wants_user, LATE.wants_user, STRICT.wants_user) == (True, False, False)
+    led, answered = {"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}
+    empty = {"role": "user", "content": ""}
+    assert place_system([led, answered], asks) == [led, empty, answered]
+    assert place_system([led], asks) == [led, empty]
+    assert place_system([answered, empty], asks) == [answered, empty]
+    assert place_system([led, answered], LATE) == [led, answered]
+
+
 @pytest.mark.parametrize(
     ("given", "read"),
     [
