@@ -34,7 +34,7 @@ from pilotfish.server.text.prompts import (
     tokenize,
 )
 from pilotfish.server.text.schemas import Held
-from pilotfish.server.text.structured import GUIDED_FIELDS, grammar_of
+from pilotfish.server.text.structured import GUIDED_FIELDS, check_format, grammar_of
 from pilotfish.server.text.token_rules import bad_words_ids, thinking_budget
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -229,6 +229,7 @@ def _speculative_k(request: SamplingFields, ready: Ready) -> int:
 
 def _grammar(request: SamplingFields, context: Context, after_token_id: int | None = None) -> Grammar | None:
     """What the text must match, from whichever field asks for it. Raises BadRequest."""
+    check_format(request.response_format, context.notes)
     names = ("response_format", "structured_outputs", *GUIDED_FIELDS)
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
     return grammar_of(given, after_token_id, Held(context.notes.leave_out))

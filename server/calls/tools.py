@@ -20,6 +20,9 @@ MAX_TOOLS = 1024
 TOOL_FIELDS = frozenset({"type", "function", "custom", "cache_control"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "cache_control"})
 CUSTOM_FIELDS = frozenset({"name", "description", "format", "cache_control"})
+GRAMMAR_FIELDS = frozenset({"syntax", "definition"})
+FORMAT_FIELDS = GRAMMAR_FIELDS | {"type", "grammar"}
+CHOICE_FIELDS = frozenset({"type", "function", "custom", "allowed_tools"})
 SHOWN_FIELDS = ("name", "description", "parameters")
 INPUT = "input"
 """The one parameter that the model fills of a tool that takes a text."""
@@ -143,7 +146,7 @@ def read_tools(tools: list[Any] | None, choice: Any, notes: FieldNotes) -> Tools
         if name in offered:
             raise BadRequest(f"Want different names, got {name!r} twice.", param=f"tools[{index}]")
         shown[name], offered[name] = printed, tool
-    chosen, allowed = _read_choice(choice, offered)
+    chosen, allowed = _read_choice(choice, offered, notes)
     if chosen.mode == "none" or not allowed:
         return None
     return Tools([shown[name] for name in allowed], {name: offered[name] for name in allowed}, chosen)
@@ -169,7 +172,7 @@ def _read_tool(tool: Any, where: str, notes: FieldNotes) -> tuple[dict[str, Any]
         if inner.get(field) is not None and not isinstance(inner[field], wanted):
             raise BadRequest(f"Want {wanted.__name__}.", param=f"{where_inner}.{field}")
     if kind == "custom":
-        return _read_custom(name, inner, where_inner)
+        return _read_custom(name, inner, where_inner, notes)
     parameters = Parameters(inner.get("parameters"))
     check_names(parameters, f"{where_inner}.parameters")
     # only what is for the model to read: strict is a promise about the decoder
@@ -177,9 +180,9 @@ def _read_tool(tool: Any, where: str, notes: FieldNotes) -> tuple[dict[str, Any]
     return printed, Tool(parameters, strict=bool(inner.get("strict")))
 
 
-def _read_custom(name: str, given: dict[str, Any], where: str) -> tuple[dict[str, Any], Tool]:
+def _read_custom(name: str, given: dict[str, Any], where: str, notes: FieldNotes) -> tuple[dict[str, Any], Tool]:
     """Shown as a function of one text: the form has no other."""
-    custom = _read_format(given.get("format"), f"{where}.format")
+    custom = _read_format(given.get("format"), f"{where}.format", notes)
     description = given.get("description") or ""
     if custom.syntax:
         kind = "grammar in Lark" if custom.syntax == "lark" else "regular expression"
@@ -188,14 +191,20 @@ def _read_custom(name: str, given: dict[str, Any], where: str) -> tuple[dict[str
     return function_tool(name, description.strip() or None, schema), Tool(Parameters(schema), custom=custom)
 
 
-def _read_format(given: dict[str, Any] | None, where: str) -> Custom:
+def _read_format(given: dict[str, Any] | None, where: str, notes: FieldNotes) -> Custom:
     """Chat completions hold a grammar in an object of its own, Responses do not."""
-    kind = given.get("type") if given is not None else "text"
-    if given is None or kind == "text":
+    if given is None:
+        return Custom()
+    kind = given.get("type")
+    notes.check(given, FORMAT_FIELDS, where)
+    if kind == "text":
         return Custom()
     if kind != "grammar":
         raise BadRequest("Want type text or grammar.", param=f"{where}.type")
-    holder = given["grammar"] if isinstance(given.get("grammar"), dict) else given
+    holder = given
+    if isinstance(given.get("grammar"), dict):
+        holder = given["grammar"]
+        notes.check(holder, GRAMMAR_FIELDS, f"{where}.grammar")
     syntax, definition = holder.get("syntax"), holder.get("definition")
     if syntax not in ("lark", "regex"):
         raise BadRequest("Want lark or regex.", param=f"{where}.syntax")
@@ -204,7 +213,7 @@ def _read_format(given: dict[str, Any] | None, where: str) -> Custom:
     return Custom(syntax, definition)
 
 
-def _read_choice(choice: Any, offered: dict[str, Tool]) -> tuple[ToolChoice, list[str]]:
+def _read_choice(choice: Any, offered: dict[str, Tool], notes: FieldNotes) -> tuple[ToolChoice, list[str]]:
     """The choice, and the names of what may be called."""
     names = list(offered)
     if choice is None or choice == "auto":
@@ -216,8 +225,8 @@ def _read_choice(choice: Any, offered: dict[str, Tool]) -> tuple[ToolChoice, lis
             raise BadRequest("'tool_choice' wants 'tools'.", param="tool_choice")
         return ToolChoice("required"), names
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _read_allowed(choice, offered)
-    name = _chosen(choice)
+        return _read_allowed(choice, offered, notes)
+    name = _chosen(choice, "tool_choice", notes)
     if name is None:
         raise BadRequest("Want 'none', 'auto', 'required', allowed_tools, or a function by name.", param="tool_choice")
     if name not in offered:
@@ -225,26 +234,31 @@ def _read_choice(choice: Any, offered: dict[str, Tool]) -> tuple[ToolChoice, lis
     return ToolChoice("named", name), names
 
 
-def _chosen(choice: Any) -> str | None:
+def _chosen(choice: Any, where: str, notes: FieldNotes) -> str | None:
     """The name in `{"type": "function", "function": {"name": ..}}`, or the same of custom."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     inner = choice.get(kind) if kind in ("function", "custom") else None
+    if isinstance(choice, dict) and isinstance(inner, dict):
+        notes.check(choice, CHOICE_FIELDS, where)
+        notes.check(inner, frozenset({"name"}), f"{where}.{kind}")
     name = inner.get("name") if isinstance(inner, dict) else None
     return name if isinstance(name, str) else None
 
 
-def _read_allowed(choice: dict[str, Any], offered: dict[str, Tool]) -> tuple[ToolChoice, list[str]]:
+def _read_allowed(choice: dict[str, Any], offered: dict[str, Tool], notes: FieldNotes) -> tuple[ToolChoice, list[str]]:
     """Those that are not allowed are not shown either. Hosted ones may be in the list: they are left out."""
     given = choice.get("allowed_tools")
-    mode = given.get("mode") if isinstance(given, dict) else None
-    listed = given.get("tools") if isinstance(given, dict) else None
+    given = given if isinstance(given, dict) else {}
+    mode, listed = given.get("mode"), given.get("tools")
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise BadRequest("Want a mode of auto or required, and tools.", param="tool_choice.allowed_tools")
+    notes.check(choice, CHOICE_FIELDS, "tool_choice")
+    notes.check(given, frozenset({"mode", "tools"}), "tool_choice.allowed_tools")
     allowed = set()
     for index, entry in enumerate(listed):
         if isinstance(entry, dict) and is_hosted(entry.get("type")):
             continue
-        name = _chosen(entry)
+        name = _chosen(entry, f"tool_choice.allowed_tools.tools[{index}]", notes)
         if name not in offered:
             shown = name[:100] if name is not None else entry
             raise BadRequest(f"No tool is called {shown!r}.", param=f"tool_choice.allowed_tools.tools[{index}]")

@@ -90,6 +90,7 @@ Item = MessageItem | FunctionCallItem | CustomCallItem | FunctionOutputItem | Re
 
 
 ITEM_TYPES = frozenset(kind.__struct_config__.tag for kind in get_args(Item))
+THOUGHT_FIELDS = frozenset({"type", "text"})
 CALL_NAMES = frozenset({"type", "id", "call_id", "status"})
 """What an item of a call has beside what it was called with."""
 
@@ -218,7 +219,7 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
         top_p=request.top_p,
         top_k=request.top_k,
         tools=chat_tools(request.tools or [], context.notes),
-        tool_choice=chat_choice(request.tool_choice),
+        tool_choice=chat_choice(request.tool_choice, context.notes),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request.text),
         logprobs=logprobs,
@@ -309,6 +310,9 @@ def _begins_another(item: Item, turn: dict[str, Any]) -> bool:
 
 def _thought(item: ReasoningItem, where: str, notes: FieldNotes) -> str:
     """Encrypted reasoning is another service's and cannot be read."""
+    for part in ("content", "summary"):
+        for index, entry in enumerate(getattr(item, part) or ()):
+            notes.check(entry, THOUGHT_FIELDS, f"{where}.{part}[{index}]")
     if item.content:
         return "".join(map(thought_in, item.content))
     if item.encrypted_content and not item.summary:

@@ -22,6 +22,8 @@ from pilotfish.server.fields import FieldNotes
 
 FUNCTION = frozenset({"type", "name", "description", "parameters", "strict", "defer_loading", "output_schema"})
 CUSTOM = frozenset({"type", "name", "description", "format", "defer_loading"})
+ALLOWED = frozenset({"type", "mode", "tools"})
+CHOSEN = frozenset({"type", "name", "namespace"})
 NAMESPACE = frozenset({"type", "name", "description", "tools"})
 
 
@@ -95,22 +97,24 @@ def places(tools: list[dict[str, Any]]) -> dict[str, Place]:
     return found
 
 
-def chat_choice(choice: str | dict[str, Any] | None) -> Any:
+def chat_choice(choice: str | dict[str, Any] | None, notes: FieldNotes) -> Any:
     """As chat completions have it. Raises BadRequest."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
+        notes.check(choice, ALLOWED, "tool_choice")
         listed = choice.get("tools")
         if not isinstance(listed, list):
             raise BadRequest("Want a list of tools.", param="tool_choice.tools")
         allowed = [entry for entry in listed if not (isinstance(entry, dict) and is_hosted(entry.get("type")))]
-        names = [_chosen(entry, f"tool_choice.tools[{index}]") for index, entry in enumerate(allowed)]
+        names = [_chosen(entry, f"tool_choice.tools[{index}]", notes) for index, entry in enumerate(allowed)]
         return allowed_choice(choice.get("mode", "auto"), names)
-    return function_choice(_chosen(choice, "tool_choice"))
+    return function_choice(_chosen(choice, "tool_choice", notes))
 
 
-def _chosen(entry: Any, where: str) -> str:
+def _chosen(entry: Any, where: str, notes: FieldNotes) -> str:
     if not isinstance(entry, dict) or entry.get("type") not in ("function", "custom"):
         raise BadRequest("Want a function or a custom tool by its name.", param=where, code="unsupported_parameter")
+    notes.check(entry, CHOSEN, where)
     namespace = entry.get("namespace")
     return flat_name(namespace if isinstance(namespace, str) else None, _name_of(entry, where))

@@ -9,6 +9,7 @@ from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar import bounds
 from pilotfish.engine.link.messages import Grammar
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.fields import FieldNotes
 from pilotfish.server.text.schemas import Held
 
 GUIDED_FIELDS = {
@@ -41,6 +42,18 @@ def grammar_of(fields: dict[str, Any], after_token_id: int | None = None, held: 
     except RequestError as error:
         raise BadRequest(str(error), param=name) from None
     return made
+
+
+FORMAT_FIELDS = frozenset({"type", "json_schema", "schema"})
+SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
+
+
+def check_format(value: Any, notes: FieldNotes) -> None:
+    """Tells what `response_format` has and nobody here reads."""
+    if isinstance(value, dict):
+        notes.check(value, FORMAT_FIELDS, "response_format")
+        if isinstance(value.get("json_schema"), dict):
+            notes.check(value["json_schema"], SCHEMA_FIELDS, "response_format.json_schema")
 
 
 def _read(name: str, value: Any, held: Held) -> tuple[Any, str] | None:
