@@ -138,6 +138,7 @@ def run(depth: int, batch: int, requests: list[Submit]) -> dict[str, list[int]]:
             texts[output.request_id] += output.token_ids
             accepted += output.num_accepted
     core.scheduler.check()
+    core.grammars.close()
     assert depth == 0 or accepted > 0
     return texts
 
@@ -206,3 +207,4 @@ def test_forced_tokens_as_drafts_save_rounds_and_change_no_text(tokenizer, monke
     free = rounds()
     assert forced[0] == free[0] and json.loads(tokenizer.decode(forced[0]))
     assert forced[1] < free[1]
+    core.grammars.close()
