@@ -61,6 +61,8 @@ class Trials:
         with self._lock:
             self._num_started += 1
             task = Task(number=self._num_started, grammar=grammar, eos_token_ids=eos_token_ids, key=key)
+            # what cannot be sent is told to who asks
+            msgspec.msgpack.encode(task)
             self._open[task.number] = Open(task, on_verdict)
         self._put(task)
         return task.number
@@ -132,7 +134,12 @@ class Trials:
             size = int.from_bytes(header, "big")
             if len(body := stream.read(size)) < size:
                 break
-            verdict = msgspec.msgpack.decode(body, type=Verdict)
+            try:
+                verdict = msgspec.msgpack.decode(body, type=Verdict)
+            except msgspec.DecodeError as error:
+                logger.error("the process that tries grammars cannot be understood: %s", error)
+                process.kill()
+                break
             with self._lock:
                 known = self._open.pop(verdict.number, None)
             if known is not None:

@@ -165,11 +165,15 @@ class Worker:
             self._start(task, lane)
 
     def _start(self, task: Task, lane: Lane) -> None:
+        read = write = -1
         try:
             tokenizer = self._tokenizer(task.eos_token_ids)
             read, write = os.pipe()
             pid = os.fork()
         except (OSError, ValueError, TypeError) as error:
+            for fd in (read, write):
+                with contextlib.suppress(OSError):
+                    os.close(fd)
             self._tell(Verdict(number=task.number, error=f"grammar: it cannot be tried: {error}"))
             return
         if pid == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -26,6 +27,12 @@ def attempt(task: Task, tokenizer: object, vocab_size: int) -> Verdict:
     elif words[0] == "signal":
         os.kill(os.getpid(), signal.Signals[words[1]])
         time.sleep(60)
+    elif words[0] == "babble":
+        # a whole message, but no verdict
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"\0\0\0\x02xx")
+        os._exit(0)
     elif words[0] == "exit":
         os._exit(int(words[1]))
     elif words[0] == "shout":

@@ -161,6 +161,18 @@ def test_what_every_worker_is_lost_with_is_refused(scripted):
     assert verdict.number == number and "lost" in verdict.error
 
 
+def test_what_is_no_verdict_is_a_lost_worker(scripted):
+    verdict = scripted.ask("babble")
+    assert verdict.error and "lost" in verdict.error
+    assert scripted.ask("pass").error is None
+
+
+def test_what_cannot_be_sent_is_told_at_once(scripted):
+    with pytest.raises(UnicodeEncodeError):
+        scripted.start("\ud800")
+    assert scripted.ask("pass").error is None and not scripted.trials._open
+
+
 def test_the_end_of_the_engine_ends_worker_and_children(scripted):
     scripted.start("sleep 60")
     wait_until(lambda: scripted.trials.pid and children_of(scripted.trials.pid))
