@@ -145,6 +145,11 @@ class EngineClient:
         return len(self._open)
 
     @property
+    def num_leaving(self) -> int:
+        """Those that were aborted here, and are not yet gone."""
+        return len(self._leaving)
+
+    @property
     def seconds_silent(self) -> float:
         """How long the engine has owed an answer."""
         return self._silence or 0.0

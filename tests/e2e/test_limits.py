@@ -1,6 +1,9 @@
 """The limits of an API key, as a client meets them."""
 
 import asyncio
+import contextlib
+import json
+from pathlib import Path
 
 import aiohttp
 from serving import script, serving
@@ -33,7 +36,7 @@ def test_a_key_beyond_its_limits_is_told_to_wait_and_others_are_not(folder, monk
                     assert admitted.status == 200
                 stream.close()
             async with asyncio.timeout(20):
-                while server.service.client.num_open:
+                while server.service.client.num_open + server.service.client.num_leaving:
                     await asyncio.sleep(0.01)
             file.write_text(key_line("alice", "a") + " concurrent=1 per-minute=1\n")
             for status in (200, 429):
@@ -43,3 +46,46 @@ def test_a_key_beyond_its_limits_is_told_to_wait_and_others_are_not(folder, monk
                 assert 'pilotfish_request_rejected_total{reason="rate_limited"} 2.0' in await response.text()
 
     asyncio.run(story())
+
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
+
+
+def test_grammars_that_a_client_leaves_behind_end_and_count_until_then(tmp_path):
+    """One key, one sequence at a time: who hangs up on costly grammars has no second one at work."""
+    file = tmp_path / "keys"
+    file.write_text(key_line("alice", "a") + " concurrent=1\n")
+    options = {"core": "pilotfish.engine.start:make_core", "engine": {"max_model_len": 1024, "num_threads": 1}}
+
+    async def story():
+        async with serving(DEMO, api_key_file=file, **options) as server, aiohttp.ClientSession() as http:
+
+            def ask(**fields):
+                body = {"prompt": "x", "max_tokens": 8, **fields}
+                return http.post(server.v1 + "/completions", json=body, headers={"Authorization": "Bearer a"})
+
+            for number in range(8):
+                schema = json.dumps({"type": "integer", "multipleOf": 999_983 + number})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.2), ask(guided_grammar=f"start: %json {schema}") as response:
+                        assert response.status == 429
+                assert len(trials_of(server.service.client.pid)) <= 1
+            async with asyncio.timeout(60):
+                while server.service.client.num_open + server.service.client.num_leaving:
+                    await asyncio.sleep(0.01)
+                while trials_of(server.service.client.pid):
+                    await asyncio.sleep(0.01)
+            async with ask(guided_regex="[ab]{3}") as response:
+                assert response.status == 200 and len((await response.json())["choices"][0]["text"]) == 3
+
+    asyncio.run(story())
+
+
+def trials_of(engine):
+    """The children of the engine's children."""
+    return [trial for worker in children_of(engine) for trial in children_of(worker)]
+
+
+def children_of(pid):
+    lines = [task.joinpath("children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [int(child) for line in lines for child in line.split()]
