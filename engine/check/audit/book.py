@@ -34,6 +34,8 @@ def first_wrong(
     Past the rows that there are, only where the text ends is looked at.
     """
     stops = stops_of(params)
+    if not tokens:
+        return 0
     for place, token in enumerate(tokens):
         is_last = place == len(tokens) - 1
         must_end = token in stops or place + 1 == params.max_tokens

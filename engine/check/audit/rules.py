@@ -100,7 +100,7 @@ def _without(request: Submit) -> Submit:
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, **changed))
 
 
-NOT_JUDGED = ("choice-1", "choice-2", "short-1", "short-2", "own-k-1", "own-k-2", "thinking-closed")
+NOT_JUDGED = ("choice-1", "choice-2", "short-1", "short-2", "own-k", "thinking-closed")
 """Other noise, limits and depths, and a rule that must not fire: the text without them says nothing."""
 
 
@@ -114,16 +114,14 @@ def _requests(
     yield from _thinking(greedy_2, sampled, vocab)
     yield "bias", sampled.with_rule("bias", logit_bias=_bias(sampled.text), bad_words_token_ids=((sampled.text[1],),))
     yield "allowed", greedy.with_rule("allowed", allowed_token_ids=_allowed(greedy.text, vocab))
-    for name, base in (("penalties-1", greedy_2), ("penalties-2", sampled)):
-        strong: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "repetition_penalty": 1.5}
-        yield name, base.with_rule(name, logit_bias=_lifted(base.text), **strong)
+    strong: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "repetition_penalty": 1.5}
+    yield "penalties", greedy_2.with_rule("penalties", logit_bias=_lifted(greedy_2.text), **strong)
     yield "choice-1", sampled.with_rule("choice-1", 8, choice=1)
     yield "choice-2", sampled_2.with_rule("choice-2", 7, choice=2)
     # limits that end a request in a window, beside ones that go on
     yield "short-1", greedy.with_rule("short-1", 5)
     yield "short-2", sampled_2.with_rule("short-2", 2)
-    for k, base in ((1, greedy_2), (2, sampled)):
-        yield f"own-k-{k}", msgspec.structs.replace(base.with_rule(f"own-k-{k}", 9), speculative_k=k)
+    yield "own-k", msgspec.structs.replace(greedy_2.with_rule("own-k", 9), speculative_k=1)
     for number, (name, grammar) in enumerate(GRAMMARS.items() if grammars else ()):
         yield name, bases[number % 4].with_rule(name, grammar=grammar, eos_token_ids=eos)
     if grammars:

@@ -13,12 +13,22 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.assemble import assemble
 from pilotfish.engine.check.audit import book
 from pilotfish.engine.check.audit.matchers import Matchers
 from pilotfish.engine.check.audit.rules import Decode, Rules, lures
 from pilotfish.engine.check.audit.scratch import ScratchHead
-from pilotfish.engine.check.audit.transcript import BOOK, Compared, Finding, Recorder, Transcript, compare
+from pilotfish.engine.check.audit.transcript import (
+    BOOK,
+    PROMPT,
+    Compared,
+    Finding,
+    Recorder,
+    Transcript,
+    compare,
+    unseen,
+)
 from pilotfish.engine.check.audit.yardstick import HeadReport, Yardstick
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Submit
@@ -112,9 +122,20 @@ class Auditor:
             self._beyond[request.request_id] = self._continue(request, transcript)
         self.reference = self.reference or plain
         findings += compare(name, self.reference, plain, self.prompt_lengths)
+        findings += [finding for finding in map(self._too_few_rows, self.requests) if finding is not None]
         self.drafts = {request.request_id: {} for request in self.requests}
         num_rows = self.compared.add(self.reference, plain)
         return RunResult(name, findings, sum(len(t.tokens) for t in plain.values()), num_rows)
+
+    def _too_few_rows(self, request: Submit) -> Finding | None:
+        """A reference without the logits of every token's row proves nothing."""
+        transcript = self.reference[request.request_id]
+        start = len(request.prompt_token_ids) - 1
+        for place in range(len(transcript.tokens)):
+            name = PROMPT if place == 0 else "logits"
+            if name not in transcript.rows.get(start + place, {}):
+                return Finding("k = 0", request.request_id, start + place, f"{name} was not shown, and so it")
+        return None
 
     def _alone(self, request: Submit) -> Transcript:
         return self._transcripts(0, 1, [request], keep=MAX_BOOK_ROWS).transcripts[request.request_id]
@@ -154,32 +175,44 @@ class Auditor:
         recorder = self._transcripts(depth, batch, self.requests, forced, captured, rows=not captured)
         got = recorder.transcripts
         findings = compare(name, self.reference, got, self.prompt_lengths)
-        findings += self._compare_drafts(name, got)
+        if not captured:
+            findings += unseen(name, self.reference, got) + self._compare_drafts(name, depth, got)
         num_rows = self.compared.add(self.reference, got)
         result = RunResult(name, findings, sum(len(t.tokens) for t in got.values()), num_rows, *recorder.totals)
         if not forced:
             self._own[depth] = result
         return result
 
-    def _compare_drafts(self, run: str, got: dict[str, Transcript]) -> list[Finding]:
-        """Drafts are a function of the text before them: those of all runs agree as far as they go."""
+    def _compare_drafts(self, run: str, depth: int, got: dict[str, Transcript]) -> list[Finding]:
+        """Drafts are a function of the text before them: those of all runs agree as far as they go, and a head that
+        does not look things up makes as many as may be accepted."""
         found: dict[str, Finding] = {}
-        for request, transcript in got.items():
-            for length, drafts in sorted(transcript.drafts.items()):
-                known = self.drafts[request].get(length, [])
+        for request in self.requests:
+            name = request.request_id
+            for length, drafts in sorted(got[name].drafts.items()):
+                known = self.drafts[name].get(length, [])
                 wrong = [i for i, (a, b) in enumerate(zip(known, drafts, strict=False), 1) if a != b]
+                if not wrong and len(drafts) < self._num_offered(request, depth, length):
+                    wrong = [len(drafts) + 1]
                 if wrong:
-                    found.setdefault(request, Finding(run, request, length, f"draft {wrong[0]}"))
+                    found.setdefault(name, Finding(run, name, length, f"draft {wrong[0]}"))
                 if len(drafts) > len(known):
-                    self.drafts[request][length] = drafts
+                    self.drafts[name][length] = drafts
         return list(found.values())
+
+    def _num_offered(self, request: Submit, depth: int, length: int) -> int:
+        """Drafts that must be made when so many tokens are in the caches."""
+        if request.sampling.grammar is not None or isinstance(self.model.head, LookupHead) or self.model.head is None:
+            return 0
+        own_k = depth if request.speculative_k is None else min(depth, request.speculative_k)
+        return min(own_k, len(request.prompt_token_ids) + request.sampling.max_tokens - length - 2)
 
     def check_head(self) -> RunResult:
         """After all runs: their drafts, and how many were accepted, against a head computed from scratch; and k = 0
         against one pass over its text."""
         name = "from scratch"
         yardstick = Yardstick(self.model, self.scratch, self.requests)
-        findings = yardstick.one_pass(name, self.reference, self._raw)
+        findings = yardstick.against_one_pass(name, self.reference, self._raw)
         depth = max(self._own, default=0)
         if depth and yardstick.usable:
             findings += yardstick.look_at(name, self.reference, self.drafts, self.head_report)
@@ -228,13 +261,17 @@ class Auditor:
 
 
 class Forcer:
-    """Puts drafts in place of the head's, of which 0, 1, .. depth in turn agree with the reference, for each request
-    by itself. One that means something to the request's rules follows, and after it what is right or means something
-    too, in turn."""
+    """Puts drafts in place of the head's, for each request by itself.
+
+    Of a window depth, 0, depth - 1, 1, .. in turn agree with the reference. A draft that means something to the
+    request's rules follows, and after it what is right or means something too, in turn.
+    """
 
     def __init__(self, auditor: Auditor, loop: EngineLoop, depth: int, requests: list[Submit]):
         self.auditor, self.loop, self.depth = auditor, loop, depth
-        self._turns = {request.request_id: number for number, request in enumerate(requests)}
+        # rules fire early: those requests begin with a whole window that agrees, the others anywhere
+        with_rules = {request.request_id for request in auditor.rules.requests}
+        self._turns = {r.request_id: 0 if r.request_id in with_rules else n for n, r in enumerate(requests)}
         self._forced: dict[str, int] = {}
 
     def force(self) -> None:
@@ -260,7 +297,9 @@ class Forcer:
 
     def _drafts(self, sequence: Sequence, right: list[int]) -> list[int]:
         turns = self._turns[sequence.request_id]
-        agreeing, turn = turns % (self.depth + 1), turns // (self.depth + 1)
+        step, turn = turns % (self.depth + 1), turns // (self.depth + 1)
+        # depth, 0, depth - 1, 1, ..
+        agreeing = step // 2 if step % 2 else self.depth - step // 2
         tempting, vocab = lures(sequence.request.sampling), self.auditor.model.config.vocab_size
 
         def wrong(place: int) -> int:

@@ -104,10 +104,11 @@ class Recorder:
     def _note_drafts(self) -> None:
         state = self.loop.executor.state
         for sequence in self.loop.scheduler.running:
-            if sequence.is_prefilled and (count := int(state.num_offered[sequence.slot])):
-                made = self.transcripts[sequence.request_id].drafts
+            if sequence.is_prefilled:
+                count, length = int(state.num_offered[sequence.slot]), int(state.length[sequence.slot])
                 # a sequence that stood still may have been given others meanwhile
-                made.setdefault(int(state.length[sequence.slot]), state.drafts[sequence.slot, :count].tolist())
+                made = self.transcripts[sequence.request_id].drafts
+                made.setdefault(length, state.drafts[sequence.slot, :count].tolist())
 
 
 def compare(
@@ -138,6 +139,20 @@ def _first_difference(reference: Transcript, other: Transcript, prompt_length: i
             if wanted.get(name, digest) != digest:
                 return position, name
     return token_place
+
+
+def unseen(run: str, wanted: Mapping[str, Transcript], got: Mapping[str, Transcript]) -> list[Finding]:
+    """The first row of each request that the reference has and the run does not show, drafts apart: those stand only
+    where a round began. A run that shows less than it should proves less."""
+    findings = []
+    for request, reference in wanted.items():
+        rows = got[request].rows
+        for position, names in sorted(reference.rows.items()):
+            missing = [name for name in names if name != DRAFT and name not in rows.get(position, {})]
+            if missing:
+                findings.append(Finding(run, request, position, f"{missing[0]} was not shown, and so it"))
+                break
+    return findings
 
 
 def compared_rows(reference: Transcript, other: Transcript) -> Iterable[tuple[int, str, bytes]]:

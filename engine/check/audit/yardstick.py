@@ -17,9 +17,11 @@ from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.check.audit import book
 from pilotfish.engine.check.audit.scratch import ScratchHead, Written
 from pilotfish.engine.check.audit.transcript import Finding, Transcript
-from pilotfish.engine.check.teacher_forcing import logits, trunk_rows
+from pilotfish.engine.check.teacher_forcing import SLOT, logits, pages_of
 from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.round.prompt import PromptPass
+from pilotfish.kernels.attention import PAGE
 
 NUM_PLACES = 64
 """Of all requests together, whose drafts are looked at."""
@@ -79,7 +81,9 @@ class Yardstick:
     def usable(self) -> bool:
         return self.scratch is not None or isinstance(self.model.head, LookupHead)
 
-    def one_pass(self, run: str, reference: dict[str, Transcript], raw: dict[str, list[np.ndarray]]) -> list[Finding]:
+    def against_one_pass(
+        self, run: str, reference: dict[str, Transcript], raw: dict[str, list[np.ndarray]]
+    ) -> list[Finding]:
         """k = 0's rows against the trunk's over the whole text at once."""
         found = []
         for request in self.requests:
@@ -171,8 +175,20 @@ class Yardstick:
         if request.request_id not in self._hidden:
             ids = [*request.prompt_token_ids, *reference[request.request_id].tokens]
             tokens = torch.tensor(ids, device=self.model.device)
-            self._hidden[request.request_id] = trunk_rows(self.model, tokens)
+            self._hidden[request.request_id] = one_pass(self.model, tokens)
         return self._hidden[request.request_id]
+
+
+def one_pass(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """The trunk's hidden [T, H] of a whole text, from nothing."""
+    state, table, prompt = model.trunk.state, pages_of(len(tokens)), PromptPass(model)
+    for tensor in (state.s, state.conv):
+        tensor[:, SLOT].zero_()
+    parts = []
+    for start in range(0, len(tokens), PAGE):
+        part = tokens[start : start + PAGE]
+        parts.append(prompt.trunk(part, prompt.span(SLOT, start, len(part), table)))
+    return torch.cat(parts)
 
 
 def look_up(text: list[int], head: LookupHead, count: int) -> list[int]:
