@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Set
 from typing import Any
 
 from pilotfish.server.errors import BadRequest
@@ -42,7 +43,7 @@ def text_of(content: Any, where: str, notes: FieldNotes, *, past: bool, own: boo
 def thought_of(content: Any) -> str:
     """What parts of an assistant's message say was thought."""
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return "".join(thought_in(part) for part in parts if part.get("type") in THOUGHT_TYPES)
+    return "".join(thought_in(part) for part in parts if _is_of(part.get("type"), THOUGHT_TYPES))
 
 
 def thought_in(part: dict[str, Any]) -> str:
@@ -56,6 +57,11 @@ def thought_in(part: dict[str, Any]) -> str:
     return ""
 
 
+def _is_of(kind: Any, kinds: Set[str]) -> bool:
+    """A type may be anything that JSON has; only text can be looked for in a set."""
+    return isinstance(kind, str) and kind in kinds
+
+
 def _has_text(part: dict[str, Any]) -> bool:
     return isinstance(part.get("text"), str)
 
@@ -66,12 +72,12 @@ def _part(part: Any, where: str, notes: FieldNotes, past: bool, own: bool) -> st
     if not isinstance(part, dict):
         raise BadRequest(f"Want an object with a type, got {shown(part)}.", param=where)
     kind = part.get("type", "text" if past else None)
-    if kind in TEXT_TYPES:
+    if _is_of(kind, TEXT_TYPES):
         notes.check(part, PART_FIELDS, where)
         if not _has_text(part):
             raise BadRequest("Want a text part with 'type' and 'text'.", param=f"{where}.text")
         return part["text"]
-    if kind in THOUGHT_TYPES:
+    if _is_of(kind, THOUGHT_TYPES):
         return ""
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return part["refusal"]

@@ -238,3 +238,12 @@ def test_old_and_other_forms_of_calls_and_results():
     assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert second == {"role": "tool", "name": "f", "content": '{"rain": true}'}
     assert third["tool_calls"][0]["function"] == {"name": "run", "arguments": {"input": "ls"}}
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
+@pytest.mark.parametrize("kind", [[], [[1]], {}, {"a": 1}, 1, 1.5, True])
+def test_a_part_whose_type_is_no_text_is_refused_by_name(role, kind):
+    messages = [{"role": role, "content": [{"type": kind, "text": "x"}]}, {"role": "user", "content": "hi"}]
+    with pytest.raises(BadRequest) as caught:
+        check_messages(messages)
+    assert caught.value.param == "messages[0].content[0].type"
