@@ -39,6 +39,7 @@ THOUGHT_FIELDS = (
 """Where clients and relays keep what was thought, as text or in parts; the first that has any counts."""
 KNOWN = {role: FIELDS | ANSWER_FIELDS | frozenset(THOUGHT_FIELDS if role == "assistant" else ()) for role in ROLES}
 READ = {"assistant": frozenset({"tool_calls", "function_call", "refusal"}), "tool": frozenset({"tool_call_id"})}
+MISPLACED = {role: tuple(sorted(ANSWER_FIELDS - READ.get(role, frozenset()))) for role in ROLES}
 CALL_FIELDS = frozenset({"id", "type", "function", "custom", "index"})
 FUNCTION_FIELDS = frozenset({"name", "arguments", "input", "description", "parsed_arguments"})
 MAX_MESSAGES = 65536
@@ -117,7 +118,7 @@ def _check(message: dict[str, Any], where: str, notes: FieldNotes, *, past: bool
             notes.ignore(f"{where}.{name}")
     if role == "assistant":
         _add_answer(message, checked, where, notes)
-    for name in ANSWER_FIELDS - READ.get(role, frozenset()):
+    for name in MISPLACED[role]:
         if message.get(name):
             notes.ignore(f"{where}.{name}")
     return checked

@@ -1,5 +1,7 @@
 """Chat messages: roles, text parts, and refusals that name the message."""
 
+import contextlib
+
 import pytest
 
 from pilotfish.server.chat import history
@@ -50,9 +52,9 @@ def test_names_and_reasoning_reach_the_template():
     assert check_messages([message]) == [message]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "image", None, 7])
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "image", None, 7, [[1]], {}, ""])
 def test_parts_other_than_text_are_refused(kind):
-    error = refusal({"role": "user", "content": [{"type": kind, kind or "x": {"url": "data:"}}]})
+    error = refusal({"role": "user", "content": [{"type": kind, "url": "data:"}]})
     assert error.param == "messages[1].content[0].type"
 
 
@@ -247,3 +249,29 @@ def test_a_part_whose_type_is_no_text_is_refused_by_name(role, kind):
     with pytest.raises(BadRequest) as caught:
         check_messages(messages)
     assert caught.value.param == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize("strange", [7, [[1]], {"a": 1}, True])
+def test_wrong_types_anywhere_in_an_answer_raise_nothing_else(strange):
+    """Not even where a part's type cannot be looked up."""
+    texts = (
+        "content",
+        "reasoning_content",
+        "refusal",
+        "name",
+        "tool_call_id",
+        "function_call",
+        "annotations",
+        "thinking",
+    )
+    for name in texts:
+        with contextlib.suppress(BadRequest):
+            check_messages([{"role": "assistant", "content": "x", name: strange}])
+    for name in ("type", "text", "thinking"):
+        for kind in ("text", "thinking", "refusal"):
+            with contextlib.suppress(BadRequest):
+                check_messages([{"role": "assistant", "content": [{"type": kind, name: strange}]}])
+    for name in ("id", "type", "function", "custom", "index"):
+        with contextlib.suppress(BadRequest):
+            call = {"id": "c", "type": "function", "function": {"name": "f"}, name: strange}
+            check_messages([{"role": "assistant", "tool_calls": [call]}])
