@@ -176,7 +176,8 @@ def _answer_rules(
         thinking=thinking,
         tools=tools.parameters if tools else None,
         single=request.parallel_tool_calls is False,
-        pieces=pieces if request.stream_tool_arguments is None else request.stream_tool_arguments,
+        pieces=bool(request.stream)
+        and (pieces if request.stream_tool_arguments is None else request.stream_tool_arguments),
     )
 
 

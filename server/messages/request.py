@@ -162,6 +162,7 @@ def chat_request(request: CountTokensRequest, context: Context) -> ChatRequest:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(request.output_config),
+        stream_tool_arguments=False,
         # what the assistant has begun, the model goes on with
         continue_final_message=_is_begun(request.messages[-1]),
         **_thinking(request, context),

@@ -229,6 +229,7 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
         speculation=request.speculation,
         reasoning_effort=_effort(request.reasoning, context),
         chat_template_kwargs=request.chat_template_kwargs,
+        stream_tool_arguments=False,
     )
 
 

@@ -5,7 +5,8 @@ import json
 import anthropic
 import openai
 import pytest
-from serving import script
+from byte_model import write_model
+from serving import script, serving_in_thread
 
 TIMEOUT = 20
 PATCH = "*** Begin Patch\n*** Add File: a.py\n+print(1)\n*** End Patch"
@@ -198,3 +199,31 @@ def test_tools_and_a_schema_go_together_in_all_three_apis(client, server):
         assert other.messages.create(messages=messages, **fields).stop_reason == "tool_use"
         messages = [{"role": "user", "content": asking('{"n": 2}')}]
         assert other.messages.create(messages=messages, **fields).content[0].text == '{"n": 2}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_flag_for_pieces_is_for_chat_streams_alone(tmp_path, stream):
+    with serving_in_thread(write_model(tmp_path), stream_tool_arguments=True) as running:
+        with openai.OpenAI(base_url=running.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as client:
+            answer = respond(client, CALL_SEARCH, stream=stream)
+            answer = list(answer)[-1].response if stream else answer
+            assert [json.loads(item.arguments) for item in answer.output] == [{"query": "samplers"}]
+            tools = [
+                {"type": "function", "function": {"name": "mcp__docs__search", "parameters": SEARCH["parameters"]}}
+            ]
+            messages = [{"role": "user", "content": asking(CALL_SEARCH, (2,))}]
+            chat = client.chat.completions.create(model="scripted", messages=messages, tools=tools, stream=stream)
+            calls = [chat.choices[0].message.tool_calls] if not stream else []
+            calls = calls or [chunk.choices[0].delta.tool_calls for chunk in chat]
+            told = [call.function.arguments for delta in calls for call in delta or ()]
+            assert json.loads("".join(told)) == {"query": "samplers"}
+            # an event may hold several rounds, so only that there are pieces is certain
+            assert len(told) > 1 if stream else len(told) == 1
+        with anthropic.Anthropic(base_url=running.url, api_key="unused", max_retries=0, timeout=TIMEOUT) as other:
+            fields = {"tools": [{"name": "mcp__docs__search", "input_schema": SEARCH["parameters"]}], "max_tokens": 999}
+            if stream:
+                with other.messages.stream(model="scripted", messages=messages, **fields) as events:
+                    message = events.get_final_message()
+            else:
+                message = other.messages.create(model="scripted", messages=messages, **fields)
+            assert [block.input for block in message.content] == [{"query": "samplers"}]
