@@ -21,8 +21,11 @@ from pilotfish.server.calls.parameters import Parameters
 from pilotfish.server.calls.tools import NAME
 
 MAX_MARKS = 2000
-MAX_STEPS = 20_000
+MAX_STEPS = 8000
 """Readings that are looked at; a text with more is not worth a guess."""
+
+MAX_TRIED = 64 << 10
+"""Characters of a value whose type is looked at: a longer one is taken as it is, so that no reading takes long."""
 
 SPELLING = 1
 """A name that is quoted, arguments as JSON, a closing tag with another word in it."""
@@ -311,7 +314,8 @@ class _Search:
     def _closed(self, reading: _Reading, mark: Mark, cost: int, at: int, since: int) -> tuple[int, _Reading]:
         text = self._text[reading.since : mark.start].removeprefix("\n").removesuffix("\n")
         given = (*reading.given, (reading.parameter, text))
-        cost += 0 if self._parameters(reading).fits(reading.parameter, text) else MISFIT
+        if len(text) <= MAX_TRIED and not self._parameters(reading).fits(reading.parameter, text):
+            cost += MISFIT
         return cost, msgspec.structs.replace(
             reading, place="body", at=at, since=since, given=given, parameter="", bound=False
         )

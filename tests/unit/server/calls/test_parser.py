@@ -343,3 +343,10 @@ def test_long_texts_take_linear_time():
         parts = [part for character in text for part in parser.push(character)] + parser.flush()
         said = "".join(part.text for part in parts if isinstance(part, Said))
         assert said == text
+
+
+def test_a_file_full_of_calls_is_written_by_one_and_what_is_too_odd_is_text():
+    examples = "\n".join(call(s=str(number)) for number in range(200))
+    assert answer([call(s=examples)]) == ("", "", [("f", {"s": examples})])
+    odd = call(s="</parameter>\n<parameter=s>\n" * 1500)
+    assert answer([odd]) == ("", odd, [])
