@@ -127,6 +127,12 @@ class BatchState:
             self.oracle.replace(self.fields.drafts, slots, self.fields.length, depth)
         accept.offer(self.fields, slots, depth, counts_B)
 
+    def close_thinking(self, slot: int, position: int) -> None:
+        """An open thinking block is closed from `position` on, as if its budget were spent there. No launched round may
+        be that far."""
+        budget = self.fields.think_budget
+        budget[slot] = torch.minimum(budget[slot], position - 1 - self.fields.think_opened[slot])
+
     def force_drafts(self, slot: int, tokens: list[int]) -> None:
         """Puts tokens that are sure to come in place of the first drafts; what was drafted after others is dropped."""
         tokens = tokens[: self.max_depth]

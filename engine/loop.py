@@ -24,6 +24,7 @@ from pilotfish.engine.link.messages import (
     StepStats,
     Submit,
 )
+from pilotfish.engine.loop_guard import LoopGuard, check_loop_rule
 from pilotfish.engine.round.executor import Launched, RoundExecutor
 from pilotfish.engine.round.reports import Batch, SequenceReport
 from pilotfish.engine.rules import allowed_ids, check_rules
@@ -152,6 +153,7 @@ class EngineLoop:
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
         check_rules(params, stop_ids)
+        check_loop_rule(params.loop_rule)
         if params.max_tokens < 1:
             raise RequestError(f"max_tokens: want at least 1, got {params.max_tokens}")
         if not -(1 << 63) <= params.seed < 1 << 63:
@@ -171,7 +173,8 @@ class EngineLoop:
         if params.grammar is not None and params.min_tokens:
             # a finished grammar allows the end alone: its own min_tokens give way to that
             raise RequestError("min_tokens: want 0 beside a grammar, which has its own")
-        return Sequence(request, limit, own_k, num_pages, None, allowed_ids(params))
+        guard = None if params.loop_rule is None else LoopGuard(params.loop_rule, params, len(prompt))
+        return Sequence(request, limit, own_k, num_pages, None, allowed_ids(params), guard)
 
     @property
     def _num_coming(self) -> int:
@@ -345,6 +348,8 @@ class EngineLoop:
         self.scheduler.wrote(sequence, len(report.token_ids))
         if sequence.constraint is not None and sequence.constraint.error is not None:
             return self._fail_grammar(sequence, sequence.constraint)
+        if sequence.loop_guard is not None:
+            report = self._stop_loops(sequence, sequence.loop_guard, report)
         if sequence.request_id not in self._sequences:
             if self.self_audit.on_check_tokens(report.token_ids, report.done):
                 self._finish(sequence)
@@ -352,11 +357,19 @@ class EngineLoop:
         self.self_audit.on_tokens(sequence.request_id, report.token_ids)
         return [self._output(sequence, report, after_round)]
 
+    def _stop_loops(self, sequence: Sequence, guard: LoopGuard, report: SequenceReport) -> SequenceReport:
+        verdict = guard.read(report.token_ids)
+        if verdict.close_at is not None:
+            self.executor.state.close_thinking(sequence.slot, verdict.close_at)
+        if verdict.kept is None or (report.stopped and verdict.kept == len(report.token_ids)):
+            return report
+        return report.cut(verdict.kept)
+
     def _output(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> RequestOutput:
         finish: FinishReason | None = None
         error = _error(sequence, report)
         if report.done or error is not None:
-            finish = "error" if error is not None else "stop" if report.stopped else "length"
+            finish = "error" if error is not None else "stop" if report.stopped or report.looped else "length"
             self._finish(sequence)
             self.self_audit.on_end(sequence.request, failed=error is not None)
             del self._sequences[sequence.request_id]
@@ -372,6 +385,7 @@ class EngineLoop:
             num_accepted=report.num_accepted,
             round=after_round,
             queue_seconds=sequence.take_queue_seconds(),
+            looped=report.looped,
         )
 
     def _fail(self, sequence: Sequence, error: str) -> list[RequestOutput]:

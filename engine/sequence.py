@@ -7,6 +7,7 @@ from time import perf_counter
 
 from pilotfish.engine.guard import Guarded
 from pilotfish.engine.link.messages import Submit
+from pilotfish.engine.loop_guard import LoopGuard
 
 
 @dataclass(eq=False)
@@ -20,6 +21,7 @@ class Sequence:
     num_pages: int
     constraint: Guarded | None = None
     allowed: frozenset[int] | None = None
+    loop_guard: LoopGuard | None = None
     slot: int = 0
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pilotfish
 from pilotfish.engine.errors import BusyError, PilotfishError
+from pilotfish.engine.link.messages import LoopRule
 from pilotfish.engine.link.process import DEFAULT_CORE
 from pilotfish.engine.options import KV_CACHE_DTYPES
 from pilotfish.engine.parser import Parser
@@ -129,6 +130,15 @@ def _add_serve(parser: Parser) -> None:
         default='{"reasoning_end_str": "</think>"}',
         metavar="JSON",
         help='what ends a spent thinking budget, vLLM\'s JSON: {"reasoning_end_str": "\\nNow the answer.\\n</think>"}',
+    )
+    group.add_argument(
+        "--loop-guard",
+        type=_loop_rule,
+        nargs="?",
+        const="4:256",
+        metavar="N:M",
+        help="end a text whose last tokens have come N times in a row, over at least M tokens; a thinking block is"
+        " closed (default: off; without a value: %(const)s; a request's `loop_guard` goes first)",
     )
     group.add_argument(
         "--late-system",
@@ -385,6 +395,13 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"want an object, got {text[:40]}")
     return found
+
+
+def _loop_rule(text: str) -> LoopRule:
+    repeats, _, tokens = text.partition(":")
+    if not (repeats.isdecimal() and tokens.isdecimal() and 2 <= int(repeats) <= 1000 and int(tokens) <= 100_000):
+        raise argparse.ArgumentTypeError(f"want N:M, N in 2..1000 and M up to 100000, got {text[:40]!r}")
+    return LoopRule(int(repeats), int(tokens))
 
 
 def _reasoning_end(text: str) -> str:

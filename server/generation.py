@@ -24,6 +24,9 @@ from pilotfish.server.text.detokenize import Detokenizer
 from pilotfish.server.text.stops import StopMatcher
 from pilotfish.server.text.tokenizer import Tokenizer
 
+LOOP = "loop"
+"""The stop reason of a text that repeats itself."""
+
 
 class ShownToken(msgspec.Struct, frozen=True):
     """A token of the answer, its text from character `start` on. `drafted`: it was an accepted draft."""
@@ -67,6 +70,7 @@ class Choice:
         self.end: str | None = None
         self.first_token_seconds: float | None = None
         self.stop_reason: int | str | None = None
+        self.looped = False
         self.num_tokens = self.num_drafted = self.num_accepted = self.num_reasoning_tokens = 0
         self._num_generated = 0
         self.committed_per_round: Counter[int] = Counter()
@@ -258,6 +262,8 @@ class Choice:
         self.finish_reason = "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
         if matched is not None:
             self.stop_reason = matched
+        elif output.looped:
+            self.stop_reason, self.looped = LOOP, True
         elif output.stop_token_id in self.submit.sampling.stop_token_ids:
             self.stop_reason = output.stop_token_id
         self._end(output.finish_reason or "error")
@@ -327,6 +333,7 @@ def _trim(output: RequestOutput, kept: int) -> RequestOutput:
         num_accepted=min(output.num_accepted, kept),
         finish_reason="stop",
         stop_token_id=None,
+        looped=False,
     )
 
 

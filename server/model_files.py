@@ -10,6 +10,7 @@ import msgspec
 
 from pilotfish.engine.checkpoint.foreign import look_at
 from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.link.messages import LoopRule
 from pilotfish.server.calls.parser import END_THINK, FUNCTION
 from pilotfish.server.text.chat_template import ChatTemplate, load_chat_template, token_content
 from pilotfish.server.text.tokenizer import Tokenizer
@@ -42,6 +43,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """What ends a thinking block whose budget is spent."""
     late_system: Literal["keep", "front"] = "keep"
     """Where system messages go that do not lead: they keep their place, or all lead."""
+    loop_rule: LoopRule | None = None
+    """What ends a text that repeats itself, where a request says nothing about it."""
 
 
 def load_model_files(
@@ -54,6 +57,7 @@ def load_model_files(
     tool_call_parser: str = "auto",
     reasoning_end: str = END_THINK,
     late_system: Literal["keep", "front"] = "keep",
+    loop_rule: LoopRule | None = None,
 ) -> ModelFiles:
     """`generation_config`: "auto" reads the folder's defaults, "vllm" none, anything else is a folder to read.
     `override` then replaces single values.
@@ -83,6 +87,7 @@ def load_model_files(
         parses_tool_calls=_is_on(tool_call_parser, template, FUNCTION),
         reasoning_end=reasoning_end,
         late_system=late_system,
+        loop_rule=loop_rule,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         defaults=_defaults({**chosen, **(override or {})}),
     )

@@ -35,7 +35,7 @@ from pilotfish.server.text.prompts import (
 )
 from pilotfish.server.text.schemas import Held
 from pilotfish.server.text.structured import GUIDED_FIELDS, check_format, grammar_of
-from pilotfish.server.text.token_rules import bad_words_ids, thinking_budget
+from pilotfish.server.text.token_rules import bad_words_ids, closable_thinking, loop_rule, thinking_budget
 
 DEFAULT_COMPLETION_TOKENS = 16
 LOWEST_TEMPERATURE = 1e-5
@@ -133,9 +133,10 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     grammar = _chat_grammar(request, context, chat)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
     thinking, budget = answer.thinking if answer is not None else None, _budget(request, context)
-    sampling = msgspec.structs.replace(
-        sampling, thinking=thinking_budget(budget, thinking, context.files, ready.vocab_size)
-    )
+    rule = thinking_budget(budget, thinking, context.files, ready.vocab_size)
+    if rule is None and sampling.loop_rule is not None:
+        rule = closable_thinking(thinking, context.files, ready.vocab_size)
+    sampling = msgspec.structs.replace(sampling, thinking=rule)
     limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
     limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
     plan = _plan(prefix, request, context, [prompt], sampling, limits)
@@ -283,6 +284,7 @@ def _sampling(
         grammar=grammar,
         bad_words_token_ids=bad_words_ids(request.bad_words or [], context.files.tokenizer, vocab_size),
         allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids)) if request.allowed_token_ids else None,
+        loop_rule=loop_rule(request.loop_guard, request.repetition_detection, context.files.loop_rule),
     )
 
 

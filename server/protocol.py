@@ -126,6 +126,21 @@ class SpeculationField(Struct, frozen=True):
     k: Count | None = None
 
 
+class LoopGuardField(Struct, frozen=True):
+    """A text ends once its last tokens have come `repeats` times in a row, over at least `tokens` tokens."""
+
+    repeats: Annotated[int, Meta(ge=2, le=1000)] = 4
+    tokens: Annotated[int, Meta(ge=0, le=100_000)] = 256
+
+
+class RepetitionField(Struct, frozen=True):
+    """vLLM's form of the same. `max_pattern_size` 0 switches it off."""
+
+    max_pattern_size: Annotated[int, Meta(ge=0, le=1024)] = 0
+    min_pattern_size: Annotated[int, Meta(ge=0, le=1024)] = 0
+    min_count: Annotated[int, Meta(ge=0, le=1000)] = 0
+
+
 class SamplingFields(Body, frozen=True, kw_only=True):
     """What both endpoints share. None means: the checkpoint's default, else the neutral value."""
 
@@ -160,6 +175,8 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     guided_json_object: Any = None
     speculation: SpeculationField | None = None
     priority: Priority | None = None
+    loop_guard: bool | LoopGuardField | None = None
+    repetition_detection: RepetitionField | None = None
     include_metrics: bool | None = None
     request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None

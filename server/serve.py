@@ -61,6 +61,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         tool_call_parser=args.tool_call_parser,
         reasoning_end=args.reasoning_end,
         late_system=args.late_system,
+        loop_rule=args.loop_guard,
     )
     tls = _tls(args)
     cors = Cors(

@@ -49,6 +49,16 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     closing: tuple[int, ...]
 
 
+class LoopRule(msgspec.Struct, frozen=True):
+    """A text loops once its last `min_period` .. `max_period` tokens have come `repeats` times in a row, over at least
+    `tokens` tokens. That ends an answer; a thinking block is closed as one whose budget is spent."""
+
+    repeats: int = 4
+    tokens: int = 256
+    min_period: int = 1
+    max_period: int = 1024
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen; names and defaults are vLLM's.
 
@@ -81,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     thinking: ThinkingBudget | None = None
+    loop_rule: LoopRule | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -123,6 +134,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `token_ids` are committed tokens in order, a stop id included as the last one (`stop_token_id` names it).
     num_drafted / num_accepted count this step's drafts really offered and accepted.
     `round` is False for the token that prefill chose. `queue_seconds`, once: from submission to admission.
+    `looped`: finish_reason "stop", because the text repeats itself.
     `error_code` says whose fault an error is: "queue_full" (503, try again), "invalid" (400), "nan" (500, the
     model's logits hold NaN), None (500).
     """
@@ -139,6 +151,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     round: bool = True
     synthetic: bool = False
     queue_seconds: float | None = None
+    looped: bool = False
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

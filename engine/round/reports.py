@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,8 @@ class Batch:
 class SequenceReport:
     """What a round added to one sequence. Drafts that were accepted but lie past a stop are not counted.
 
-    `has_nan`: a committed token was chosen from logits with a NaN, so it means nothing.
+    `has_nan`: a committed token was chosen from logits with a NaN, so it means nothing. `looped`: the host ends the
+    text here, because it repeats itself.
     """
 
     slot: int
@@ -34,6 +35,16 @@ class SequenceReport:
     done: bool
     has_nan: bool
     logprobs: list[TokenLogprob] | None
+    looped: bool = False
+
+    def cut(self, count: int) -> SequenceReport:
+        """The first `count` tokens, with which the text has begun to loop."""
+        logprobs = None if self.logprobs is None else self.logprobs[:count]
+        accepted = min(self.num_accepted, count)
+        return replace(
+            self, token_ids=self.token_ids[:count], num_accepted=accepted, logprobs=logprobs, done=True, stopped=False,
+            looped=True,
+        )  # fmt: skip
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:

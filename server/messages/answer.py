@@ -200,7 +200,7 @@ class MessagesFormat:
         return events
 
     def closing(self, choices: Sequence[Choice]) -> list[Event]:
-        stop = Stop(*_stop_of(choices[0].finish_reason, choices[0].stop_reason))
+        stop = Stop(*_stop_of(choices[0]))
         return [*self._close(), MessageDelta(stop, self._usage(choices)), MessageStop()]
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> Message:
@@ -211,7 +211,7 @@ class MessagesFormat:
                 blocks.append(_tool_use(part, part.arguments))
             elif isinstance(part, Said):
                 blocks.append(Thinking(part.text, self._plan.id) if part.kind == "reasoning" else Text(part.text))
-        return self._message(blocks, *_stop_of(piece.finish_reason, piece.stop_reason), self._usage(choices))
+        return self._message(blocks, *_stop_of(choices[0]), self._usage(choices))
 
     def _message(self, content: list[Block], reason: StopReason | None, sequence: str | None, usage: Usage) -> Message:
         return Message(
@@ -261,8 +261,8 @@ def _tool_use(call: Call, arguments: str) -> ToolUse:
     return ToolUse("toolu_" + call.id.removeprefix("call_"), call.name, msgspec.Raw(arguments.encode()))
 
 
-def _stop_of(finish_reason: str | None, stop_reason: int | str | None) -> tuple[StopReason, str | None]:
-    if isinstance(stop_reason, str) and finish_reason == "stop":
-        return "stop_sequence", stop_reason
+def _stop_of(choice: Choice) -> tuple[StopReason, str | None]:
+    if isinstance(choice.stop_reason, str) and choice.finish_reason == "stop" and not choice.looped:
+        return "stop_sequence", choice.stop_reason
     reasons: dict[str | None, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
-    return reasons.get(finish_reason, "end_turn"), None
+    return reasons.get(choice.finish_reason, "end_turn"), None

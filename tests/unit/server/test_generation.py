@@ -330,3 +330,14 @@ def test_others_have_their_turn_while_many_long_prompts_are_submitted(files, len
     if steps:
         client, _ = asyncio.run(story(leaves=True))
         assert len(client.submitted) < 8 and set(client.submitted) <= set(client.aborted)
+
+
+def test_a_loop_is_a_stop_with_its_reason_and_no_stop_string(tokenizer):
+    choice = make_choice(tokenizer)
+    choice.feed(RequestOutput(request_id="r", token_ids=[65, 65], finish_reason="stop", looped=True))
+    piece = choice.take()
+    assert (piece.finish_reason, piece.stop_reason, choice.looped) == ("stop", "loop", True)
+    # a stop string before the loop is what ended the text
+    choice = make_choice(tokenizer, stops=["A"])
+    choice.feed(RequestOutput(request_id="r", token_ids=[65, 65], finish_reason="stop", looped=True))
+    assert (choice.stop_reason, choice.looped) == ("A", False)

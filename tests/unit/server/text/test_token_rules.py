@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from byte_model import write_model
 
+from pilotfish.engine.link.messages import LoopRule
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.model_files import load_model_files
@@ -89,3 +91,44 @@ def test_allowed_ids_are_checked_and_kept_once(demo):
         with pytest.raises(BadRequest) as caught:
             plan(demo, allowed_token_ids=ids)
         assert caught.value.param.startswith("allowed_token_ids")
+
+
+@pytest.mark.parametrize(
+    "default, fields, rule",
+    [
+        (None, {}, None),
+        (None, {"loop_guard": True}, LoopRule()),
+        (None, {"loop_guard": {"repeats": 3, "tokens": 9}}, LoopRule(3, 9)),
+        (LoopRule(5, 50), {}, LoopRule(5, 50)),
+        (LoopRule(5, 50), {"loop_guard": True}, LoopRule(5, 50)),
+        (LoopRule(5, 50), {"loop_guard": False}, None),
+        (LoopRule(5, 50), {"repetition_detection": {"max_pattern_size": 0}}, None),
+        (None, {"repetition_detection": {"max_pattern_size": 8, "min_count": 3}}, LoopRule(3, 0, 1, 8)),
+        (
+            None,
+            {"repetition_detection": {"max_pattern_size": 8, "min_pattern_size": 2, "min_count": 3}},
+            LoopRule(3, 0, 2, 8),
+        ),
+    ],
+)
+def test_the_request_goes_before_the_server_about_loops(demo, default, fields, rule):
+    sampling = plan(msgspec.structs.replace(demo, loop_rule=default), **fields)
+    assert sampling.loop_rule == rule
+    # a block that loops can be closed, where there is one, though nothing bounds it
+    assert (sampling.thinking is not None) == (rule is not None and demo.parses_reasoning)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"loop_guard": True, "repetition_detection": {"max_pattern_size": 8, "min_count": 3}},
+        {"repetition_detection": {"max_pattern_size": 8, "min_pattern_size": 9, "min_count": 3}},
+        {"repetition_detection": {"max_pattern_size": 8, "min_count": 1}},
+        {"loop_guard": {"repeats": 1}},
+        {"loop_guard": 1},
+    ),
+)
+def test_loop_rules_that_mean_nothing_are_refused_by_name(demo, fields):
+    with pytest.raises(BadRequest) as refused:
+        plan(demo, **fields)
+    assert refused.value.param.partition(".")[0] in fields
