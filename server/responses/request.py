@@ -83,7 +83,7 @@ class ReasoningItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="re
 class ItemReference(Struct, frozen=True, kw_only=True, tag_field="type", tag="item_reference"):
     """An item of an earlier answer, by its id."""
 
-    id: str
+    id: str | None = None
 
 
 Item = MessageItem | FunctionCallItem | CustomCallItem | FunctionOutputItem | ReasoningItem | ItemReference
@@ -250,7 +250,7 @@ def _items(given: str | list[Item], context: Context) -> list[Item]:
     """References as what they refer to; what is not known, or no longer, is left out and told."""
     items: list[Item] = []
     for index, item in enumerate(given if isinstance(given, list) else ()):
-        known = context.recall(item.id) if isinstance(item, ItemReference) else None
+        known = context.recall(item.id) if isinstance(item, ItemReference) and item.id else None
         if known is not None:
             items.append(msgspec.json.decode(known, type=Item))
         elif isinstance(item, ItemReference):

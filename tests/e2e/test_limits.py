@@ -89,3 +89,35 @@ def trials_of(engine):
 def children_of(pid):
     lines = [task.joinpath("children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return [int(child) for line in lines for child in line.split()]
+
+
+def test_what_only_counts_tokens_and_what_is_refused_count_too(folder):
+    """n x prompts as well: each sequence is a request."""
+    file = folder / "keys"
+    file.write_text("\n".join(key_line(label, label) + " per-minute=4" for label in ("alice", "bob", "carol")))
+
+    async def story():
+        async with serving(folder, api_key_file=file) as server, aiohttp.ClientSession() as http:
+
+            async def ask(key, path, **body):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with http.post(server.url + path, json=body, headers=headers) as response:
+                    return response.status
+
+            message = {"role": "user", "content": "hi"}
+            statuses = [
+                await ask("alice", "/tokenize", prompt="hi"),
+                await ask("alice", "/detokenize", tokens=[72]),
+                await ask("alice", "/v1/messages/count_tokens", model="scripted", messages=[message]),
+                await ask("alice", "/v1/completions", prompt="x" * 500_000),
+                await ask("alice", "/tokenize", prompt="hi"),
+            ]
+            assert statuses == [200, 200, 200, 400, 429]
+            completions = "/v1/completions"
+            assert await ask("bob", completions, prompt=["hi", "ho"], n=2) == 200
+            assert await ask("bob", "/tokenize", prompt="hi") == 429
+            # more than it could ever send
+            assert await ask("carol", completions, prompt="hi", n=5) == 400
+            assert await ask("carol", completions, prompt="hi", n=4) == 429
+
+    asyncio.run(story())

@@ -299,7 +299,7 @@ def test_items_may_be_named_in_place_of_sending_them_back(client, prompt_of):
     sent = [item.model_dump(exclude_none=True) for item in said.output]
     assert prompt_of(input=[ask, *named, result, ask]) == prompt_of(input=[ask, *sent, result, ask])
     other = create(client, "Not kept.", store=False).output[0]
-    for item_id in (other.id, "msg_unknown"):
+    for item_id in (other.id, "msg_unknown", None):
         answer = client.responses.with_raw_response.create(
             model="scripted", input=[ask, {"type": "item_reference", "id": item_id}, ask]
         )

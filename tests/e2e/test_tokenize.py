@@ -1,9 +1,14 @@
 """/tokenize and /detokenize, and the counter of fields without effect."""
 
 import asyncio
+import threading
 
 import aiohttp
 from serving import script, serving
+
+from pilotfish.server import handlers
+from pilotfish.server.text.chat_template import ChatTemplate
+from pilotfish.server.text.tokenizer import Tokenizer
 
 
 async def post(http, url, body, status=200):
@@ -73,5 +78,41 @@ def test_fields_without_effect_are_counted_by_name(folder):
             # tokenizing is guarded like the rest
             async with http.post(server.url + "/tokenize", json={}, headers={"Authorization": ""}) as response:
                 assert response.status == 401
+
+    asyncio.run(story())
+
+
+def test_large_bodies_are_never_worked_on_by_the_event_loop(folder, monkeypatch):
+    """Decoded, rendered, tokenised: all of it in a lane, on every path."""
+    seen = []
+
+    def watched(name, function):
+        def call(*args, **kwargs):
+            seen.append((name, threading.current_thread().name))
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(handlers, "decode_request", watched("decode", handlers.decode_request))
+    monkeypatch.setattr(ChatTemplate, "render", watched("render", ChatTemplate.render))
+    monkeypatch.setattr(Tokenizer, "encode", watched("encode", Tokenizer.encode))
+
+    async def story():
+        async with serving(folder) as server, aiohttp.ClientSession() as http:
+            message = {"role": "user", "content": "word " * 500}
+            named = {"model": "scripted", "messages": [message]}
+            for path, body in (
+                ("/v1/completions", {"prompt": ["word " * 100] * 9, "max_tokens": 1}),
+                ("/v1/chat/completions", {"messages": [message], "max_tokens": 1}),
+                ("/v1/responses", {"input": [message], "max_output_tokens": 16}),
+                ("/v1/messages", {**named, "max_tokens": 1}),
+                ("/v1/messages/count_tokens", named),
+                ("/tokenize", {"messages": [message]}),
+                ("/detokenize", {"tokens": [72] * 2000}),
+            ):
+                seen.clear()
+                await post(http, server.url + path, body)
+                work = {name for name, thread in seen if thread.startswith("lane")}
+                assert {name for name, _ in seen} == work and "decode" in work, (path, seen)
 
     asyncio.run(story())
