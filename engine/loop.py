@@ -154,8 +154,8 @@ class EngineLoop:
             raise RequestError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
         check_rules(params, stop_ids)
         check_loop_rule(params.loop_rule)
-        if params.max_tokens < 1:
-            raise RequestError(f"max_tokens: want at least 1, got {params.max_tokens}")
+        if params.max_tokens < 0:
+            raise RequestError(f"max_tokens: want at least 0, got {params.max_tokens}")
         if not -(1 << 63) <= params.seed < 1 << 63:
             raise RequestError(f"seed: want a 64-bit integer, got {params.seed}")
         for name, value in (("top_k", params.top_k), ("min_tokens", params.min_tokens), ("choice", params.choice)):
@@ -286,10 +286,17 @@ class EngineLoop:
         return []
 
     def _prefill(self, step: PrefillStep) -> list[RequestOutput]:
-        sequence = step.sequence
-        logprobs = sequence.request.sampling.logprobs
+        sequence, params = step.sequence, step.sequence.request.sampling
         report = self.executor.prefill(
-            sequence.slot, sequence.pages, sequence.prompt, step.start, step.end, self.depth, logprobs
+            sequence.slot,
+            sequence.pages,
+            sequence.prompt,
+            step.start,
+            step.end,
+            self.depth,
+            params.logprobs,
+            params.prompt_logprobs,
+            params.max_tokens > 0,
         )
         sequence.num_prefilled = step.end
         return [] if report is None else self._outputs(sequence, report, after_round=False)
@@ -386,6 +393,7 @@ class EngineLoop:
             round=after_round,
             queue_seconds=sequence.take_queue_seconds(),
             looped=report.looped,
+            prompt_logprobs=report.prompt_logprobs,
         )
 
     def _fail(self, sequence: Sequence, error: str) -> list[RequestOutput]:

@@ -48,6 +48,30 @@ def metrics_of(plan: Plan, choices: Sequence[Choice]) -> ResponseMetrics:
     )
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's names."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+def prompt_logprobs_of(
+    entries: Sequence[TokenLogprob], wanted: int, tokenizer: Tokenizer
+) -> list[dict[str, PromptLogprob] | None]:
+    """Of a prompt's tokens, by id: the n likeliest and the token itself; nothing comes before the first."""
+
+    def shown(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(max(logprob, LOWEST_LOGPROB), rank, tokenizer.token_text(token_id))
+
+    found: list[dict[str, PromptLogprob] | None] = [None]
+    for entry in entries:
+        own = {str(entry.token_id): shown(entry.token_id, entry.logprob, entry.rank)}
+        top = entry.top[:wanted]
+        found.append({str(id): shown(id, value, rank) for rank, (id, value) in enumerate(top, 1)} | own)
+    return found
+
+
 def join(pieces: Sequence[Piece]) -> Piece:
     """The pieces of one choice as one."""
     last = pieces[-1]
@@ -147,6 +171,10 @@ class OpenAiFormat:
 
     def _token_ids(self, piece: Piece) -> list[int] | msgspec.UnsetType:
         return [token.token_id for token in piece.tokens] if self._plan.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, PromptLogprob] | None] | msgspec.UnsetType:
+        wanted = self._plan.prompt_logprobs
+        return UNSET if wanted is None else prompt_logprobs_of(choice.prompt_logprobs, wanted, self._tokenizer)
 
     def _top(self, entry: TokenLogprob) -> list[tuple[int, float]]:
         return [(token_id, max(value, LOWEST_LOGPROB)) for token_id, value in entry.top[: self._num_top]]

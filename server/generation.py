@@ -71,6 +71,7 @@ class Choice:
         self.first_token_seconds: float | None = None
         self.stop_reason: int | str | None = None
         self.looped = False
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.num_tokens = self.num_drafted = self.num_accepted = self.num_reasoning_tokens = 0
         self._num_generated = 0
         self.committed_per_round: Counter[int] = Counter()
@@ -232,6 +233,7 @@ class Choice:
             self.num_reasoning_tokens += begin is not None and begin <= start and (end is None or start < end)
 
     def _count(self, output: RequestOutput) -> None:
+        self.prompt_logprobs += output.prompt_logprobs or ()
         if output.queue_seconds is not None:
             self._metrics.on_queue(self.submit.key, output.queue_seconds)
         self._num_generated += len(output.token_ids)

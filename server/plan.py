@@ -75,6 +75,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     include_metrics: bool = False
     speculative_k: int
     priority: int = 0
+    prompt_logprobs: int | None = None
+    echoes_logprobs: bool = False
     custom_tools: frozenset[str] = frozenset()
 
     @property
@@ -106,16 +108,21 @@ def plan_completion(request: CompletionRequest, context: Context) -> Plan:
 
 def completion_steps(request: CompletionRequest, context: Context) -> Generator[None, None, Plan]:
     """The plan, of which others may have their turn between two prompts."""
-    if request.echo and request.logprobs is not None:
-        raise BadRequest("Log-probabilities of an echoed prompt are not supported yet.", param="echo")
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        raise BadRequest("Want max_tokens of at least 1, or 0 with 'echo' or 'prompt_logprobs'.", param="max_tokens")
     entries = prompt_entries(request)
     _check_num_sequences(len(entries), request.n or 1, context)
     last = _kept(request, request.max_tokens, context.ready)
     prompts = yield from read_prompts(request, entries, context.files.tokenizer, context.ready, last)
     sampling = _sampling(request, context, request.logprobs, _grammar(request, context))
-    limit = request.max_tokens or context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
+    if request.echo and request.logprobs is not None:
+        most = max(request.logprobs, sampling.prompt_logprobs or 0)
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
+    limit = context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
+    limit = limit if request.max_tokens is None else request.max_tokens
     limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]
-    return _plan("cmpl-", request, context, prompts, sampling, limits)
+    plan = _plan("cmpl-", request, context, prompts, sampling, limits)
+    return msgspec.structs.replace(plan, echoes_logprobs=bool(request.echo) and request.logprobs is not None)
 
 
 def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-") -> Plan:
@@ -185,6 +192,8 @@ def _plan(
     if sampling.min_tokens > min(limits):
         raise BadRequest(f"Want min_tokens <= max_tokens, got {sampling.min_tokens}.", param="min_tokens")
     stream, unique = bool(request.stream), secrets.token_hex(12)
+    if stream and request.prompt_logprobs is not None:
+        raise BadRequest("'prompt_logprobs' come with whole answers: want no 'stream'.", param="prompt_logprobs")
     if request.stream_options is not None and not stream:
         raise BadRequest("'stream_options' wants 'stream' to be true.", param="stream_options")
     return Plan(
@@ -204,6 +213,7 @@ def _plan(
         include_metrics=bool(request.include_metrics),
         speculative_k=_speculative_k(request, context.ready),
         priority=request.priority or 0,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -284,6 +294,7 @@ def _sampling(
         grammar=grammar,
         bad_words_token_ids=bad_words_ids(request.bad_words or [], context.files.tokenizer, vocab_size),
         allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids)) if request.allowed_token_ids else None,
+        prompt_logprobs=request.prompt_logprobs,
         loop_rule=loop_rule(request.loop_guard, request.repetition_detection, context.files.loop_rule),
     )
 

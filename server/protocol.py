@@ -32,7 +32,6 @@ NOT_YET = {
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "prompt_logprobs": (None,),
     "tool_choice": (None, "none"),
     "thinking_token_budget": (None,),
     "tools": (None, []),
@@ -175,6 +174,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     guided_json_object: Any = None
     speculation: SpeculationField | None = None
     priority: Priority | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     loop_guard: bool | LoopGuardField | None = None
     repetition_detection: RepetitionField | None = None
     include_metrics: bool | None = None
@@ -402,6 +402,7 @@ class Response(Struct, Generic[AnyChoice], frozen=True, kw_only=True):
     system_fingerprint: str
     seed: int
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Tokens(Struct, frozen=True):

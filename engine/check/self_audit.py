@@ -60,7 +60,9 @@ class SelfAudit:
         """A watched request that gave tokens waits to be checked; when too many wait, the oldest is forgotten."""
         tokens = self._watched.pop(request.request_id, None)
         if tokens and not failed:
-            sampling = msgspec.structs.replace(request.sampling, max_tokens=len(tokens), logprobs=None)
+            sampling = msgspec.structs.replace(
+                request.sampling, max_tokens=len(tokens), logprobs=None, prompt_logprobs=None
+            )
             again = msgspec.structs.replace(
                 request, request_id=PREFIX + request.request_id, sampling=sampling, speculative_k=0
             )

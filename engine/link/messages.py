@@ -67,8 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     end ids, filled in by the server) do too unless `ignore_eos`. `max_tokens` counts generated tokens.
     `logprobs` = n returns the n most likely tokens beside the chosen one; None returns nothing.
     `seed` is a 64-bit integer (the server draws one where the client gave none). Under a `grammar` the model's own end
-    ids always stop. `bad_words_token_ids` are sequences that must not be generated; where `allowed_token_ids`
-    is given, nothing but those may be.
+    ids always stop. `prompt_logprobs` = n returns the same of the prompt's own tokens, from the second on. With
+    `max_tokens` 0 the prompt is read, and nothing written. `bad_words_token_ids` are sequences that must not be
+    generated; where `allowed_token_ids` is given, nothing but those may be.
     """
 
     temperature: float = 1.0
@@ -87,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int = 0
     choice: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -121,11 +123,13 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log-probability of the chosen token under the trunk's raw logits, and the n most likely ones."""
+    """Log-probability of a token under the trunk's raw logits, and the n most likely ones. `rank`, of a prompt's token:
+    1 for the likeliest."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -134,7 +138,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `token_ids` are committed tokens in order, a stop id included as the last one (`stop_token_id` names it).
     num_drafted / num_accepted count this step's drafts really offered and accepted.
     `round` is False for the token that prefill chose. `queue_seconds`, once: from submission to admission.
-    `looped`: finish_reason "stop", because the text repeats itself.
+    `looped`: finish_reason "stop", because the text repeats itself. `prompt_logprobs`: of the prompt's next tokens.
     `error_code` says whose fault an error is: "queue_full" (503, try again), "invalid" (400), "nan" (500, the
     model's logits hold NaN), None (500).
     """
@@ -152,6 +156,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     synthetic: bool = False
     queue_seconds: float | None = None
     looped: bool = False
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,7 +8,7 @@ launched. A batch with a grammar runs in two parts: masks are computed on the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -75,10 +75,11 @@ class Executor(Protocol):
         ...
 
     def prefill(
-        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None
-    ) -> SequenceReport | None:
+        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
+        prompt_logprobs: int | None = None, generates: bool = True,
+    ) -> SequenceReport | None:  # fmt: skip
         """Runs prompt[start:end]. The chunk that ends the prompt also chooses the first token, which is waited for, and
-        drafts `depth` tokens from it."""
+        drafts `depth` tokens from it; not so, and the sequence is done, unless it `generates`."""
         ...
 
     def launch(self, batch: Batch, next_depth: int) -> Launched:
@@ -138,15 +139,21 @@ class RoundExecutor:
         self.model.trunk.state.reset(slot)
 
     def prefill(
-        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None
-    ) -> SequenceReport | None:
+        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
+        prompt_logprobs: int | None = None, generates: bool = True,
+    ) -> SequenceReport | None:  # fmt: skip
         """See Executor."""
         device, span = self.model.device, self.prompt.span(slot, start, end - start, table)
         hidden = self.prompt.trunk(torch.tensor(prompt[start:end], device=device), span)
+        read = None
+        if prompt_logprobs is not None:
+            read = self.prompt.logprobs(hidden, prompt[start + 1 : end + 1], prompt_logprobs)
         if end < len(prompt):
             if self.head_on:
                 self._fill(prompt[start + 1 : end + 1], hidden, span)
-            return None
+            return None if read is None else SequenceReport.of_prompt(slot, read, done=False)
+        if not generates:
+            return SequenceReport.of_prompt(slot, read, done=True)
         slots = torch.tensor([slot], device=device)
         self.state.length[slot] = end
         logits = self.prompt.logits(hidden[-1:])
@@ -158,7 +165,7 @@ class RoundExecutor:
             if depth:
                 self._first_drafts(slot, slots, table, rows[-1:], depth, end)
         self.grammars.advance([report])
-        return report
+        return replace(report, prompt_logprobs=read)
 
     def _fill(self, next_tokens: list[int], hidden: torch.Tensor, span: Span) -> torch.Tensor:
         return self.prompt.fill(torch.tensor(next_tokens, device=self.model.device), hidden, span)

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from pilotfish.engine.cache.tensors import KvCache
+from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.trunk import Layer, Norm
 from pilotfish.engine.round.operators import Operators, operators_of
+from pilotfish.engine.round.reports import prompt_logprobs
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.rope import rope_angles
 
@@ -81,6 +83,14 @@ class PromptPass:
         """The head's hidden rows [T, H] of a span's pairs; see DraftHead.fill."""
         assert self.model.head is not None
         return self.model.head.fill(self, next_tokens_T, hidden, span)
+
+    def logprobs(self, hidden: torch.Tensor, next_tokens: list[int], wanted: int) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens that follow hidden rows [n, H]; logits are held of MOST_ROWS rows at once."""
+        found = []
+        for start in range(0, len(next_tokens), MOST_ROWS):
+            tokens = next_tokens[start : start + MOST_ROWS]
+            found += prompt_logprobs(self.logits(hidden[start : start + len(tokens)]), tokens, wanted)
+        return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [n, V] of hidden rows [n, H], each as a round has it."""

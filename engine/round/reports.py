@@ -36,6 +36,12 @@ class SequenceReport:
     has_nan: bool
     logprobs: list[TokenLogprob] | None
     looped: bool = False
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+    @classmethod
+    def of_prompt(cls, slot: int, logprobs: list[TokenLogprob] | None, done: bool) -> SequenceReport:
+        """A chunk was read, and no token chosen."""
+        return cls(slot, [], 0, 0, False, done, False, None, prompt_logprobs=logprobs)
 
     def cut(self, count: int) -> SequenceReport:
         """The first `count` tokens, with which the text has begun to loop."""
@@ -45,6 +51,24 @@ class SequenceReport:
             self, token_ids=self.token_ids[:count], num_accepted=accepted, logprobs=logprobs, done=True, stopped=False,
             looped=True,
         )  # fmt: skip
+
+
+def prompt_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
+    """Of tokens that stand in a prompt, from the raw logits [n, V] of the rows before them."""
+    table = logits.log_softmax(-1)
+    own = torch.tensor(tokens, device=logits.device)[:, None]
+    chosen = table.gather(1, own)
+    ranks = (table > chosen).sum(1) + 1
+    top = table.topk(wanted) if wanted else None
+    return [
+        TokenLogprob(
+            token,
+            float(chosen[row, 0]),
+            [] if top is None else list(zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True)),
+            int(ranks[row]),
+        )
+        for row, token in enumerate(tokens)
+    ]
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:

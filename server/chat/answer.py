@@ -175,7 +175,7 @@ class ChatFormat(OpenAiFormat):
         response = self._with_metrics(response, choices)
         if self._plan.return_token_ids:
             response = msgspec.structs.replace(response, prompt_token_ids=self._plan.prompts[0].token_ids)
-        return response
+        return msgspec.structs.replace(response, prompt_logprobs=self._prompt_logprobs(choices[0]))
 
     def logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs | None:
         """Those of tokens that have any; None where nobody asked for them."""

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import openai
@@ -57,6 +58,52 @@ def test_k_changes_no_token(answers):
 def test_sampled_choices_differ_from_each_other(answers):
     choices = answers[1][1].choices
     assert len({tuple(choice.token_ids) for choice in choices}) > 1
+
+
+def test_an_echoed_prompt_has_its_log_probabilities(speculated):
+    """As lm-eval asks for them: what comes after the context is judged, and nothing is written."""
+    with client_of(speculated) as client:
+        base = {"model": "scripted", "prompt": CODE, "echo": True, "logprobs": 2, "temperature": 0}
+        read = client.completions.create(max_tokens=0, **base).choices[0]
+        written = client.completions.create(max_tokens=3, extra_body={"ignore_eos": True}, **base).choices[0]
+        chunks = list(client.completions.create(max_tokens=3, stream=True, extra_body={"ignore_eos": True}, **base))
+    assert read.text == CODE and read.finish_reason == "length"
+    logprobs, count = read.logprobs, len(read.logprobs.tokens)
+    assert "".join(logprobs.tokens) == CODE and logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+    assert all(value <= 0 for value in logprobs.token_logprobs[1:])
+    assert [CODE[a:b] for a, b in pairwise([*logprobs.text_offset, len(CODE)])] == logprobs.tokens
+    for token, value, top in list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))[
+        1:
+    ]:
+        assert top[token] == value and 2 <= len(top) <= 3
+    # the same bits whatever is written after it, and in a stream
+    assert written.logprobs.token_logprobs[:count] == logprobs.token_logprobs
+    assert len(written.logprobs.tokens) == count + 3 and written.text.startswith(CODE)
+    assert written.logprobs.text_offset[count:] == sorted(written.logprobs.text_offset[count:])
+    assert written.logprobs.text_offset[count] == len(CODE)
+    entries = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    assert [value for entry in entries for value in entry.token_logprobs] == written.logprobs.token_logprobs
+    assert [place for entry in entries for place in entry.text_offset] == written.logprobs.text_offset
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == written.text
+
+
+def test_prompt_logprobs_come_in_vllm_s_form(speculated):
+    with client_of(speculated) as client:
+        extra = {"prompt_logprobs": 1}
+        answer = client.completions.create(model="scripted", prompt=CODE, max_tokens=1, extra_body=extra)
+        chat = client.chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": "hi"}], max_tokens=1, extra_body=extra
+        )
+        for refused in ({"stream": True, "extra_body": extra}, {"max_tokens": 0}):
+            with pytest.raises(openai.BadRequestError):
+                client.completions.create(model="scripted", prompt=CODE, **refused)
+    found = answer.choices[0].prompt_logprobs
+    assert len(found) == answer.usage.prompt_tokens and found[0] is None
+    assert "".join(next(reversed(entry.values()))["decoded_token"] for entry in found[1:]) == CODE[len("def") :]
+    for entry in found[1:]:
+        ranks = [value["rank"] for value in entry.values()]
+        assert 1 in ranks and (len(ranks) == 1 or max(ranks) > 1)
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
 
 
 def test_streamed_text_is_the_whole_text(speculated, answers):

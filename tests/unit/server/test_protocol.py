@@ -39,7 +39,7 @@ def refusal(body, kind=CompletionRequest, strict=False):
         *(("presence_penalty", v) for v in (-2.1, 2.1)),
         *(("frequency_penalty", v) for v in (-2.1, 2.1)),
         *(("repetition_penalty", v) for v in (0, -1, 11)),
-        *(("max_tokens", v) for v in (0, -1, 1.5, 10**30, "7")),
+        *(("max_tokens", v) for v in (-1, 1.5, 10**30, "7")),
         *(("n", v) for v in (0, -1, 129)),
         *(("seed", v) for v in (2**63, -(2**63) - 1, 0.5)),
         *(("stop", v) for v in ("", [""], [1], ["a"] * 65, "x" * 1025)),
