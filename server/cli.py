@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,8 @@ OWN_PARSERS = {
     ),
 }
 """Sub-commands that read their own flags: the module, and what it does."""
+READ_CHATS = ("train-head", "draft-vocab")
+"""Sub-commands whose texts may be chats: they are given the checkpoint's template."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(given: list[str]) -> int:
     if given and given[0] in OWN_PARSERS:
         module, _ = OWN_PARSERS[given[0]]
-        return importlib.import_module(module).main(given[1:]) or 0
+        command = importlib.import_module(module).main
+        if given[0] in READ_CHATS:
+            from pilotfish.server.model_files import render_chat
+
+            command = partial(command, render_chat=render_chat)
+        return command(given[1:]) or 0
     args = build_parser().parse_args(given)
     if hasattr(args, "revision"):
         _fetch(args)

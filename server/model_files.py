@@ -9,9 +9,10 @@ from typing import Any, Literal
 import msgspec
 
 from pilotfish.engine.checkpoint.foreign import look_at
-from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.link.messages import LoopRule
 from pilotfish.server.calls.parser import END_THINK, FUNCTION
+from pilotfish.server.errors import BadRequest
 from pilotfish.server.text.chat_template import ChatTemplate, load_chat_template, token_content
 from pilotfish.server.text.tokenizer import Tokenizer
 
@@ -91,6 +92,17 @@ def load_model_files(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         defaults=_defaults({**chosen, **(override or {})}),
     )
+
+
+def render_chat(folder: Path, messages: list[dict[str, Any]]) -> str:
+    """The text of a chat that has taken place, by the folder's template. Raises OptionError where it has none."""
+    try:
+        template = load_model_files(folder).chat_template
+        if template is None:
+            raise OptionError(f"{folder}: has no chat template for messages")
+        return template.render(messages, add_generation_prompt=False)
+    except (ModelFilesError, BadRequest) as error:
+        raise OptionError(f"messages: {error}") from None
 
 
 def _is_on(parser: str, template: ChatTemplate | None, marker: str) -> bool:

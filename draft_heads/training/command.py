@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from pilotfish.draft_heads.training.fit import Figures, Fit, FitOptions
 from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates
 from pilotfish.draft_heads.training.module import TrainableHead
-from pilotfish.draft_heads.training.texts import Render, Rows, cut_rows, make_rows, read_documents, stream_of
+from pilotfish.draft_heads.training.texts import RenderChat, Rows, cut_rows, make_rows, read_documents, stream_of
 from pilotfish.engine.check.acceptance import PROMPT_TOKENS, Acceptance, cut_prompts, measure_acceptance
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.layouts import Module
@@ -71,13 +72,13 @@ class Trunk:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str], render_chat: RenderChat) -> int:
     args = _parser().parse_args(argv)
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     try:
         _check(args)
-        pays = train_head(args)
+        pays = train_head(args, render_chat)
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)
         return 2
@@ -91,11 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if pays else 1
 
 
-def train_head(args: argparse.Namespace) -> bool:
+def train_head(args: argparse.Namespace, render_chat: RenderChat) -> bool:
     """Whether the head is better than none, and than the one before it. Raises PilotfishError naming the option or file
     at fault, and OSError where something cannot be written any more."""
     source = resolve_model(args.model, args.revision)
-    rows = _read_rows(source, args)
+    rows = _read_rows(source, args, render_chat)
     trunk = _load_trunk(source, args)
     options = _options(args, trunk.plan.dtype)
     head = _initial_head(trunk, args)
@@ -178,26 +179,26 @@ class _Report:
 # What is trained, on what
 
 
-def _read_rows(source: Path, args: argparse.Namespace) -> Rows:
+def _read_rows(source: Path, args: argparse.Namespace, render_chat: RenderChat) -> Rows:
     config = open_checkpoint(source).config
     separator = config.eos_token_ids[0] if config.eos_token_ids else None
     if (length := args.row_tokens + args.own_tokens) > config.max_position_embeddings:
         own = f" with --own-tokens {args.own_tokens}" if args.own_tokens else ""
         raise OptionError(f"--row-tokens: the model takes {config.max_position_embeddings}, got {length}{own}")
     if args.heldout_text is None:
-        return make_rows(document_ids(source, args.text), separator, args.row_tokens, args.seed)
-    heldout = cut_rows(stream_of(document_ids(source, args.heldout_text), separator), args.row_tokens)
-    train = cut_rows(stream_of(document_ids(source, args.text), separator), args.row_tokens)
+        return make_rows(document_ids(source, args.text, render_chat), separator, args.row_tokens, args.seed)
+    heldout = cut_rows(stream_of(document_ids(source, args.heldout_text, render_chat), separator), args.row_tokens)
+    train = cut_rows(stream_of(document_ids(source, args.text, render_chat), separator), args.row_tokens)
     for rows, flag in ((train, "--text"), (heldout, "--heldout-text")):
         if not len(rows):
             raise OptionError(f"{flag}: want at least {args.row_tokens} tokens")
     return Rows(train, heldout)
 
 
-def document_ids(source: Path, paths: list[Path]) -> list[list[int]]:
+def document_ids(source: Path, paths: list[Path], render_chat: RenderChat) -> list[list[int]]:
     """Token ids of each text. Raises PilotfishError naming the file."""
     tokenizer, ids = read_tokenizer(source), []
-    documents = read_documents(paths, _renderer(source))
+    documents = read_documents(paths, partial(render_chat, source))
     # some at a time: what the library gives takes far more room than the ids
     for begin in range(0, len(documents), ENCODED_AT_ONCE):
         part = tokenizer.encode_batch(documents[begin : begin + ENCODED_AT_ONCE], add_special_tokens=False)
@@ -206,23 +207,6 @@ def document_ids(source: Path, paths: list[Path]) -> list[list[int]]:
     if largest >= vocab_size:
         raise OptionError(f"{source}: tokenizer.json gives token {largest}, the model has {vocab_size}")
     return ids
-
-
-def _renderer(source: Path) -> Render:
-    """Chats by the checkpoint's own template, read when the first one comes."""
-    from pilotfish.server.errors import BadRequest
-    from pilotfish.server.model_files import ModelFilesError, load_model_files
-
-    def render(messages: list[dict[str, Any]]) -> str:
-        try:
-            template = load_model_files(source).chat_template
-            if template is None:
-                raise OptionError(f"{source}: has no chat template for messages")
-            return template.render(messages, add_generation_prompt=False)
-        except (ModelFilesError, BadRequest) as error:
-            raise OptionError(f"messages: {error}") from None
-
-    return render
 
 
 def _load_trunk(source: Path, args: argparse.Namespace) -> Trunk:
@@ -386,7 +370,3 @@ def _parser() -> Parser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-threads", type=whole_number(1), metavar="N")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pilotfish.draft_heads.training.command import document_ids
+from pilotfish.draft_heads.training.texts import RenderChat
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.convert.write import write_text
@@ -23,23 +24,23 @@ from pilotfish.engine.output import check_file
 from pilotfish.engine.parser import Parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str], render_chat: RenderChat) -> int:
     args = _parser().parse_args(argv)
     try:
-        make_draft_vocab(args)
+        make_draft_vocab(args, render_chat)
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def make_draft_vocab(args: argparse.Namespace) -> None:
+def make_draft_vocab(args: argparse.Namespace, render_chat: RenderChat) -> None:
     """Raises PilotfishError naming the option or file at fault."""
     check_file(args.out, "--out")
     source = resolve_model(args.model, args.revision)
     config = open_checkpoint(source).config
     counts = np.zeros(config.vocab_size, dtype=np.int64)
-    for ids in document_ids(source, args.text):
+    for ids in document_ids(source, args.text, render_chat):
         if ids and max(ids) >= len(counts):
             raise OptionError(f"{source}: tokenizer.json has id {max(ids)}, the model {len(counts)} ids")
         counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=len(counts))

@@ -25,7 +25,9 @@ MIN_DOCUMENTS = 20
 """With fewer documents than this, the last tokens are held out in place of whole documents."""
 
 Render = Callable[[list[dict[str, Any]]], str]
-"""Chat messages to text, by the checkpoint's own template."""
+"""Chat messages to text, by a checkpoint's own template."""
+RenderChat = Callable[[Path, list[dict[str, Any]]], str]
+"""The same for any checkpoint folder; the caller's, so that training does not import the server."""
 
 
 @dataclass(frozen=True)

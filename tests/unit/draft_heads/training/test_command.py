@@ -16,6 +16,7 @@ from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.server import cli
+from pilotfish.server.model_files import render_chat
 from tests.support.tiny_models import build_tiny, write_tokenizer
 
 SMALL = ("--row-tokens", "32", "--batch-size", "4", "--depths", "2", "--eval-rows", "4", "--eval-every", "100")
@@ -213,4 +214,4 @@ def test_refuses_a_tokenizer_with_more_ids_than_the_model(text, tmp_path, capsys
 
 def test_a_chat_is_read_through_the_checkpoints_template(model, tmp_path):
     (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
-    assert command._renderer(model)([{"role": "user", "content": "hi"}]) == "<user>hi"
+    assert render_chat(model, [{"role": "user", "content": "hi"}]) == "<user>hi"
