@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Generator
-from typing import Any
 
 import msgspec
 
@@ -40,6 +39,8 @@ from pilotfish.server.text.token_rules import bad_words_ids, closable_thinking, 
 DEFAULT_COMPLETION_TOKENS = 16
 LOWEST_TEMPERATURE = 1e-5
 """Below it sampling is greedy, as in vLLM: logits divided by less overflow."""
+SHARED_FIELDS = frozenset(SamplingFields.__struct_fields__) & frozenset(SamplingParams.__struct_fields__)
+"""Fields that the engine knows by the API's name; those whose value is read in another way are set anew."""
 
 
 class StopRules(msgspec.Struct, frozen=True):
@@ -265,30 +266,22 @@ def _sampling(
 ) -> SamplingParams:
     """The request's values, then the checkpoint's, then neutral ones. max_tokens is filled in for each prompt."""
     defaults, vocab_size = context.files.defaults, context.ready.vocab_size
-
-    def choose(value: Any, default: Any, neutral: Any) -> Any:
-        return value if value is not None else default if default is not None else neutral
-
+    values = {name: getattr(request, name) for name in SHARED_FIELDS}
+    values |= {name: getattr(defaults, name, None) for name, value in values.items() if value is None}
+    given = SamplingParams(**{name: value for name, value in values.items() if value is not None})
     stop_ids = tuple(dict.fromkeys(request.stop_token_ids or ()))
     for token_id in stop_ids:
         check_id(token_id, vocab_size, "stop_token_ids")
     for token_id in request.allowed_token_ids or ():
         check_id(token_id, vocab_size, "allowed_token_ids")
-    temperature = choose(request.temperature, defaults.temperature, 1.0)
-    return SamplingParams(
-        temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
-        top_p=choose(request.top_p, defaults.top_p, 1.0),
+    return msgspec.structs.replace(
+        given,
+        temperature=given.temperature if given.temperature >= LOWEST_TEMPERATURE else 0.0,
         # more than all ids is all ids; -1 is vLLM's other way to say "off"
-        top_k=min(max(choose(request.top_k, defaults.top_k, 0), 0), vocab_size),
-        min_p=choose(request.min_p, defaults.min_p, 0.0),
-        repetition_penalty=choose(request.repetition_penalty, defaults.repetition_penalty, 1.0),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
+        top_k=min(max(given.top_k, 0), vocab_size),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        min_tokens=request.min_tokens or 0,
         stop_token_ids=stop_ids,
         eos_token_ids=tuple(token_id for token_id in context.files.eos_token_ids if 0 <= token_id < vocab_size),
-        ignore_eos=bool(request.ignore_eos),
         seed=request.seed if request.seed is not None else secrets.randbits(63),
         logprobs=logprobs,
         grammar=grammar,
