@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections import Counter
 
 import aiohttp
 import pytest
@@ -327,4 +328,7 @@ def test_files_used_up_by_others_are_a_few_lines_in_the_log(folder):
         asyncio.run(story())
     finally:
         logger.removeHandler(handler)
-    assert 1 <= len(lines) <= MOST and "out of system resource" in lines[0]
+    assert "out of system resource" in lines[0]
+    # other things that found no file may be told too, each as seldom
+    alike = Counter(line.partition("\n")[0] for line in lines)
+    assert max(alike.values()) <= MOST and len(alike) < 5, alike
