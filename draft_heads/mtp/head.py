@@ -52,7 +52,7 @@ class MtpHead:
         b, num_rows = round.buffers, count * width
         rows = round.ops.padded(num_rows)
         accepted = b.verdicts(count).head_row
-        self.rows(round, b.chosen[:rows], b.hidden[:rows], count, width, b.head_hidden[:count], accepted)
+        self.rows(round, b.chosen[:rows], b.first(rows).hidden, count, width, b.head_hidden[:count], accepted)
         round.see("head", b.x[:num_rows])
         round.mark("repair")
         self.propose(round, count, depth, flags)
@@ -60,7 +60,7 @@ class MtpHead:
     def propose(self, round: RoundPass, count: int, depth: int, flags: int) -> None:
         """See DraftHead. Every draft but the last appends one entry to the head's own cache."""
         b, rows = round.buffers, round.ops.padded(count)
-        hidden = b.head_hidden[:rows]
+        hidden = b.first(rows).head_hidden
         for number in range(depth):
             if number:
                 round.plan(count, 1, number - 1)
@@ -72,9 +72,8 @@ class MtpHead:
         chosen: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """The head over count * width planned rows; its last norm, of all rows or those chosen, goes to `out`."""
-        b, ops = round.buffers, round.ops
-        rows = ops.padded(count * width)
-        pair = b.pair[:rows]
-        ops.pair_norm(tokens, round.embedding, hidden, (self.embedding_norm, self.hidden_norm), pair)
-        ops.linear(self.fc, pair, b.x[:rows])
+        ops = round.ops
+        v = round.buffers.first(ops.padded(count * width))
+        ops.pair_norm(tokens, round.embedding, hidden, (self.embedding_norm, self.hidden_norm), v.pair)
+        ops.linear(self.fc, v.pair, v.x)
         round.full_layer(self.layer, self.cache, count, width, self.norm, out, chosen)

@@ -51,9 +51,9 @@ class RoundBody:
         trunk, b, state, ops = self.model.trunk, self.buffers, self.state, self.ops
         count, width, num_rows = shape.num_sequences, shape.width, shape.num_rows
         slots, rows = b.slots[:count], ops.padded(shape.num_rows)
-        x, h, first = b.x[:rows], b.h[:rows], trunk.layers[0].input_norm
+        v, first = b.first(rows), trunk.layers[0].input_norm
         self.plan(count, width, 0)
-        ops.embed_rows(trunk.embedding, first, slots, state, width, b.tokens[:rows], x, h, b.scratch)
+        ops.embed_rows(trunk.embedding, first, slots, state, width, b.tokens[:rows], v.x, v.h, b.scratch)
         ops.replay(slots, state, trunk.state, b.scratch)
         caches, number, norms = iter(trunk.kv), 0, trunk.norms_after()
         for index, (layer, after) in enumerate(zip(trunk.layers, norms, strict=True)):
@@ -64,13 +64,14 @@ class RoundBody:
                 kind = "linear_attn"
                 self._delta_net(layer.mixer, number, count, width)
                 number += 1
-            mixed = sum_over_ranks(b.delta[:rows])
-            self.see(f"layers.{index}.{kind}", mixed[:num_rows])
-            ops.add_norm(x, mixed, layer.post_norm, h)
-            out = b.hidden[:rows] if after is trunk.norm else h
+            mixed = sum_over_ranks(v.delta)
+            if self.is_watched:
+                self.see(f"layers.{index}.{kind}", mixed[:num_rows])
+            ops.add_norm(v.x, mixed, layer.post_norm, v.h)
+            out = v.hidden if after is trunk.norm else v.h
             self._feed_forward(layer, num_rows, after, out, name=f"layers.{index}")
         ops.keep_rows(slots, trunk.state, b.scratch)
-        ops.linear(trunk.lm_head, b.hidden[:rows], b.logits[:rows])
+        ops.linear(trunk.lm_head, v.hidden, b.logits[:rows])
         self.see("logits", b.logits[:num_rows])
         self.mark("verify")
 
@@ -124,21 +125,20 @@ class RoundBody:
     ) -> None:  # fmt: skip
         """A full-attention layer over the stream's first count * width rows, in place; then out = `norm` of all rows,
         or of those chosen."""
-        b, ops, rows = self.buffers, self.ops, self.ops.padded(count * width)
-        x, h = b.x[:rows], b.h[:rows]
+        ops, v = self.ops, self.buffers.first(self.ops.padded(count * width))
         assert isinstance(layer.mixer, GatedAttention)
-        ops.add_norm(x, None, layer.input_norm, h)
+        ops.add_norm(v.x, None, layer.input_norm, v.h)
         self._attention(layer.mixer, cache, count, width)
-        ops.add_norm(x, sum_over_ranks(b.delta[:rows]), layer.post_norm, h)
+        ops.add_norm(v.x, sum_over_ranks(v.delta), layer.post_norm, v.h)
         self._feed_forward(layer, count * width, norm, out, chosen)
 
     def choose_draft(self, count: int, number: int, flags: int) -> None:
         """Draft `number` of each sequence by its own rule and noise, from head_hidden, into the state and `draft`."""
         b, ops, vocabulary = self.buffers, self.ops, self.model.draft_vocabulary
         lm_head = self.model.trunk.lm_head if vocabulary is None else vocabulary.lm_head
-        rows = ops.padded(count)
-        logits = b.drafting(rows, lm_head.out_features)
-        ops.linear(lm_head, b.head_hidden[:rows], logits)
+        v = b.first(ops.padded(count))
+        logits = v.drafting(lm_head.out_features)
+        ops.linear(lm_head, v.head_hidden, logits)
         ops.choose(
             logits, b.slots[:count], self.state, 1, b.draft[:count], b.scratch, flags,
             kept=None if vocabulary is None else vocabulary.ids, first=number, draft=True,
@@ -156,22 +156,22 @@ class RoundBody:
     # -- operators of a layer ---------------------------------------------------------------------------------------
 
     def _attention(self, mixer: GatedAttention, cache: KvCache, count: int, width: int) -> None:
-        b, ops, rows = self.buffers, self.ops, self.ops.padded(count * width)
-        projected = b.projected(rows, mixer.qkvg.out_features)
-        mixed = b.mixed(rows, mixer.output.in_features)
-        ops.linear(mixer.qkvg, b.h[:rows], projected)
+        b, ops = self.buffers, self.ops
+        v = b.first(ops.padded(count * width))
+        projected, mixed = v.projected(mixer.qkvg.out_features), v.mixed(mixer.output.in_features)
+        ops.linear(mixer.qkvg, v.h, projected)
         ops.attention_window(mixer, projected, b.slots[:count], width, b.tables, cache, b.scratch, mixed)
-        ops.linear(mixer.output, mixed, b.delta[:rows])
+        ops.linear(mixer.output, mixed, v.delta)
 
     def _delta_net(self, mixer: GatedDeltaNet, number: int, count: int, width: int) -> None:
-        b, ops, rows = self.buffers, self.ops, self.ops.padded(count * width)
-        projected = b.projected(rows, mixer.in_proj.out_features)
-        mixed = b.mixed(rows, mixer.output.in_features)
-        ops.linear(mixer.in_proj, b.h[:rows], projected)
+        b, ops = self.buffers, self.ops
+        v = b.first(ops.padded(count * width))
+        projected, mixed = v.projected(mixer.in_proj.out_features), v.mixed(mixer.output.in_features)
+        ops.linear(mixer.in_proj, v.h, projected)
         ops.gdn_window(
             mixer, number, projected, b.slots[:count], width, self.state, self.model.trunk.state, b.scratch, mixed
         )
-        ops.linear(mixer.output, mixed, b.delta[:rows])
+        ops.linear(mixer.output, mixed, v.delta)
 
     def _feed_forward(
         self, layer: Layer, num_rows: int, norm: Norm, out: torch.Tensor, chosen: torch.Tensor | None = None,
@@ -181,29 +181,30 @@ class RoundBody:
 
         x may stay as it was where rows are chosen: it is read no more. A layer with a `name` is shown.
         """
-        b, ops, rows = self.buffers, self.ops, self.ops.padded(num_rows)
-        x, h = b.x[:rows], b.h[:rows]
+        b, ops = self.buffers, self.ops
+        v = b.first(ops.padded(num_rows))
+        x = v.x
         if isinstance(layer.mlp, GatedMlp):
-            inner = b.inner(rows, layer.mlp.down.in_features)
-            ops.gate_up(layer.mlp, h, inner)
-            ops.linear(layer.mlp.down, inner, b.delta[:rows])
-            added = sum_over_ranks(b.delta[:rows])
+            inner = v.inner(layer.mlp.down.in_features)
+            ops.gate_up(layer.mlp, v.h, inner)
+            ops.linear(layer.mlp.down, inner, v.delta)
+            added = sum_over_ranks(v.delta)
             ops.add_norm(x, added, norm, out, chosen)
             if chosen is not None and self.is_watched:
                 x += added
         else:
             moe = layer.mlp
             weights, ids, gate = b.expert_weights[:num_rows], b.expert_ids[:num_rows], b.shared_gate[:num_rows]
-            logits = b.router_logits(rows, moe.router.out_features)
-            ops.linear(moe.router, h, logits)
+            logits = v.router_logits(moe.router.out_features)
+            ops.linear(moe.router, v.h, logits)
             ops.route(logits, weights, ids, gate)
             if name is not None:
                 self.see(f"{name}.experts", ids)
-            parts: Any = sum_over_ranks(ops.experts(moe, h, ids, b.scratch))
+            parts: Any = sum_over_ranks(ops.experts(moe, v.h, ids, b.scratch))
             if chosen is None:
                 ops.combine(parts, weights, gate, x, norm, out)
             else:
                 ops.combine(parts, weights, gate, x)
                 ops.add_norm(x, None, norm, out, chosen)
-        if name is not None:
+        if name is not None and self.is_watched:
             self.see(f"{name}.mlp", x[:num_rows])

@@ -61,31 +61,61 @@ class RoundBuffers:
         self._counts, self.chosen, self.has_nan = split_report(self.report, sizes)
         self._head_row = buffer(sequences, kind=torch.int32)
         self.draft = buffer(drafted, kind=torch.int64)
+        self._first: dict[int, FirstRows] = {}
 
     def verdicts(self, count: int) -> Verdicts:
         """Of the first `count` sequences."""
         accepted, committed, offered, stopped, done = self._counts[:, :count]
         return Verdicts(accepted, committed, offered, stopped, done, self._head_row[:count])
 
-    def projected(self, rows: int, width: int) -> torch.Tensor:
+    def first(self, rows: int) -> FirstRows:
+        """What a pass over the first `rows` rows works on."""
+        if rows not in self._first:
+            self._first[rows] = FirstRows(self, rows)
+        return self._first[rows]
+
+    def matrix(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """A buffer's front as [rows, width]."""
+        flat: torch.Tensor = getattr(self, name).flatten()
+        return flat[: rows * width].view(rows, width)
+
+
+class FirstRows:
+    """The first rows of the buffers that every layer goes through, and of those whose width is the layer's: views, made
+    once, since on a CPU making them costs as much as some operators."""
+
+    def __init__(self, buffers: RoundBuffers, rows: int):
+        b = buffers
+        shared = (b.x, b.h, b.delta, b.hidden, b.head_hidden, b.pair)
+        self.x, self.h, self.delta, self.hidden, self.head_hidden, self.pair = (buffer[:rows] for buffer in shared)
+        self._buffers, self._rows = buffers, rows
+        self._matrices: dict[tuple[str, int], torch.Tensor] = {}
+
+    def _matrix(self, name: str, width: int) -> torch.Tensor:
+        key = (name, width)
+        if key not in self._matrices:
+            self._matrices[key] = self._buffers.matrix(name, self._rows, width)
+        return self._matrices[key]
+
+    def projected(self, width: int) -> torch.Tensor:
         """What a mixer's input product gives, [rows, width]."""
-        return _matrix(self._projected, rows, width)
+        return self._matrix("_projected", width)
 
-    def mixed(self, rows: int, width: int) -> torch.Tensor:
+    def mixed(self, width: int) -> torch.Tensor:
         """What a mixer's output product reads, [rows, width]."""
-        return _matrix(self._mixed, rows, width)
+        return self._matrix("_mixed", width)
 
-    def drafting(self, rows: int, width: int) -> torch.Tensor:
-        """fp32 [rows, width]: logits to choose drafts from."""
-        return _matrix(self.draft_logits.flatten(), rows, width)
-
-    def inner(self, rows: int, width: int) -> torch.Tensor:
+    def inner(self, width: int) -> torch.Tensor:
         """Between the products of a dense MLP, [rows, width]."""
-        return _matrix(self._inner, rows, width)
+        return self._matrix("_inner", width)
 
-    def router_logits(self, rows: int, width: int) -> torch.Tensor:
+    def router_logits(self, width: int) -> torch.Tensor:
         """fp32 [rows, experts + 1]."""
-        return _matrix(self._router_logits, rows, width)
+        return self._matrix("_router_logits", width)
+
+    def drafting(self, width: int) -> torch.Tensor:
+        """fp32 [rows, width]: logits to choose drafts from."""
+        return self._matrix("draft_logits", width)
 
 
 def report_size(sizes: Sizes) -> int:
@@ -104,10 +134,6 @@ def _report_parts(sizes: Sizes) -> list[int]:
     does not, and the number of sequences must not choose the kernels."""
     sequences, rows = (number + number % 2 for number in (sizes.max_sequences, sizes.max_rows))
     return [40 * sequences, 8 * rows, 4 * rows]
-
-
-def _matrix(buffer: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    return buffer[: rows * width].view(rows, width)
 
 
 def _widest_projection(config: ModelConfig) -> int:
