@@ -20,8 +20,9 @@ class RoundPass(Protocol):
 
     `ops` is the table of operators (engine.round.operators). Of `buffers` a head reads `slots` [B], `chosen` (the
     trunk's own token of every row, int64), `hidden` (the trunk's final-norm hidden of every row) and `verdicts(B)`; it
-    writes `x` (the stream, fp32), `pair` [., 2H] and `head_hidden`, from which drafts are chosen; `first(n)` are views. `state` is every
-    slot's. A head waits for nothing and looks at no value: what it records may be captured.
+    writes `x` (the stream, fp32), `pair` [., 2H] and `head_hidden`, from which drafts are chosen; `first(n)` has views
+    of their first rows. `state` is every slot's. A head waits for nothing and looks at no value: what it records may be
+    captured.
     """
 
     @property

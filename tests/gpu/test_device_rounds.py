@@ -17,10 +17,17 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.check.audit.command import make_auditor, parse
 from pilotfish.engine.check.audit.run import Auditor, audit
+from pilotfish.engine.checkpoint.load import load_weights
+from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.kernels.cuda.linear import PackedLinear
 from tests.support.findings import assert_nothing_found
+from tests.support.naive_forward import naive_forward
+from tests.support.tiny_models import build_tiny
+from tests.support.windows import Windows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -231,3 +238,29 @@ def test_dependent_launch_and_graphs_change_nothing(kv_dtype):
     decoded = decode(loop, 4, requests)
     assert_plain(decoded, kv_dtype, "captured without dependent launch")
     assert set(decoded.graphs) == {True}
+
+
+@torch.inference_mode()
+def test_the_kernels_say_what_the_formulas_say(tmp_path):
+    """Rows of prompts and of windows, against the model written out in fp64, which shares nothing with either table."""
+    checkpoint = open_checkpoint(build_tiny(tmp_path / "moe", "moe", dtype="bfloat16"))
+    weights = load_weights(checkpoint, progress=False)
+    ids = random_prompts(1, 60, checkpoint.config.vocab_size)[0]
+    wanted, logits = (rows.float() for rows in naive_forward(checkpoint.config, weights, ids))
+    sizes = CacheSizes(4, 5, 0)
+    model = build_model(weights, checkpoint.config, sizes, torch.bfloat16, torch.device("cuda"), fused=True)
+    prompt, windows = PromptPass(model), Windows(model)
+    model.trunk.state.reset(1)
+    tokens = torch.tensor(ids, device="cuda")
+    found = [prompt.trunk(tokens[:21], prompt.span(1, 0, 21, [2, 1])).cpu().float()]
+    at, pending, said = 21, 0, []
+    for width, accepted in ((9, 4), (1, 1), (4, 4), (6, 2), (9, 9)):
+        window = tokens[None, at : at + width].clone()
+        window[0, accepted:] = 3
+        found.append(windows.trunk(window, [1], [at], [[2, 1]], [pending])[:accepted].cpu().float())
+        said.append(windows.logits[:accepted].cpu())
+        at, pending = at + accepted, accepted
+    # bf16 activations through four layers, and two experts of eight that may change places where they are nearly equal
+    for got, want in ((torch.cat(found), wanted[:at]), (torch.cat(said), logits[21:at])):
+        error = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert float(error.median()) < 0.03 and float(error.mean()) < 0.1, error

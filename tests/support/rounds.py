@@ -51,7 +51,7 @@ MODELS = [(kind, dtype) for kind in ("hv_gt_hk", "moe") for dtype in ("float32",
 
 
 @cache
-def _checkpoint(kind: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+def checkpoint_of(kind: str, dtype: str) -> tuple[Any, dict[str, Any]]:
     with TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(build_tiny(folder, kind, dtype=dtype))
         return checkpoint.config, load_weights(checkpoint, progress=False)
@@ -71,7 +71,7 @@ def make_engine(
     kv_dtype: torch.dtype | None = None,
 ) -> Engine:
     """An engine with caches of its own, full of NaN. depth 0: no head."""
-    config, weights = _checkpoint(kind, dtype)
+    config, weights = checkpoint_of(kind, dtype)
     kept = {name: weight for name, weight in weights.items() if depth or not name.startswith("mtp.")}
     plan = Plan(
         CPU,

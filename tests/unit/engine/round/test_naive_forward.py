@@ -12,7 +12,7 @@ import torch
 
 from pilotfish.engine.round.prompt import PromptPass
 from tests.support.naive_forward import naive_forward, naive_head
-from tests.support.rounds import _checkpoint, make_engine, random_prompt
+from tests.support.rounds import checkpoint_of, make_engine, random_prompt
 from tests.support.windows import Windows
 
 KINDS = ("hv_gt_hk", "moe")
@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 @cache
 def written_out(kind):
     """Ids, hidden and logits of a text, and the head's hidden."""
-    config, weights = _checkpoint(kind, "float32")
+    config, weights = checkpoint_of(kind, "float32")
     ids = random_prompt(LENGTH, 8)
     hidden, logits = naive_forward(config, weights, ids)
     return ids, hidden.float(), logits.float(), naive_head(config, weights, hidden[:-1], ids[1:]).float()
