@@ -16,7 +16,7 @@ OLDEST_TESTS ?= tests/unit $(addprefix tests/e2e/test_,$(addsuffix .py,openai_cl
   structured token_rules faults cors origins limits tls))
 LEGS ?=
 
-.PHONY: demo serve test test-oldest check bench audit fuzz soak gpu-test gpu-bench clean
+.PHONY: demo serve test test-oldest check bench audit fuzz mutation soak gpu-test gpu-bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py
 	@echo "setting up $(VENV), once: a few minutes, most of them for torch"
@@ -60,6 +60,9 @@ fuzz: $(VENV)/.installed  ## grammars, then hostile requests to the server, on t
 	$(BIN)/python -m tests.fuzz.grammars --count 50000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.campaign --requests 10000 --sessions 2000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.campaign --requests 1000 --seed $(SEED) --model $(MODEL)
+
+mutation: $(VENV)/.installed  ## small faults in the engine, one at a time: the audit must name all that change a token
+	$(BIN)/python -m tests.mutation.campaign
 
 soak: $(VENV)/.installed  ## attacks beside a victim's stream, then 64 streaming clients: 10 minutes on the model, one at 200 tokens/s
 	$(BIN)/python -m tests.soak.attacks --seconds 10 --model $(MODEL)

@@ -185,27 +185,28 @@ class Auditor:
 
     def _compare_drafts(self, run: str, depth: int, got: dict[str, Transcript]) -> list[Finding]:
         """Drafts are a function of the text before them: those of all runs agree as far as they go, and a head that
-        does not look things up makes as many as may be accepted."""
+        does not look things up offers as many as may be accepted."""
         found: dict[str, Finding] = {}
         for request in self.requests:
             name = request.request_id
             for length, drafts in sorted(got[name].drafts.items()):
                 known = self.drafts[name].get(length, [])
                 wrong = [i for i, (a, b) in enumerate(zip(known, drafts, strict=False), 1) if a != b]
-                if not wrong and len(drafts) < self._num_offered(request, depth, length):
-                    wrong = [len(drafts) + 1]
+                offered = self._num_offered(request, depth, length)
+                if not wrong and offered is not None and len(drafts) != offered:
+                    wrong = [min(len(drafts), offered) + 1]
                 if wrong:
                     found.setdefault(name, Finding(run, name, length, f"draft {wrong[0]}"))
                 if len(drafts) > len(known):
                     self.drafts[name][length] = drafts
         return list(found.values())
 
-    def _num_offered(self, request: Submit, depth: int, length: int) -> int:
-        """Drafts that must be made when so many tokens are in the caches."""
+    def _num_offered(self, request: Submit, depth: int, length: int) -> int | None:
+        """Drafts that must be offered when so many tokens are in the caches, None where it is not known."""
         if request.sampling.grammar is not None or isinstance(self.model.head, LookupHead) or self.model.head is None:
-            return 0
+            return None
         own_k = depth if request.speculative_k is None else min(depth, request.speculative_k)
-        return min(own_k, len(request.prompt_token_ids) + request.sampling.max_tokens - length - 2)
+        return max(0, min(own_k, len(request.prompt_token_ids) + request.sampling.max_tokens - length - 2))
 
     def check_head(self) -> RunResult:
         """After all runs: their drafts, and how many were accepted, against a head computed from scratch; and k = 0
