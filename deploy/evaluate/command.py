@@ -5,9 +5,9 @@
     pilotfish eval /path/to/checkpoint --k 0 [-- --max-model-len 8192 ...]
 
 With a checkpoint a server is started (flags after `--` go to `pilotfish serve`) and ended. Tasks that rank given
-endings by their log-probability cannot run: the server refuses echo with logprobs; use tasks that generate. Speculation
-changes no answer, so --k 0 must give the same scores. Needs `pip install 'pilotfish[eval]'`, or --client own for the
-shipped questions.
+endings by their log-probability take the checkpoint's tokenizer: --tokenizer, where the target is an address.
+Speculation changes no answer, so --k 0 must give the same scores. Needs `pip install 'pilotfish[eval]'`, or --client
+own for the shipped questions.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def evaluate(url: str, args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
         chat=args.chat,
         limit=args.limit,
         include_path=args.include_path,
+        tokenizer=args.tokenizer,
     )
     wanted = ("results", "samples", "versions", "lm_eval_version")
     kept: dict[str, Any] = {name: results[name] for name in wanted if name in results}
@@ -91,6 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("target", metavar="URL-or-MODEL", help="a server that runs, or a checkpoint folder to serve")
     add("--tasks", type=words, default=[harness.OWN_GROUP], metavar="LIST", help=f"default: {harness.OWN_GROUP}")
     add("--include-path", type=Path, metavar="DIR", help="a folder with tasks of your own, in lm-eval's YAML")
+    add("--tokenizer", type=Path, metavar="DIR", help="the checkpoint's folder, for tasks that rank endings")
     add("--chat", action="store_true", help="over chat completions, for tasks that want a chat template")
     add("--k", type=int, metavar="K", help="drafted tokens a round (default: what is served)")
     add("--limit", type=int, metavar="N", help="questions of each task")
@@ -99,6 +101,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add_endpoint_flags(parser)
     args = parser.parse_args(own)
     args.is_url = args.target.startswith(("http://", "https://"))
+    if args.tokenizer is None and not args.is_url:
+        args.tokenizer = Path(args.target)
     args.server_flags = flags
     if args.is_url and flags:
         parser.error("flags after -- are for a server that is started: want a MODEL")

@@ -52,8 +52,10 @@ def run(
     chat: bool = False,
     limit: int | None = None,
     include_path: Path | None = None,
+    tokenizer: Path | None = None,
 ) -> dict[str, Any]:
-    """lm-eval's own results. Raises ImportError without lm-eval; ValueError for a task that it does not find."""
+    """lm-eval's own results. Tasks that rank given endings take the checkpoint's `tokenizer`, to count what stands
+    before them. Raises ImportError without lm-eval; ValueError for a task that it does not find."""
     # its data sets read a local file; the hub is asked for nothing
     own_only = all(name in (OWN_GROUP, *OWN_TASKS) for name in tasks)
     if own_only:
@@ -73,12 +75,14 @@ def run(
         "tokenizer_backend": None,
         "tokenized_requests": False,
     }
+    if tokenizer is not None and not chat:
+        arguments |= {"tokenizer_backend": "huggingface", "tokenizer": str(tokenizer)}
     if key is not None:
         arguments["auth_token"] = key
         os.environ["OPENAI_API_KEY"] = key
     manager = TaskManager(include_path=include_path, include_defaults=not own_only)
     if not own_only:
-        _check(manager, wanted)
+        _check(manager, wanted, ranks=tokenizer is not None and not chat)
     return lm_eval.simple_evaluate(
         model="local-chat-completions" if chat else "local-completions",
         model_args=arguments,
@@ -92,18 +96,18 @@ def run(
     )
 
 
-def _check(manager: Any, tasks: Sequence[Any]) -> None:
-    """Raises ValueError for a name that lm-eval does not know, and for tasks that our server cannot run."""
+def _check(manager: Any, tasks: Sequence[Any], ranks: bool) -> None:
+    """Raises ValueError for a name that lm-eval does not know, and for tasks that cannot run so."""
     try:
         loaded = manager.load(tasks)["tasks"]
     except KeyError as error:
         raise ValueError(str(error.args[0])) from None
     ranked = [name for name, task in loaded.items() if task.OUTPUT_TYPE != "generate_until"]
-    if ranked:
+    if ranked and not ranks:
         more = ", .." if len(ranked) > 3 else ""
         raise ValueError(
-            f"{', '.join(ranked[:3])}{more}: want tasks that generate; these rank given endings by log-probability, "
-            "which takes echo with logprobs"
+            f"{', '.join(ranked[:3])}{more}: these rank given endings by log-probability: want --tokenizer, the "
+            "checkpoint's folder, and no --chat"
         )
 
 
