@@ -27,7 +27,6 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_rounds: int
     num_round_tokens: int
-    synthetic: bool = False
 
 
 class Collector:
@@ -37,7 +36,7 @@ class Collector:
         self.registry = registry
         self._version = version
         self._series: dict[str, Any] = {**build(registry)}
-        self._rounds = {flag: _RoundSeries(self._series, flag) for flag in ("0", "1")}
+        self._rounds = _RoundSeries(self._series)
         self._phases = {name: self._series["round_seconds"].labels(name) for name in PHASES}
         self._paths = {name: self._series["rounds"].labels(name) for name in ROUND_PATHS}
         self._first_token = self._series["time_to_first_token_seconds"]
@@ -69,7 +68,7 @@ class Collector:
             if check is not None and check.verdict != "untested":
                 series["self_test_failed"].labels(part).set(int(check.verdict != "ok"))
         self._on_capacity(ready)
-        self._rounds["0"].prepare(ready.num_speculative_tokens)
+        self._rounds.prepare(ready.num_speculative_tokens)
         self.on_engine(True)
 
     def _on_capacity(self, ready: Ready) -> None:
@@ -126,7 +125,7 @@ class Collector:
         if output.error_code == "nan":
             self._series["nan_requests"].inc()
         if output.round:
-            self._rounds["1" if output.synthetic else "0"].observe(output)
+            self._rounds.observe(output)
 
     def on_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -147,7 +146,7 @@ class Collector:
         series["request_generation_tokens"].observe(end.num_tokens)
         if end.num_rounds:
             length = end.num_round_tokens / end.num_rounds
-            self._rounds["1" if end.synthetic else "0"].acceptance_length.observe(length)
+            self._rounds.acceptance_length.observe(length)
 
     def on_key(self, key: str, num_tokens: int) -> None:
         """A request has ended, answered or not; `key` is the label of its API key, or "none"."""
@@ -167,24 +166,22 @@ class Collector:
 
 
 class _RoundSeries:
-    """The acceptance series for one value of `synthetic`."""
+    """The acceptance series."""
 
-    def __init__(self, series: dict[str, Any], flag: str) -> None:
-        self._flag = flag
-        self._drafts = series["spec_decode_num_drafts"].labels(flag)
-        self._drafted = series["spec_decode_num_draft_tokens"].labels(flag)
-        self._accepted = series["spec_decode_num_accepted_tokens"].labels(flag)
+    def __init__(self, series: dict[str, Any]) -> None:
+        self._drafts = series["spec_decode_num_drafts"]
+        self._drafted = series["spec_decode_num_draft_tokens"]
+        self._accepted = series["spec_decode_num_accepted_tokens"]
         self._drafted_at = series["spec_decode_num_draft_tokens_per_pos"]
         self._accepted_at = series["spec_decode_num_accepted_tokens_per_pos"]
-        self._committed = series["spec_decode_committed_tokens_per_round"].labels(flag)
-        self.acceptance_length = series["spec_decode_request_acceptance_length"].labels(flag)
+        self._committed = series["spec_decode_committed_tokens_per_round"]
+        self.acceptance_length = series["spec_decode_request_acceptance_length"]
         self._positions: list[tuple[Any, Any]] = []
 
     def prepare(self, num_positions: int) -> None:
         """Series exist, at 0, before anything happens: rates then start from the first scrape."""
         for position in range(len(self._positions), num_positions):
-            labels = {"position": str(position), "synthetic": self._flag}
-            self._positions.append((self._drafted_at.labels(**labels), self._accepted_at.labels(**labels)))
+            self._positions.append((self._drafted_at.labels(str(position)), self._accepted_at.labels(str(position))))
 
     def observe(self, output: RequestOutput) -> None:
         """Accepted drafts are always a prefix, so the counts by position follow from the two numbers."""

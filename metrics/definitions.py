@@ -1,8 +1,7 @@
 """Every metric: name, kind, unit, labels, buckets. What is not in this table is not exported.
 
 Names end in their base unit; counters in `_total`. Acceptance is exported as raw counts, so that any window's
-acceptance length is (accepted + drafts) / drafts of the rates. `synthetic` is "1" for rounds whose verdicts were forced
-(oracle runs), "0" for real ones.
+acceptance length is (accepted + drafts) / drafts of the rates.
 """
 
 from __future__ import annotations
@@ -91,15 +90,12 @@ class Definition(msgspec.Struct, frozen=True):
     buckets: tuple[float, ...] = ()
 
 
-SYNTHETIC = ("synthetic",)
-POSITION = ("position", "synthetic")
+POSITION = ("position",)
 
 DEFINITIONS = (
-    Definition(
-        SPEC + "num_drafts_total", "counter", "Rounds of a sequence in which at least one draft was offered.", SYNTHETIC
-    ),
-    Definition(SPEC + "num_draft_tokens_total", "counter", "Drafted tokens offered to the trunk.", SYNTHETIC),
-    Definition(SPEC + "num_accepted_tokens_total", "counter", "Drafted tokens that the trunk agreed with.", SYNTHETIC),
+    Definition(SPEC + "num_drafts_total", "counter", "Rounds of a sequence in which at least one draft was offered."),
+    Definition(SPEC + "num_draft_tokens_total", "counter", "Drafted tokens offered to the trunk."),
+    Definition(SPEC + "num_accepted_tokens_total", "counter", "Drafted tokens that the trunk agreed with."),
     Definition(
         SPEC + "num_draft_tokens_per_pos_total",
         "counter",
@@ -113,15 +109,13 @@ DEFINITIONS = (
         SPEC + "committed_tokens_per_round",
         "histogram",
         "Tokens that one round added to one sequence, the trunk's own token included.",
-        SYNTHETIC,
-        COMMITTED,
+        buckets=COMMITTED,
     ),
     Definition(
         SPEC + "request_acceptance_length",
         "histogram",
         "Mean committed tokens a round over a whole request, observed at its end.",
-        SYNTHETIC,
-        ACCEPTANCE_LENGTH,
+        buckets=ACCEPTANCE_LENGTH,
     ),
     Definition(SPEC + "k", "gauge", "Drafted tokens a round that are served (0: plain decoding)."),
     Definition(

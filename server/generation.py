@@ -76,7 +76,6 @@ class Choice:
         self._num_generated = 0
         self.committed_per_round: Counter[int] = Counter()
         self.num_round_accepted = 0
-        self._synthetic = False
         self._detokenizer = Detokenizer(tokenizer.token_bytes, _hidden_ids(tokenizer, rules))
         self._stops = StopMatcher(rules.strings, include=rules.include)
         self._parser = AnswerParser(rules.answer) if rules.answer is not None else None
@@ -238,7 +237,6 @@ class Choice:
             self._metrics.on_queue(self.submit.key, output.queue_seconds)
         self._num_generated += len(output.token_ids)
         self.num_drafted += output.num_drafted
-        self._synthetic = self._synthetic or output.synthetic
         if output.round and output.token_ids:
             self.committed_per_round[len(output.token_ids)] += 1
             self.num_round_accepted += output.num_accepted
@@ -299,7 +297,6 @@ class Choice:
                 num_tokens=self._num_generated,
                 num_rounds=self.committed_per_round.total(),
                 num_round_tokens=sum(size * count for size, count in self.committed_per_round.items()),
-                synthetic=self._synthetic,
             )
         )
 

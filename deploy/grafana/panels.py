@@ -117,7 +117,7 @@ ACCEPTANCE = Row(
             "The spread over requests: text that drafts badly is the lower line.",
             "none",
             tuple(
-                Query(PANEL.quantile(share, "spec_decode_request_acceptance_length", q.REAL), f"p{share * 100:g}")
+                Query(PANEL.quantile(share, "spec_decode_request_acceptance_length"), f"p{share * 100:g}")
                 for share in (0.1, 0.5, 0.9)
             ),
             width=12,
@@ -152,11 +152,11 @@ PAYING = Row(
             "Rejected drafts are the work that gave nothing.",
             "none",
             (
-                Query(PANEL.rate("spec_decode_num_accepted_tokens_total", q.REAL), "accepted/s"),
+                Query(PANEL.rate("spec_decode_num_accepted_tokens_total"), "accepted/s"),
                 Query(
-                    PANEL.rate("spec_decode_num_draft_tokens_total", q.REAL)
+                    PANEL.rate("spec_decode_num_draft_tokens_total")
                     + " - "
-                    + PANEL.rate("spec_decode_num_accepted_tokens_total", q.REAL),
+                    + PANEL.rate("spec_decode_num_accepted_tokens_total"),
                     "rejected/s",
                 ),
             ),

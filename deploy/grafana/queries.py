@@ -13,8 +13,6 @@ from pilotfish.metrics.definitions import DEFINITIONS, PREFIX
 _KINDS = {entry.name.removeprefix(PREFIX): entry for entry in DEFINITIONS}
 _SUFFIXES = {"histogram": ("bucket", "sum", "count"), "counter": ("",), "gauge": ("",)}
 
-REAL = 'synthetic="0"'
-"""Rounds whose verdicts were not forced."""
 PLAIN_PHASES = 'phase=~"verify|choose|accept|report"'
 """What a round at k = 0 would do too."""
 
@@ -62,14 +60,14 @@ RULE = Scope("5m", (), ("instance",))
 
 def acceptance_length(scope: Scope) -> str:
     """Committed tokens per sequence and round that had drafts, the trunk's own token included: 1 .. k + 1."""
-    accepted = scope.rate("spec_decode_num_accepted_tokens_total", REAL)
-    return f"1 + {accepted} / {scope.rate('spec_decode_num_drafts_total', REAL)}"
+    accepted = scope.rate("spec_decode_num_accepted_tokens_total")
+    return f"1 + {accepted} / {scope.rate('spec_decode_num_drafts_total')}"
 
 
 def acceptance_by_position(scope: Scope, *matchers: str) -> str:
     """Accepted over drafted, at each draft position: a position that was not drafted is not counted against it."""
     accepted, drafted = (
-        scope.rate(f"spec_decode_num_{what}_tokens_per_pos_total", REAL, *matchers, by=("position",))
+        scope.rate(f"spec_decode_num_{what}_tokens_per_pos_total", *matchers, by=("position",))
         for what in ("accepted", "draft")
     )
     return f"{accepted} / {drafted}"
@@ -78,12 +76,12 @@ def acceptance_by_position(scope: Scope, *matchers: str) -> str:
 def committed_per_round(scope: Scope) -> str:
     """Tokens per sequence and round, rounds without drafts and cut ends included."""
     name = "spec_decode_committed_tokens_per_round"
-    return f"{scope.rate(name, REAL, suffix='sum')} / {scope.rate(name, REAL, suffix='count')}"
+    return f"{scope.rate(name, suffix='sum')} / {scope.rate(name, suffix='count')}"
 
 
 def committed_buckets(scope: Scope) -> str:
     """Rounds in the window by the tokens they committed, cumulative as buckets are."""
-    buckets = scope.select("spec_decode_committed_tokens_per_round", REAL, suffix="bucket")
+    buckets = scope.select("spec_decode_committed_tokens_per_round", suffix="bucket")
     return scope.total(f"increase({buckets}[{scope.window}])", "le")
 
 

@@ -37,7 +37,7 @@ class Alert:
         return f"({base}) and on(instance) ({self.guard})" if self.guard else base
 
 
-DRAFTING = f"{RULE.rate('spec_decode_num_drafts_total', q.REAL)} > 0.1"
+DRAFTING = f"{RULE.rate('spec_decode_num_drafts_total')} > 0.1"
 """Enough rounds for their mean to say something."""
 
 RECORDINGS = (

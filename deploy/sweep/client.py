@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-COUNTER = re.compile(r"^(?:pilotfish_|vllm:)spec_decode_(num_\w+)_total(?:\{(.*)\})? ([0-9.e+]+)$", re.M)
+COUNTER = re.compile(r"^(?:pilotfish_|vllm:)spec_decode_(num_\w+)_total(?:\{.*\})? ([0-9.e+]+)$", re.M)
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 OUTPUT = ("content", "reasoning_content", "reasoning", "tool_calls")
 """What a chat's delta may carry; servers differ in the name of reasoning."""
@@ -106,10 +106,10 @@ def told(body: str) -> str:
 
 
 def read_counters(text: str) -> dict[str, int] | None:
-    """The three counters in an exposition of ours or vLLM's, summed over labels, forced rounds left out."""
+    """The three counters in an exposition of ours or vLLM's, summed over labels."""
     totals: dict[str, int] = {}
-    for name, labels, value in COUNTER.findall(text):
-        if name in COUNTERS and 'synthetic="1"' not in labels:
+    for name, value in COUNTER.findall(text):
+        if name in COUNTERS:
             totals[name] = totals.get(name, 0) + int(float(value))
     return {name: totals.get(name, 0) for name in COUNTERS} if totals else None
 

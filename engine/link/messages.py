@@ -153,7 +153,6 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_drafted: int = 0
     num_accepted: int = 0
     round: bool = True
-    synthetic: bool = False
     queue_seconds: float | None = None
     looped: bool = False
     prompt_logprobs: list[TokenLogprob] | None = None

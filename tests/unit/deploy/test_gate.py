@@ -291,7 +291,7 @@ def test_memory_that_was_not_measured_has_not_passed():
 
 def positions(*counts):
     name = "spec_decode_num_draft_tokens_per_pos_total"
-    return {f'{name}{{position="{i}",synthetic="0"}}': count for i, count in enumerate(counts)}
+    return {f'{name}{{position="{i}"}}': count for i, count in enumerate(counts)}
 
 
 @pytest.mark.parametrize(

@@ -142,15 +142,14 @@ def test_a_model_that_is_not_served_is_named():
 
 def test_counters_of_ours_and_of_vllm():
     ours = """# HELP pilotfish_spec_decode_num_drafts_total x
-pilotfish_spec_decode_num_drafts_total{synthetic="0"} 10.0
-pilotfish_spec_decode_num_drafts_total{synthetic="1"} 99.0
-pilotfish_spec_decode_num_draft_tokens_total{synthetic="0"} 30.0
-pilotfish_spec_decode_num_draft_tokens_per_pos_total{position="0",synthetic="0"} 10.0
-pilotfish_spec_decode_num_accepted_tokens_total{synthetic="0"} 1.2e+01
+pilotfish_spec_decode_num_drafts_total 10.0
+pilotfish_spec_decode_num_draft_tokens_total 30.0
+pilotfish_spec_decode_num_draft_tokens_per_pos_total{position="0"} 10.0
+pilotfish_spec_decode_num_accepted_tokens_total 1.2e+01
 """
     assert read_counters(ours) == {"num_drafts": 10, "num_draft_tokens": 30, "num_accepted_tokens": 12}
-    vllm = ours.replace("pilotfish_", "vllm:").replace('synthetic="0"', 'engine="0",model_name="m"')
-    assert read_counters(vllm) == {"num_drafts": 109 - 99, "num_draft_tokens": 30, "num_accepted_tokens": 12}
+    vllm = ours.replace("pilotfish_", "vllm:").replace("_total ", '_total{engine="0",model_name="m"} ')
+    assert read_counters(vllm) == {"num_drafts": 10, "num_draft_tokens": 30, "num_accepted_tokens": 12}
     assert read_counters("up 1\n") is None
 
 

@@ -23,7 +23,7 @@ def value(registry, name, **labels):
 
 
 def transcript(seed, num_steps=60):
-    """Random reports: several sequences, k up to 8, rounds without drafts, prefill tokens, forced verdicts."""
+    """Random reports: several sequences, k up to 8, rounds without drafts, prefill tokens."""
     rng = random.Random(seed)
     for _ in range(num_steps):
         outputs = []
@@ -38,7 +38,6 @@ def transcript(seed, num_steps=60):
                     num_drafted=drafted if is_round else 0,
                     num_accepted=accepted if is_round else 0,
                     round=is_round,
-                    synthetic=rng.random() < 0.2,
                 )
             )
         yield StepReport(outputs=outputs, stats=StepStats())
@@ -50,32 +49,29 @@ def test_acceptance_series_equal_the_transcript(registry, seed):
     reports = list(transcript(seed))
     for report in reports:
         collector.on_report(report)
-    for flag in ("0", "1"):
-        rounds = [o for r in reports for o in r.outputs if o.round and o.synthetic == (flag == "1")]
-        offered = [o for o in rounds if o.num_drafted]
-        assert value(registry, SPEC + "num_drafts_total", synthetic=flag) == len(offered)
-        assert value(registry, SPEC + "num_draft_tokens_total", synthetic=flag) == sum(o.num_drafted for o in rounds)
-        assert value(registry, SPEC + "num_accepted_tokens_total", synthetic=flag) == sum(
-            o.num_accepted for o in rounds
-        )
-        for position in range(8):
-            labels = {"position": str(position), "synthetic": flag}
-            drafted = sum(o.num_drafted > position for o in rounds)
-            accepted = sum(o.num_accepted > position for o in rounds)
-            assert value(registry, SPEC + "num_draft_tokens_per_pos_total", **labels) == drafted
-            assert value(registry, SPEC + "num_accepted_tokens_per_pos_total", **labels) == accepted
-        sizes = Counter(len(o.token_ids) for o in rounds)
-        name = SPEC + "committed_tokens_per_round"
-        assert value(registry, name + "_sum", synthetic=flag) == sum(len(o.token_ids) for o in rounds)
-        for bound in range(1, 10):
-            expected = sum(count for size, count in sizes.items() if size <= bound)
-            assert value(registry, name + "_bucket", le=f"{bound}.0", synthetic=flag) == expected
+    rounds = [o for r in reports for o in r.outputs if o.round]
+    offered = [o for o in rounds if o.num_drafted]
+    assert value(registry, SPEC + "num_drafts_total") == len(offered)
+    assert value(registry, SPEC + "num_draft_tokens_total") == sum(o.num_drafted for o in rounds)
+    assert value(registry, SPEC + "num_accepted_tokens_total") == sum(o.num_accepted for o in rounds)
+    for position in range(8):
+        labels = {"position": str(position)}
+        drafted = sum(o.num_drafted > position for o in rounds)
+        accepted = sum(o.num_accepted > position for o in rounds)
+        assert value(registry, SPEC + "num_draft_tokens_per_pos_total", **labels) == drafted
+        assert value(registry, SPEC + "num_accepted_tokens_per_pos_total", **labels) == accepted
+    sizes = Counter(len(o.token_ids) for o in rounds)
+    name = SPEC + "committed_tokens_per_round"
+    assert value(registry, name + "_sum") == sum(len(o.token_ids) for o in rounds)
+    for bound in range(1, 10):
+        expected = sum(count for size, count in sizes.items() if size <= bound)
+        assert value(registry, name + "_bucket", le=f"{bound}.0") == expected
 
 
 def test_prefill_tokens_are_in_no_round(registry):
     output = RequestOutput(request_id="r", token_ids=[1], round=False)
     Collector(registry).on_report(StepReport(outputs=[output], stats=StepStats()))
-    assert value(registry, SPEC + "committed_tokens_per_round_count", synthetic="0") == 0
+    assert value(registry, SPEC + "committed_tokens_per_round_count") == 0
     assert value(registry, "pilotfish_generation_tokens_total") == 1
 
 
@@ -119,8 +115,8 @@ def test_request_ends(registry):
     assert value(registry, "pilotfish_request_finished_total", finish_reason="stop") == 1
     assert value(registry, "pilotfish_request_finished_total", finish_reason="abort") == 1
     name = SPEC + "request_acceptance_length"
-    assert value(registry, name + "_sum", synthetic="0") == 2.0
-    assert value(registry, name + "_count", synthetic="0") == 1
+    assert value(registry, name + "_sum") == 2.0
+    assert value(registry, name + "_count") == 1
     assert value(registry, "pilotfish_prompt_tokens_total") == 10
 
 
