@@ -15,8 +15,8 @@ import torch
 
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.bench.oracle import Oracle
+from pilotfish.engine.check import driver
 from pilotfish.engine.errors import PilotfishError
-from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 
 STREAMS = 4
@@ -72,25 +72,18 @@ def measure_admission(loop: EngineLoop, context: int, length: int) -> Admission:
     return Admission(gap, usual, chunks, first, alone)
 
 
-def _submit(loop: EngineLoop, name: str, prompt: list[int], num_tokens: int) -> None:
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
-
-
 def _step(loop: EngineLoop, times: dict[str, list[float]]) -> None:
     """One step; notes for every request that got tokens when it did."""
-    report = loop.step()
+    outputs = driver.step(loop)
     now = perf_counter()
-    for output in report.outputs if report else ():
-        if output.error is not None:
-            raise RuntimeError(f"request {output.request_id}: {output.error}")
+    for output in outputs:
         if output.token_ids:
             times[output.request_id].append(now)
 
 
 def _read(loop: EngineLoop, prompt: list[int], wait: bool) -> list[float]:
     """Seconds of each step of a prompt that is read alone; `wait`: for the device, too, after each one."""
-    _submit(loop, LONG, prompt, 1)
+    driver.submit(loop, {LONG: prompt}, driver.greedy(1))
     times: dict[str, list[float]] = {LONG: []}
     seconds = []
     while not times[LONG]:
@@ -99,8 +92,7 @@ def _read(loop: EngineLoop, prompt: list[int], wait: bool) -> list[float]:
         if wait and loop.executor.model.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(perf_counter() - began)
-    while loop.has_work():
-        loop.step()
+    driver.drain(loop)
     return seconds
 
 
@@ -109,8 +101,7 @@ def _beside(loop: EngineLoop, prompt: list[int], streams: list[list[int]]) -> tu
     num_tokens = stream_tokens(loop.depth, len(prompt), loop.scheduler.prefill_chunk)
     names = [f"s{number}" for number in range(len(streams))]
     times: dict[str, list[float]] = {name: [] for name in (*names, LONG)}
-    for name, text in zip(names, streams, strict=True):
-        _submit(loop, name, text, num_tokens)
+    driver.submit(loop, dict(zip(names, streams, strict=True)), driver.greedy(num_tokens))
     while not all(times[name] for name in names):
         _step(loop, times)
     settled = {name: len(times[name]) for name in names}
@@ -119,7 +110,7 @@ def _beside(loop: EngineLoop, prompt: list[int], streams: list[list[int]]) -> tu
     usual = [b - a for name in names for a, b in pairwise(times[name][settled[name] + WARM_UPS :])]
     before = {name: len(times[name]) for name in names}
     arrived = perf_counter()
-    _submit(loop, LONG, prompt, 2)
+    driver.submit(loop, {LONG: prompt}, driver.greedy(2))
     while not times[LONG]:
         _step(loop, times)
     # the wait that the last chunk began ends with the next round
@@ -129,8 +120,5 @@ def _beside(loop: EngineLoop, prompt: list[int], streams: list[list[int]]) -> tu
     if any(len(times[name]) == ends[name] for name in names):
         raise PilotfishError(f"admission: a stream of {num_tokens} tokens ended before the prompt was read")
     gap = max(b - a for name in names for a, b in pairwise(times[name][before[name] - 1 : ends[name] + 1]))
-    for name in (*names, LONG):
-        loop.abort(name)
-    while loop.has_work():
-        loop.step()
+    driver.drain(loop, (*names, LONG))
     return gap, statistics.median(usual), times[LONG][0] - arrived

@@ -10,7 +10,8 @@ from time import perf_counter
 
 import torch
 
-from pilotfish.engine.link.messages import RequestOutput, SamplingParams, StepReport, Submit
+from pilotfish.engine.check import driver
+from pilotfish.engine.link.messages import StepReport
 from pilotfish.engine.loop import EngineLoop
 
 WARM_UP_ROUNDS = 4
@@ -73,19 +74,13 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
     """Decodes `num_tokens` of each prompt, greedily, to the limit."""
     run = Run(len(prompts), loop.depth)
     missed = loop.executor.num_missed
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=seed)
-    began = perf_counter()
-    for number, prompt in enumerate(prompts):
-        name = f"b{number}"
-        run.texts[name] = []
-        loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
-    last = began
+    named = {f"b{number}": prompt for number, prompt in enumerate(prompts)}
+    run.texts = {name: [] for name in named}
+    began = last = perf_counter()
+    driver.submit(loop, named, driver.greedy(num_tokens, seed))
     seen = 0
-    while loop.has_work():
-        report = loop.step()
+    for report in driver.reports(loop):
         now = perf_counter()
-        if report is None:
-            continue
         run.num_compiled += report.stats.num_compiled
         outputs = [output for output in report.outputs if output.round]
         _collect(run, report)
@@ -104,7 +99,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
 
 
 def _collect(run: Run, report: StepReport) -> None:
-    for output in _outputs(report):
+    for output in report.outputs:
         run.texts[output.request_id] += output.token_ids
         if output.round:
             if output.num_drafted == run.depth:
@@ -127,39 +122,24 @@ def live_batch(loop: EngineLoop, prompts: list[list[int]], num_rounds: int) -> I
     aborted afterwards: what has been committed by then need not be what the loop has read."""
     chunks = -(-max(map(len, prompts)) // loop.scheduler.prefill_chunk)
     num_tokens = live_tokens(num_rounds, loop.depth, len(prompts), chunks)
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    names = [f"live{number}" for number in range(len(prompts))]
-    for name, prompt in zip(names, prompts, strict=True):
-        loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+    named = {f"live{number}": prompt for number, prompt in enumerate(prompts)}
+    driver.submit(loop, named, driver.greedy(num_tokens))
     settled = 0
     while settled < SETTLE:
-        outputs = _outputs(loop.step())
+        outputs = driver.step(loop)
         assert not any(output.finish_reason for output in outputs), f"a request of {num_tokens} tokens has ended"
         settled += len([output for output in outputs if output.round]) == len(prompts)
     try:
         yield
     finally:
-        for name in names:
-            loop.abort(name)
-        while loop.has_work():
-            loop.step()
+        driver.drain(loop, named)
 
 
 def read_prompt(loop: EngineLoop, prompt: list[int]) -> None:
     """A request for one token, from its arrival until the engine is idle."""
-    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    loop.submit(Submit(request_id="prompt", prompt_token_ids=prompt, sampling=sampling))
-    while loop.has_work():
-        _outputs(loop.step())
-
-
-def _outputs(report: StepReport | None) -> list[RequestOutput]:
-    """Raises RuntimeError where a request failed."""
-    outputs = report.outputs if report is not None else []
-    for output in outputs:
-        if output.error is not None:
-            raise RuntimeError(f"request {output.request_id}: {output.error}")
-    return outputs
+    driver.submit(loop, {"prompt": prompt}, driver.greedy(1))
+    for _ in driver.reports(loop):
+        pass
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:

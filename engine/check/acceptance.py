@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pilotfish.engine.assemble import assemble
-from pilotfish.engine.link.messages import SamplingParams, Submit
+from pilotfish.engine.check import driver
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.plan import Plan
@@ -40,15 +40,10 @@ def measure_acceptance(model: Model, plan: Plan, prompts: Sequence[list[int]], m
     """Of every prompt's greedy continuation of `max_tokens`, at the plan's depth. The model has a head and caches."""
     engine = assemble(model, dataclasses.replace(plan, lookup=None), len(prompts), 0, 0.0)
     loop = EngineLoop(engine)
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    for number, prompt in enumerate(prompts):
-        loop.submit(Submit(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+    driver.submit(loop, {str(number): prompt for number, prompt in enumerate(prompts)}, driver.greedy(max_tokens))
     accepted: Counter[int] = Counter()
-    while loop.has_work():
-        report = loop.step()
-        for output in report.outputs if report else ():
-            if output.error is not None:
-                raise RuntimeError(f"request {output.request_id}: {output.error}")
+    for report in driver.reports(loop):
+        for output in report.outputs:
             # near its limit a request is offered fewer drafts
             if output.round and output.num_drafted == plan.depth:
                 accepted[output.num_accepted] += 1

@@ -16,8 +16,8 @@ from time import perf_counter
 import torch
 
 from pilotfish.engine.assemble import assemble
+from pilotfish.engine.check import driver
 from pilotfish.engine.check.head_check import text_of
-from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.plan import Plan
@@ -94,17 +94,11 @@ def _prompts(ids: Sequence[int], batch: int, context: int) -> list[list[int]]:
 
 def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float]:
     """Seconds of ROUNDS steps in a row that each ran one round of all sequences."""
-    most = room(depth, len(prompts), len(prompts[0]))
-    sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-    waiting = {str(number) for number in range(len(prompts))}
-    for number, prompt in enumerate(prompts):
-        loop.submit(Submit(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+    named = {str(number): prompt for number, prompt in enumerate(prompts)}
+    driver.submit(loop, named, driver.greedy(room(depth, len(prompts), len(prompts[0]))))
+    waiting = set(named)
     while waiting:
-        report = loop.step()
-        for output in report.outputs if report else ():
-            if output.error is not None:
-                raise RuntimeError(f"request {output.request_id}: {output.error}")
-            waiting.discard(output.request_id)
+        waiting -= {output.request_id for output in driver.step(loop)}
     for _ in range(WARM_UPS):
         loop.step()
     times = []
@@ -112,10 +106,7 @@ def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float
         began = perf_counter()
         loop.step()
         times.append(perf_counter() - began)
-    for number in range(len(prompts)):
-        loop.abort(str(number))
-    while loop.has_work():
-        loop.step()
+    driver.drain(loop, named)
     return times
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pilotfish.engine.link.messages import SamplingParams, Submit
+from pilotfish.engine.check import driver
+from pilotfish.engine.link.messages import SamplingParams
 
 if TYPE_CHECKING:
     from pilotfish.engine.loop import EngineLoop
@@ -89,9 +90,8 @@ def warm_up(loop: EngineLoop) -> None:
     sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, max_tokens=NUM_TOKENS, ignore_eos=True)
     for length in sorted({min(length, room) for length in wanted} - {0}) if room > 0 else ():
         prompt = [(7 * i + 1) % ready.vocab_size for i in range(length)]
-        loop.submit(Submit(request_id=f"warm-up-{length}", prompt_token_ids=prompt, sampling=sampling))
-        while loop.has_work():
-            loop.step()
+        driver.submit(loop, {f"warm-up-{length}": prompt}, sampling)
+        driver.drain(loop)
 
 
 def routes(loop: EngineLoop) -> dict[str, list[str]]:
@@ -100,18 +100,15 @@ def routes(loop: EngineLoop) -> dict[str, list[str]]:
     ready = loop.ready
     room = min(NUM_PROMPT_TOKENS, ready.max_model_len - NUM_TOKENS - 1)
     prompt = [(7 * i + 1) % ready.vocab_size for i in range(room)]
-    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     watch = Watch()
     loop.executor.observers.append(watch.observe)
     try:
         for count in sorted({1, ready.max_num_seqs}) if prompt else ():
             for number in range(count):
                 k = 0 if number and number == count - 1 else None
-                name = f"probe-{number}"
-                loop.submit(Submit(request_id=name, prompt_token_ids=prompt, sampling=sampling, speculative_k=k))
+                driver.submit(loop, {f"probe-{number}": prompt}, driver.greedy(NUM_TOKENS), k)
             with watch, watch.launches():
-                while loop.has_work():
-                    loop.step()
+                driver.drain(loop)
     finally:
         loop.executor.observers.remove(watch.observe)
     return {kernel: sorted(layers) for kernel, layers in sorted(watch.routes.items())}
