@@ -14,7 +14,7 @@ from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.options import MAX_DEPTH
-from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan
+from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan, reserved_pages
 from pilotfish.engine.round.executor import RoundExecutor, make_executor
 from pilotfish.engine.scheduler import Scheduler
 from pilotfish.kernels.attention import PAGE
@@ -110,7 +110,7 @@ def _shared_dtype(tensors: Iterable[torch.Tensor]) -> str:
 
 def limits(plan: Plan, num_slots: int, executor: RoundExecutor) -> dict[str, int]:
     """Sequences that each limit would let run."""
-    longest = -(-(plan.max_model_len + plan.depth + 1) // PAGE)
+    longest = reserved_pages(plan.max_model_len, plan.depth)
     counted = {
         "fast-path rows": FAST_ROWS // (plan.depth + 1),
         "wide-path rows": MAX_ROWS // (plan.depth + 1),

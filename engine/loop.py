@@ -25,12 +25,12 @@ from pilotfish.engine.link.messages import (
     Submit,
 )
 from pilotfish.engine.loop_guard import LoopGuard, check_loop_rule
+from pilotfish.engine.plan import reserved_pages
 from pilotfish.engine.round.executor import Launched, RoundExecutor
 from pilotfish.engine.round.reports import Batch, SequenceReport
 from pilotfish.engine.rules import allowed_ids, check_rules
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.sequence import Sequence
-from pilotfish.kernels.attention import PAGE
 from pilotfish.spec.slots import MAX_STOP_IDS, stop_ids_of
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class EngineLoop:
         if not 0 <= own_k <= self.depth:
             raise RequestError(f"speculative_k: want 0..{self.depth}, got {own_k}")
         limit = min(len(prompt) + params.max_tokens, self.ready.max_model_len)
-        num_pages = -(-(limit + self.depth + 1) // PAGE)
+        num_pages = reserved_pages(limit, self.depth)
         if num_pages > self.scheduler.pages.capacity:
             raise RequestError(
                 f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"

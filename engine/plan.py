@@ -15,7 +15,7 @@ from pilotfish.engine.errors import BusyError, OptionError
 from pilotfish.engine.memory import gib, total_bytes
 from pilotfish.engine.model.build import CacheSizes
 from pilotfish.engine.options import KV_DTYPES, MAX_DEPTH, EngineOptions
-from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.attention import PAGE, pages_for
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class Plan:
 def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     """Every choice that options leave open. Raises OptionError naming the flag."""
     config = checkpoint.config
-    device = _device(options)
-    dtype = _dtype(options, config, device)
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, config, device)
     lookup = _lookup(options)
     depth, reason = _depth(options, checkpoint)
     max_model_len = _max_model_len(options, config)
@@ -76,7 +76,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     fused = choose_fused(options.kernels, device, dtype)
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
     kv_scales = _kv_scales(checkpoint, kv_dtype)
-    chunk = options.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
+    chunk = options.prefill_chunk or default_chunk(fused)
     if options.prefill_chunk is not None and not 1 <= options.prefill_chunk <= 8192:
         raise OptionError(f"prefill_chunk: want 1..8192, got {options.prefill_chunk}")
     num_pages = _num_pages(options, checkpoint, depth, kv_dtype, max_model_len, max_num_seqs, device)
@@ -128,16 +128,17 @@ def _no_fused_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _device(options: EngineOptions) -> torch.device:
-    if options.device == "cuda" and not torch.cuda.is_available():
+def choose_device(wanted: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda". Raises OptionError where there is none."""
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise OptionError("device: want a CUDA device, torch finds none")
-    use_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if use_cuda else "cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _dtype(options: EngineOptions, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if options.dtype != "auto":
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+def choose_dtype(wanted: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of products, for "auto", "bfloat16" or "float32"."""
+    if wanted != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[wanted]
     if config.dtype == "float32":
         return torch.float32
     if device.type == "cpu" and not cpu_multiplies_bf16():
@@ -157,6 +158,11 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, device: torch.device, fused
                 f"kv_cache_dtype: fused kernels read {wanted} from compute capability 8.9 on, got {capability}"
             )
     return kv_dtype
+
+
+def default_chunk(fused: bool) -> int:
+    """Prompt tokens of a chunk where nothing is asked for."""
+    return FUSED_CHUNK if fused else DEFAULT_CHUNK
 
 
 def _kv_scales(checkpoint: Checkpoint, kv_dtype: torch.dtype) -> KvScales:
@@ -220,6 +226,11 @@ def _max_num_seqs(options: EngineOptions, depth: int) -> tuple[int, str]:
     return wanted, "configured"
 
 
+def reserved_pages(num_tokens: int, depth: int) -> int:
+    """Pages that a request of at most so many tokens owns: its last window may reach past them."""
+    return pages_for(num_tokens + depth + 1)
+
+
 def _num_pages(
     options: EngineOptions,
     checkpoint: Checkpoint,
@@ -231,7 +242,7 @@ def _num_pages(
 ) -> int:
     """Pages that sequences can own. At least one sequence of max_model_len must fit."""
     config = checkpoint.config
-    longest = -(-(max_model_len + depth + 1) // PAGE)
+    longest = reserved_pages(max_model_len, depth)
     layers = len(config.full_layers) + (depth > 0 and options.speculative_method == "mtp")
     page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
     alone = 0

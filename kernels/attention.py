@@ -23,6 +23,11 @@ _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).flo
 """By byte."""
 
 
+def pages_for(num_tokens: int) -> int:
+    """Pages that a text of so many tokens takes."""
+    return -(-num_tokens // PAGE)
+
+
 def write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -82,7 +87,7 @@ def row_tiles(starts: list[int], tables: list[list[int]], width: int, device: to
     for b, (start, table) in enumerate(zip(starts, tables, strict=True)):
         for offset in range(0, width, TILE_ROWS):
             first, count = start + offset, min(TILE_ROWS, width - offset)
-            num_chunks = (first + count - 1) // PAGE + 1
+            num_chunks = pages_for(first + count)
             rows = torch.arange(TILE_ROWS, device=device).clamp_(max=count - 1) + first
             partial = range(first // PAGE, num_chunks)
             hidden = {c: columns + c * PAGE > rows[:, None] for c in partial}
@@ -154,7 +159,7 @@ def prefill_attention(
     rows, _, dim = q_ThD.shape
     end = start + rows
     # one on the device already is not copied: a copy from the host would wait for all that came before
-    pages = torch.as_tensor(table, device=q_ThD.device)[: (end - 1) // PAGE + 1]
+    pages = torch.as_tensor(table, device=q_ThD.device)[: pages_for(end)]
     dtype = prompt_dtype(k_cache.dtype, q_ThD.device)
     k, v = (
         from_cache(_indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, :end], dtype)

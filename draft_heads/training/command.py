@@ -39,7 +39,7 @@ from pilotfish.engine.model.build import Model, build_model, with_head
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
 from pilotfish.engine.output import check_folder
 from pilotfish.engine.parser import Parser, whole_number
-from pilotfish.engine.plan import Plan, make_plan
+from pilotfish.engine.plan import Plan, make_plan, reserved_pages
 from pilotfish.kernels.attention import PAGE
 
 HEAD_FILE, REPORT_FILE, STATE = "mtp.safetensors", "training.json", ".train-head"
@@ -219,7 +219,7 @@ def _load_trunk(source: Path, args: argparse.Namespace) -> Trunk:
         num_speculative_tokens=0,
         max_num_seqs=BATCH,
         max_model_len=min(length, checkpoint.config.max_position_embeddings),
-        kv_cache_tokens=BATCH * -(-(length + args.depths + 1) // PAGE) * PAGE,
+        kv_cache_tokens=BATCH * reserved_pages(length, args.depths) * PAGE,
         dtype=args.dtype,
         device=args.device,
     )

@@ -52,11 +52,18 @@ from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
 from pilotfish.engine.output import check_file
 from pilotfish.engine.parser import Parser, whole_number
-from pilotfish.engine.plan import DEFAULT_CHUNK, FUSED_CHUNK, MAX_ROWS, Plan, choose_fused, choose_kv_dtype
+from pilotfish.engine.plan import (
+    MAX_ROWS,
+    Plan,
+    choose_device,
+    choose_dtype,
+    choose_fused,
+    choose_kv_dtype,
+    default_chunk,
+    reserved_pages,
+)
 from pilotfish.engine.round.executor import PLAIN, VERIFY, WHOLE
 from pilotfish.engine.round.shapes import Shape, Shapes
-from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.linear import cpu_multiplies_bf16
 
 REPLAYS = 16
 """Of each captured part, over a live batch."""
@@ -118,7 +125,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _weights(args: argparse.Namespace) -> tuple[ModelConfig, dict[str, Weight], int]:
     """What to build from, and its bytes as a checkpoint holds them."""
-    device, with_head = _device(args), max(args.k) > 0
+    device, with_head = choose_device(args.device), max(args.k) > 0
     if args.load_format == "dummy":
         config = released_config(args.model)
         if config is None:
@@ -151,27 +158,21 @@ def _resident_bytes(model: Model) -> int:
     return torch.cuda.memory_allocated(model.device) - scratch - caches - states
 
 
-def _device(args: argparse.Namespace) -> torch.device:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise OptionError("device: want a CUDA device, torch finds none")
-    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
-    device, depth, batch = _device(args), max(args.k), max(args.batch)
-    dtype = torch.bfloat16 if device.type == "cuda" or cpu_multiplies_bf16() else torch.float32
+    device, depth, batch = choose_device(args.device), max(args.k), max(args.batch)
+    dtype = choose_dtype("auto", config, device)
     fused = choose_fused(args.kernels, device, dtype)
     if args.profile and device.type != "cuda":
         raise OptionError("profile: want a CUDA device, whose kernels it traces")
-    chunk = args.prefill_chunk or (FUSED_CHUNK if fused else DEFAULT_CHUNK)
+    chunk = args.prefill_chunk or default_chunk(fused)
     # the most rounds that anything looks at while a batch is live
     live = live_tokens(2 * REPLAYS, depth, batch, -(-max(args.context) // chunk))
     longest = max(args.context) + max(args.tokens, live)
-    pages = -(-(longest + depth + 1) // PAGE) * batch
+    pages = reserved_pages(longest, depth) * batch
     if args.admission is not None:
         stream = min(args.context) + stream_tokens(depth, args.admission, chunk)
         lengths = [stream] * STREAMS + [args.admission + 2]
-        pages = max(pages, sum(-(-(length + depth + 1) // PAGE) for length in lengths))
+        pages = max(pages, sum(reserved_pages(length, depth) for length in lengths))
         longest, batch = max(longest, *lengths), max(batch, len(lengths))
     kv_dtype = choose_kv_dtype(args.kv_cache_dtype, dtype, device, fused)
     # what is captured is what the batches at each k may become

@@ -20,8 +20,8 @@ from pilotfish.engine.check import driver
 from pilotfish.engine.check.head_check import text_of
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.plan import Plan
-from pilotfish.kernels.attention import PAGE
+from pilotfish.engine.plan import Plan, reserved_pages
+from pilotfish.kernels.attention import PAGE, pages_for
 
 ROUNDS, BLOCKS = 8, 3
 """Each depth is timed over BLOCKS times ROUNDS rounds, the depths in turn, so that all meet the same machine."""
@@ -46,15 +46,14 @@ class Cost:
 
 def room(depth: int, batch: int, context: int) -> int:
     """Tokens that a timed sequence may write: it goes on while the others' prompts are read, chunk by chunk."""
-    return (WARM_UPS + ROUNDS + 2 + batch * -(-context // PAGE)) * (depth + 1)
+    return (WARM_UPS + ROUNDS + 2 + batch * pages_for(context)) * (depth + 1)
 
 
 def fits(plan: Plan, batch: int, context: int) -> bool:
     """Whether the plan's caches hold the timed sequences."""
     tokens = context + room(plan.depth, batch, context)
-    # as a request reserves: its limit, and a last window past it
-    pages = -(-(tokens + plan.depth + 1) // PAGE)
-    return batch <= plan.max_num_seqs and tokens <= plan.max_model_len and batch * pages <= plan.num_pages
+    pages = batch * reserved_pages(tokens, plan.depth)
+    return batch <= plan.max_num_seqs and tokens <= plan.max_model_len and pages <= plan.num_pages
 
 
 @torch.inference_mode()

@@ -22,13 +22,13 @@ from pilotfish.engine.round.body import RoundBody
 from pilotfish.engine.round.buffers import RoundBuffers
 from pilotfish.engine.round.prompt import SLOT, PromptPass, read_text
 from pilotfish.engine.round.shapes import Sizes
-from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.attention import PAGE, pages_for
 from pilotfish.kernels.linear import TILE_ROWS
 
 
 def pages_of(num_tokens: int) -> list[int]:
     """The page table of a text."""
-    return list(range(1, 1 + -(-num_tokens // PAGE)))
+    return list(range(1, 1 + pages_for(num_tokens)))
 
 
 def trunk_rows(model: Model, tokens: torch.Tensor) -> torch.Tensor:

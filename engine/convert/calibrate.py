@@ -18,7 +18,8 @@ from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import CacheSizes, Model
 from pilotfish.engine.model.mlp import MoeMlp
 from pilotfish.engine.model.trunk import Layer
-from pilotfish.engine.round.prompt import SLOT, PromptPass, pages_for, read_text
+from pilotfish.engine.round.prompt import SLOT, PromptPass, read_text
+from pilotfish.kernels.attention import pages_for
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
 

@@ -21,9 +21,9 @@ from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.model.build import CacheSizes, Model, build_model
-from pilotfish.engine.plan import Plan
-from pilotfish.engine.round.prompt import pages_for, read_text
-from pilotfish.kernels.attention import PAGE
+from pilotfish.engine.plan import Plan, reserved_pages
+from pilotfish.engine.round.prompt import read_text
+from pilotfish.kernels.attention import PAGE, pages_for
 from pilotfish.kernels.linear import TILE_ROWS, AnyLinear, cpu_multiplies_bf16
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def _read(checkpoint: Checkpoint, ids: list[int]) -> tuple[torch.Tensor, AnyLine
     """The final-norm hidden rows [T, H] of a prompt, the output head, and what the draft head reaches."""
     prompts = cut_prompts(ids, NUM_PROMPTS)
     longest = len(prompts[0]) + NUM_TOKENS
-    num_pages = max(pages_for(len(ids)), BATCH * pages_for(longest + DEPTH + 1))
+    num_pages = max(pages_for(len(ids)), BATCH * reserved_pages(longest, DEPTH))
     model = load_model(checkpoint, CacheSizes(num_pages + 1, BATCH + 1, DEPTH + 1))
     hidden, acceptance = read_text(model, torch.tensor(ids)), None
     if model.head is not None:

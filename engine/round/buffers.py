@@ -14,7 +14,7 @@ from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round.operators import Operators
 from pilotfish.engine.round.shapes import Sizes
-from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.attention import pages_for
 from pilotfish.spec.accept import Verdicts
 
 
@@ -36,7 +36,7 @@ class RoundBuffers:
         self.scratch = operators.make_scratch(model, sizes)
         self.slots = buffer(sequences, kind=index)
         # pages of the longest sequence, its last window included
-        self.tables = buffer(sizes.num_slots, -(-(sizes.max_model_len + sizes.max_width) // PAGE), kind=index)
+        self.tables = buffer(sizes.num_slots, pages_for(sizes.max_model_len + sizes.max_width), kind=index)
         self.tokens = buffer(rows, kind=torch.int64)
         self.x = buffer(rows, hidden, kind=torch.float32)
         self.h, self.delta, self.hidden, self.head_hidden = (buffer(rows, hidden) for _ in range(4))

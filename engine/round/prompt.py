@@ -18,7 +18,7 @@ from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.trunk import Layer, Norm
 from pilotfish.engine.round.operators import Operators, operators_of
 from pilotfish.engine.round.reports import prompt_logprobs
-from pilotfish.kernels.attention import PAGE
+from pilotfish.kernels.attention import PAGE, pages_for
 from pilotfish.kernels.rope import rope_angles
 
 MOST_ROWS = 64
@@ -113,11 +113,6 @@ class PromptPass:
 
 
 SLOT = 1
-
-
-def pages_for(num_tokens: int) -> int:
-    """Pages of the cache that a text takes."""
-    return -(-num_tokens // PAGE)
 
 
 @torch.inference_mode()

@@ -25,7 +25,15 @@ from pilotfish.engine.round.operators import AnyMoe
 from pilotfish.engine.round.prompt import Span
 from pilotfish.engine.round.shapes import Sizes
 from pilotfish.kernels.activation import sigmoid, silu, softplus
-from pilotfish.kernels.attention import PAGE, RowTile, prefill_attention, row_tiles, window_attention, write_kv
+from pilotfish.kernels.attention import (
+    PAGE,
+    RowTile,
+    pages_for,
+    prefill_attention,
+    row_tiles,
+    window_attention,
+    write_kv,
+)
 from pilotfish.kernels.conv import causal_conv
 from pilotfish.kernels.delta_net import delta_prefill, delta_window
 from pilotfish.kernels.linear import AnyLinear, padded_rows
@@ -121,7 +129,7 @@ class TorchOperators:
     ) -> None:  # fmt: skip
         starts = [length + step for length in state.length[slots_B].tolist()]
         used = [
-            tables[slot, : (start + width - 1) // PAGE + 1].tolist()
+            tables[slot, : pages_for(start + width)].tolist()
             for slot, start in zip(slots_B.tolist(), starts, strict=True)
         ]
         scratch.window = Window.build(width, starts, used, inv_freq)
