@@ -43,7 +43,7 @@ CHARS_A_TOKEN = 8
 
 
 @dataclass(frozen=True)
-class Text:
+class TextAcceptance:
     """How a head did on one text: agreement by depth, and committed tokens a round for each k."""
 
     name: str
@@ -118,7 +118,7 @@ def load(args: argparse.Namespace, longest: int) -> Engine:
     return engine
 
 
-def read_texts(engine: Engine, texts: dict[str, list[int]], args: argparse.Namespace) -> list[Text]:
+def read_texts(engine: Engine, texts: dict[str, list[int]], args: argparse.Namespace) -> list[TextAcceptance]:
     """Each text, and all of them as one."""
     depth, found = max(args.k), {}
     places = sum(len(ids) - 1 - depth for ids in texts.values())
@@ -130,7 +130,7 @@ def read_texts(engine: Engine, texts: dict[str, list[int]], args: argparse.Names
     return rows if len(rows) == 1 else [*rows, text_row("all", list(found.values()), args.k)]
 
 
-def text_row(name: str, agreements: list[Agreement], depths: Sequence[int]) -> Text:
+def text_row(name: str, agreements: list[Agreement], depths: Sequence[int]) -> TextAcceptance:
     """Shares by place, lengths by round."""
     places = [a.num_places for a in agreements]
 
@@ -139,7 +139,7 @@ def text_row(name: str, agreements: list[Agreement], depths: Sequence[int]) -> T
 
     shares = zip(*(a.shares() for a in agreements), strict=True)
     rounds = {k: [n for a in agreements for n in a.rounds(k)] for k in depths}
-    return Text(
+    return TextAcceptance(
         name,
         sum(places),
         mean([a.trunk_top1 for a in agreements]),
@@ -170,7 +170,7 @@ def bar(total: int, unit: str, args: argparse.Namespace) -> tqdm:
     return tqdm(total=total, unit=unit, disable=args.quiet or None, leave=False)
 
 
-def text_table(found: Sequence[Text], depths: Sequence[int]) -> str:
+def text_table(found: Sequence[TextAcceptance], depths: Sequence[int]) -> str:
     """Agreement by draft, then committed tokens a round by k."""
     drafts = len(found[0].agreement)
     heads = ["text", "places", "trunk", *(f"draft {d}" for d in range(1, drafts + 1)), *(f"k = {k}" for k in depths)]
@@ -183,7 +183,7 @@ def text_table(found: Sequence[Text], depths: Sequence[int]) -> str:
     return f"{aligned([heads, *rows])}\n{legend}"
 
 
-def cost_lines(costs: Sequence[Cost], overall: Text) -> str:
+def cost_lines(costs: Sequence[Cost], overall: TextAcceptance) -> str:
     heads = ["k", "at once", "context", "round, k = 0", "round", "break-even", f"length ({overall.name})", "speed-up"]
     rows = [
         [
@@ -200,7 +200,7 @@ def cost_lines(costs: Sequence[Cost], overall: Text) -> str:
     return f"{aligned([heads, *rows])}\n{legend}"
 
 
-def as_json(engine: Engine, found: Sequence[Text], costs: Sequence[Cost]) -> dict[str, Any]:
+def as_json(engine: Engine, found: Sequence[TextAcceptance], costs: Sequence[Cost]) -> dict[str, Any]:
     ready = engine.ready
     return {
         "frame": {

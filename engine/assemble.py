@@ -33,7 +33,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class HeadReport:
+class HeadFacts:
     """What drafts and from where, how it did on a known text, its weights (loaded, and of a whole one), and how the
     trunk did on the text."""
 
@@ -49,7 +49,7 @@ def assemble(
     max_waiting: int,
     weight_bytes: int,
     load_seconds: float,
-    head: HeadReport | None = None,
+    head: HeadFacts | None = None,
 ) -> Engine:
     """Scheduler, buffers and executor around a built model."""
     reads_history = model.head is not None and model.head.reads_history

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from pilotfish.engine import ledger
-from pilotfish.engine.assemble import Engine, HeadReport, assemble
+from pilotfish.engine.assemble import Engine, HeadFacts, assemble
 from pilotfish.engine.check import cost_table, probe, trunk_check
 from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
@@ -99,7 +99,7 @@ def start_engine(options: EngineOptions) -> Engine:
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
     head_check, trunk = _self_test(model, plan, options, checkpoint)
-    report = HeadReport(_origin(checkpoint, plan), head_check, head_weights, trunk)
+    report = HeadFacts(_origin(checkpoint, plan), head_check, head_weights, trunk)
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started, report)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     if grammars is not None:

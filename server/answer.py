@@ -13,7 +13,7 @@ from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.server.calls.parser import Part, Said, merge
 from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece
-from pilotfish.server.plan import Plan
+from pilotfish.server.plan import GenerationPlan
 from pilotfish.server.protocol import Response, ResponseMetrics, SpeculationMetrics, TokensDetails, Usage, encode
 from pilotfish.server.text.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; a token that a filter has ruled out gets this."""
 
 
-def usage_of(plan: Plan, choices: Sequence[Choice]) -> Usage:
+def usage_of(plan: GenerationPlan, choices: Sequence[Choice]) -> Usage:
     prompt = sum(len(entry.token_ids) for entry in plan.prompts)
     completion = sum(choice.num_tokens for choice in choices)
     accepted = sum(choice.num_accepted for choice in choices)
@@ -30,7 +30,7 @@ def usage_of(plan: Plan, choices: Sequence[Choice]) -> Usage:
     return Usage(prompt, completion, prompt + completion, TokensDetails(accepted, rejected, reasoning))
 
 
-def metrics_of(plan: Plan, choices: Sequence[Choice]) -> ResponseMetrics:
+def metrics_of(plan: GenerationPlan, choices: Sequence[Choice]) -> ResponseMetrics:
     """Raw counts of all choices, as the metrics of the server count them."""
     rounds: Counter[int] = Counter()
     for choice in choices:
@@ -83,14 +83,14 @@ def join(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def shown_parts(parts: Sequence[Part], plan: Plan) -> list[Part]:
+def shown_parts(parts: Sequence[Part], plan: GenerationPlan) -> list[Part]:
     """What the client sees, neighbours of one kind as one."""
     return merge(
         part for part in parts if plan.include_reasoning or not isinstance(part, Said) or part.kind == "content"
     )
 
 
-class Format(Protocol):
+class AnswerFormat(Protocol):
     """What the handlers need from an endpoint's shape. `heartbeat` is what a stream says while it has no news, `end`
     its last bytes unless it failed."""
 
@@ -124,7 +124,7 @@ class OpenAiFormat:
     heartbeat = b": waiting\n\n"
     end = b"data: [DONE]\n\n"
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint

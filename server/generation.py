@@ -19,7 +19,7 @@ from pilotfish.metrics.collectors import Collector, RequestEnd
 from pilotfish.server.calls.parser import END_THINK, MARKERS, THINK, AnswerParser, Part, Said, begins_call, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.http.auth import NO_KEY
-from pilotfish.server.plan import Plan, StopRules
+from pilotfish.server.plan import GenerationPlan, StopRules
 from pilotfish.server.text.detokenize import Detokenizer
 from pilotfish.server.text.stops import StopMatcher
 from pilotfish.server.text.tokenizer import Tokenizer
@@ -361,7 +361,7 @@ class Generation:
     whatever still runs."""
 
     def __init__(
-        self, plan: Plan, client: EngineClient, tokenizer: Tokenizer, metrics: Collector, key: str = NO_KEY
+        self, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: Collector, key: str = NO_KEY
     ) -> None:
         self._client = client
         self._news = asyncio.Event()
@@ -437,7 +437,7 @@ class Generation:
                 raise choice.error
 
 
-def _submissions(plan: Plan, key: str) -> list[Submit]:
+def _submissions(plan: GenerationPlan, key: str) -> list[Submit]:
     submissions: list[Submit] = []
     for prompt, sampling in zip(plan.prompts, plan.sampling, strict=True):
         for number in range(plan.n):

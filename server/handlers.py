@@ -16,7 +16,7 @@ from pilotfish.engine.link.client import EngineClient, EngineUnavailable
 from pilotfish.engine.link.messages import Ready
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import unused
-from pilotfish.server.answer import Format, join
+from pilotfish.server.answer import AnswerFormat, join
 from pilotfish.server.chat.answer import ChatFormat
 from pilotfish.server.chat.request import ChatRequest, tokens_of
 from pilotfish.server.completions.answer import CompletionFormat
@@ -33,7 +33,7 @@ from pilotfish.server.messages import request as messages_request
 from pilotfish.server.messages.answer import MessagesFormat, TokenCount
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.plan import Context, Plan, completion_steps, count_prompt, plan_chat
+from pilotfish.server.plan import Context, GenerationPlan, completion_steps, count_prompt, plan_chat
 from pilotfish.server.protocol import (
     MAX_VALUES,
     AnyRequest,
@@ -151,7 +151,7 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    def prepare(body: bytearray, context: Context) -> Generator[None, None, tuple[Plan, Format]]:
+    def prepare(body: bytearray, context: Context) -> Generator[None, None, tuple[GenerationPlan, AnswerFormat]]:
         wanted, context = _decode(request, body, CompletionRequest, context)
         plan = yield from completion_steps(wanted, context)
         return plan, CompletionFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
@@ -160,7 +160,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+    def prepare(body: bytearray, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
         wanted, context = _decode(request, body, ChatRequest, context)
         plan = plan_chat(wanted, context)
         return plan, ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
@@ -174,7 +174,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     def keep(item: responses_answer.Item) -> None:
         items.keep(label, item.id, item)
 
-    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+    def prepare(body: bytearray, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
         wanted, context = _decode(request, body, ResponsesRequest, _recalling(request, context, label))
         with renamed(responses_request.RENAMED):
             chat = responses_request.chat_request(wanted, context)
@@ -205,7 +205,7 @@ def _recalling(request: web.Request, context: Context, label: str) -> Context:
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    def prepare(body: bytearray, context: Context) -> tuple[Plan, Format]:
+    def prepare(body: bytearray, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
         wanted, context = _decode(request, body, MessagesRequest, context)
         with renamed(messages_request.RENAMED):
             plan = plan_chat(_chat_of(request, wanted, context), context, "msg_")
@@ -303,7 +303,7 @@ def _fingerprint(ready: Ready) -> str:
     return f"pilotfish-{pilotfish.__version__}-{ready.device}-{ready.dtype}"
 
 
-async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.StreamResponse:
+async def _answer(request: web.Request, plan: GenerationPlan, shape: AnswerFormat) -> web.StreamResponse:
     service = request.app[SERVICE]
     num_sequences = len(plan.prompts) * plan.n
     service.check_room(service.engine(), num_sequences)
@@ -322,7 +322,7 @@ async def _answer(request: web.Request, plan: Plan, shape: Format) -> web.Stream
         service.metrics.on_key(KEY.get(), sum(choice.num_tokens for choice in generation.choices))
 
 
-async def _whole(plan: Plan, shape: Format, generation: Generation) -> web.Response:
+async def _whole(plan: GenerationPlan, shape: AnswerFormat, generation: Generation) -> web.Response:
     pieces: list[list[Piece]] = [[] for _ in generation.choices]
     async for batch in generation.pieces():
         for choice, piece in batch:
@@ -332,7 +332,7 @@ async def _whole(plan: Plan, shape: Format, generation: Generation) -> web.Respo
 
 
 async def _stream(
-    request: web.Request, service: Service, plan: Plan, shape: Format, generation: Generation
+    request: web.Request, service: Service, plan: GenerationPlan, shape: AnswerFormat, generation: Generation
 ) -> web.StreamResponse:
     await generation.first(HEADERS_SECONDS)
     response = web.StreamResponse(headers={"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"})
@@ -346,7 +346,9 @@ async def _stream(
     return response
 
 
-async def _send_events(response: web.StreamResponse, service: Service, shape: Format, generation: Generation) -> None:
+async def _send_events(
+    response: web.StreamResponse, service: Service, shape: AnswerFormat, generation: Generation
+) -> None:
     opening = b"".join(map(shape.event, shape.opening()))
     if opening:
         await response.write(opening)

@@ -55,7 +55,7 @@ class StopRules(msgspec.Struct, frozen=True):
     answer: AnswerRules | None = None
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP request: every prompt is run `n` times, choices numbered prompt by prompt. `id` is what the client is
     told, and may have asked for; `engine_id` is no other request's."""
 
@@ -102,12 +102,12 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     tool_pieces: bool = False
 
 
-def plan_completion(request: CompletionRequest, context: Context) -> Plan:
+def plan_completion(request: CompletionRequest, context: Context) -> GenerationPlan:
     """Raises BadRequest naming the field."""
     return run_steps(completion_steps(request, context))
 
 
-def completion_steps(request: CompletionRequest, context: Context) -> Generator[None, None, Plan]:
+def completion_steps(request: CompletionRequest, context: Context) -> Generator[None, None, GenerationPlan]:
     """The plan, of which others may have their turn between two prompts."""
     if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
         raise BadRequest("Want max_tokens of at least 1, or 0 with 'echo' or 'prompt_logprobs'.", param="max_tokens")
@@ -126,7 +126,7 @@ def completion_steps(request: CompletionRequest, context: Context) -> Generator[
     return msgspec.structs.replace(plan, echoes_logprobs=bool(request.echo) and request.logprobs is not None)
 
 
-def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-") -> Plan:
+def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-") -> GenerationPlan:
     """`prefix` begins the answer's id. Raises BadRequest naming the field."""
     ready = context.ready
     if request.top_logprobs is not None and not request.logprobs:
@@ -187,7 +187,7 @@ def _plan(
     prompts: list[Prompt],
     sampling: SamplingParams,
     limits: list[int],
-) -> Plan:
+) -> GenerationPlan:
     """What both endpoints share once prompts and limits are known."""
     n = request.n or 1
     if sampling.min_tokens > min(limits):
@@ -197,7 +197,7 @@ def _plan(
         raise BadRequest("'prompt_logprobs' come with whole answers: want no 'stream'.", param="prompt_logprobs")
     if request.stream_options is not None and not stream:
         raise BadRequest("'stream_options' wants 'stream' to be true.", param="stream_options")
-    return Plan(
+    return GenerationPlan(
         id=prefix + (request.request_id or unique),
         engine_id=prefix + unique,
         model=context.model,

@@ -27,7 +27,7 @@ from pathlib import Path
 import pilotfish
 from pilotfish.deploy.arguments import add_endpoint_flags, some_of, split_flags
 from pilotfish.deploy.gate import after, audit, facts, quality, requests
-from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Gate, Subject
+from pilotfish.deploy.gate.gate import CannotRun, Found, Gate, Subject, Wanted
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
 from pilotfish.engine.errors import OptionError
@@ -63,7 +63,7 @@ NAMES = (*(gate.name for gate in GATES), FULL_AUDIT)
 
 
 @dataclass(frozen=True)
-class Result:
+class GateResult:
     name: str
     passed: bool
     wanted: str
@@ -72,11 +72,11 @@ class Result:
 
 
 @dataclass
-class Report:
+class GateReport:
     """Grows gate by gate, and is printed as it grows."""
 
     url: str
-    results: list[Result] = field(default_factory=list)
+    results: list[GateResult] = field(default_factory=list)
     wanted: Sequence[str] = NAMES
     """The names of the gates to run."""
 
@@ -88,7 +88,7 @@ class Report:
         """Left out on purpose; the audit needs a model, and is not missed where there is none."""
         return [name for name in NAMES if name not in (*self.wanted, FULL_AUDIT)]
 
-    def run(self, name: str, look: Callable[[], Found]) -> Result:
+    def run(self, name: str, look: Callable[[], Found]) -> GateResult:
         if sys.stderr.isatty():
             print(f"      {name} ..", end="\r", file=sys.stderr, flush=True)
         began = time.monotonic()
@@ -98,7 +98,7 @@ class Report:
             found = Found(False, "an answer to look at", f"could not run: {error}")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             found = Found(False, "an answer of the known form", f"could not run: {type(error).__name__}: {error}")
-        result = Result(name, found.passed, found.wanted, found.came, round(time.monotonic() - began, 3))
+        result = GateResult(name, found.passed, found.wanted, found.came, round(time.monotonic() - began, 3))
         self.results.append(result)
         show(result)
         return result
@@ -115,7 +115,7 @@ class Report:
         return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
-def show(result: Result) -> None:
+def show(result: GateResult) -> None:
     """One row; wanted stands on a line of its own where it was not met."""
     width = max(60, shutil.get_terminal_size((120, 40)).columns)
     indent = " " * 24
@@ -128,7 +128,7 @@ def show(result: Result) -> None:
     sys.stdout.flush()
 
 
-def run_gates(report: Report, server: Server, expected: Expected) -> Subject:
+def run_gates(report: GateReport, server: Server, expected: Wanted) -> Subject:
     """A server that does not answer, or that is none, fails them all, by name."""
     subject = Subject(server, expected, time.monotonic())
     for gate in GATES:
@@ -146,7 +146,9 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     check_file(args.json, "--json")
     check_folder(args.log.parent if args.log else None, "--log")
-    report = Report(args.target if args.is_url else "", wanted=[n for n in args.only or NAMES if n not in args.skip])
+    report = GateReport(
+        args.target if args.is_url else "", wanted=[n for n in args.only or NAMES if n not in args.skip]
+    )
     try:
         if args.is_url:
             run_gates(report, Server(args.target, args.api_key, args.served_model), expected_of(args))
@@ -165,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.passed else 1
 
 
-def run_on_model(report: Report, args: argparse.Namespace) -> None:
+def run_on_model(report: GateReport, args: argparse.Namespace) -> None:
     """A server of our own, ended before the audit needs its memory."""
     # the head's own gates tell more than a server that does not start
     flags = ["--head-check", "warn", *args.server_flags]
@@ -187,8 +189,8 @@ def run_on_model(report: Report, args: argparse.Namespace) -> None:
         report.run(FULL_AUDIT, lambda: audit.full(args.target, args.server_flags, k, most))
 
 
-def expected_of(args: argparse.Namespace) -> Expected:
-    return Expected(
+def expected_of(args: argparse.Namespace) -> Wanted:
+    return Wanted(
         version=args.expect_version,
         k=args.k,
         kv_dtype=KV_DTYPES.get(args.kv_dtype, args.kv_dtype) or kv_dtype_of(args.server_flags),

@@ -22,7 +22,7 @@ class CannotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Expected:
+class Wanted:
     """What the server was asked for; None: whatever it says it was asked for. `score` is of deploy/evaluate/quality.py,
     as it was recorded; None: any."""
 
@@ -40,7 +40,7 @@ class Subject:
     """A server under the gates. What it said and counted when they began stays here."""
 
     server: Server
-    expected: Expected
+    expected: Wanted
     began: float
     before: Metrics = field(default_factory=lambda: Metrics(""))
 

@@ -28,10 +28,10 @@ UNITS = {"none": (1.0, ""), "percentunit": (100.0, " %"), "s": (1.0, " s"), "byt
 def render(prometheus: Prometheus, start: float, end: float, out: Path, window: str = "20s") -> list[Path]:
     """Writes out/NAME.png for each row and returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    return [_row(Reader(prometheus, start, end, window), row, out) for row in ROWS]
+    return [_row(PanelReader(prometheus, start, end, window), row, out) for row in ROWS]
 
 
-class Reader:
+class PanelReader:
     """Query results over one time range, with Grafana's variables filled in."""
 
     def __init__(self, prometheus: Prometheus, start: float, end: float, window: str) -> None:
@@ -51,7 +51,7 @@ class Reader:
         return [(at - self.start) / 60 for at, _ in series.points]
 
 
-def _row(reader: Reader, row: Row, out: Path) -> Path:
+def _row(reader: PanelReader, row: Row, out: Path) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,7 +85,7 @@ def _lines(panels: Sequence[Panel]) -> list[list[Panel]]:
     return lines
 
 
-def _timeseries(axes: Any, panel: Panel, reader: Reader) -> None:
+def _timeseries(axes: Any, panel: Panel, reader: PanelReader) -> None:
     scale, unit = UNITS[panel.unit]
     drawn = [(query, series) for query in panel.queries for series in reader.series(query)]
     drawn = [(query, series) for query, series in drawn if any(value > 0 for _, value in series.points)] or drawn[:1]
@@ -109,7 +109,7 @@ def _timeseries(axes: Any, panel: Panel, reader: Reader) -> None:
         axes.legend(fontsize=6.5, ncols=2, frameon=True, framealpha=0.8, loc="best")
 
 
-def _stat(axes: Any, panel: Panel, reader: Reader) -> None:
+def _stat(axes: Any, panel: Panel, reader: PanelReader) -> None:
     scale, unit = UNITS[panel.unit]
     points = [point for query in panel.queries for series in reader.series(query) for point in series.points]
     values = [value for _, value in points if not math.isnan(value)]
@@ -119,7 +119,7 @@ def _stat(axes: Any, panel: Panel, reader: Reader) -> None:
     axes.text(0, 0.6, shown, fontsize=20, color=COLOURS[0], va="center", transform=axes.transAxes)
 
 
-def _bars(axes: Any, panel: Panel, reader: Reader) -> None:
+def _bars(axes: Any, panel: Panel, reader: PanelReader) -> None:
     scale, unit = UNITS[panel.unit]
     pairs = [(_legend(query, s), scale * s.points[0][1]) for query in panel.queries for s in reader.last(query)]
     pairs.sort(key=lambda pair: pair[1])
@@ -132,7 +132,7 @@ def _bars(axes: Any, panel: Panel, reader: Reader) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _heatmap(axes: Any, panel: Panel, reader: Reader) -> None:
+def _heatmap(axes: Any, panel: Panel, reader: PanelReader) -> None:
     """Buckets are cumulative: a row is what its bound adds to the one before."""
     found = [series for query in panel.queries for series in reader.series(query)]
     by_bound = {float(series.labels["le"]): dict(series.points) for series in found}

@@ -14,14 +14,14 @@ FILE = Path(__file__).with_name("domains.json")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class DomainPrompt:
     chat: str
     completion: str
 
 
-def domains() -> dict[str, Prompt]:
+def domains() -> dict[str, DomainPrompt]:
     """essay, code, prose, chinese."""
-    return {name: Prompt(**texts) for name, texts in json.loads(FILE.read_text(encoding="utf-8")).items()}
+    return {name: DomainPrompt(**texts) for name, texts in json.loads(FILE.read_text(encoding="utf-8")).items()}
 
 
 def long_text(num_chars: int) -> str:

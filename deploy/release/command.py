@@ -29,8 +29,8 @@ from pilotfish.deploy.arguments import split_flags
 from pilotfish.deploy.release.journal import GATES, RETIRING, STARTING, Journal, Underway
 from pilotfish.deploy.release.managers import Manager, ManagerError, Processes, Systemd
 from pilotfish.deploy.release.relay import HAProxy, NoRelay, Relay, RelayError
-from pilotfish.deploy.release.release import Record, Release, Settings
-from pilotfish.deploy.release.slots import Layout, LayoutError, Slot
+from pilotfish.deploy.release.release import Record, Release, ReleaseSettings
+from pilotfish.deploy.release.slots import Slot, SlotLayout, SlotLayoutError
 from pilotfish.engine.parser import Parser
 
 STATUS = {"released": 0, "rolled back": 1, "down": 3}
@@ -45,7 +45,7 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
-    layout = Layout(args.root, args.config)
+    layout = SlotLayout(args.root, args.config)
     manager: Manager = Systemd() if args.manager == "systemd" else Processes(layout)
     relay: Relay = NoRelay() if args.relay == "none" else HAProxy(args.haproxy_socket, args.haproxy_backend)
     try:
@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
             return 0
         with _one_at_a_time(layout.root):
             return (_recover if args.recover else _release)(args, layout, manager, relay)
-    except (UsageError, LayoutError, ManagerError, RelayError) as error:
+    except (UsageError, SlotLayoutError, ManagerError, RelayError) as error:
         print(f"pilotfish release: {error}", file=sys.stderr)
         return 2
 
 
-def _release(args: argparse.Namespace, layout: Layout, manager: Manager, relay: Relay) -> int:
+def _release(args: argparse.Namespace, layout: SlotLayout, manager: Manager, relay: Relay) -> int:
     journal = Journal(layout.root)
     if (left := _left(journal)) is not None:
         raise UsageError("\n  ".join(_explained(left, layout, manager, relay)))
@@ -74,7 +74,7 @@ def _release(args: argparse.Namespace, layout: Layout, manager: Manager, relay: 
     return _told(release.run(args.version, new, old, instead=args.instead), layout, journal)
 
 
-def _recover(args: argparse.Namespace, layout: Layout, manager: Manager, relay: Relay) -> int:
+def _recover(args: argparse.Namespace, layout: SlotLayout, manager: Manager, relay: Relay) -> int:
     """Ends a release that was cut off."""
     journal = Journal(layout.root)
     if (left := _left(journal)) is None:
@@ -98,7 +98,7 @@ def _left(journal: Journal) -> Underway | None:
         raise UsageError(f"{journal.file}: {error}; remove it if no release was cut off") from error
 
 
-def _explained(left: Underway, layout: Layout, manager: Manager, relay: Relay) -> list[str]:
+def _explained(left: Underway, layout: SlotLayout, manager: Manager, relay: Relay) -> list[str]:
     """What was cut off, what serves now, and how to go on."""
     serving, others = [], []
     for slot in layout.slots():
@@ -127,7 +127,7 @@ def _state(slot: Slot, manager: Manager, relay: Relay) -> str:
         return f"runs ({error})"
 
 
-def _begin(journal: Journal, args: argparse.Namespace, layout: Layout, new: Slot, old: Slot | None) -> None:
+def _begin(journal: Journal, args: argparse.Namespace, layout: SlotLayout, new: Slot, old: Slot | None) -> None:
     """Raises UsageError where it cannot be written down."""
     underway = Underway(
         when=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -143,7 +143,7 @@ def _begin(journal: Journal, args: argparse.Namespace, layout: Layout, new: Slot
         raise UsageError(f"{journal.file}: {error.strerror or error}") from error
 
 
-def _told(record: Record, layout: Layout, journal: Journal) -> int:
+def _told(record: Record, layout: SlotLayout, journal: Journal) -> int:
     """The exit status of what is over, which is written down."""
     file = layout.root / "releases.jsonl"
     try:
@@ -155,8 +155,8 @@ def _told(record: Record, layout: Layout, journal: Journal) -> int:
     return STATUS[record.outcome]
 
 
-def _settings(args: argparse.Namespace, layout: Layout, version: str) -> Settings:
-    return Settings(
+def _settings(args: argparse.Namespace, layout: SlotLayout, version: str) -> ReleaseSettings:
+    return ReleaseSettings(
         gate=shlex.split(args.gate) if args.gate else [str(layout.executable(version)), "gate"],
         gate_flags=args.gate_flags,
         start=args.start_timeout,
@@ -234,7 +234,7 @@ def _summary(record: Record) -> str:
     return text
 
 
-def _show(layout: Layout, manager: Manager, relay: Relay) -> None:
+def _show(layout: SlotLayout, manager: Manager, relay: Relay) -> None:
     for slot in layout.slots():
         state = _state(slot, manager, relay)
         word, _, more = state.partition(" ")
@@ -247,7 +247,7 @@ def _show(layout: Layout, manager: Manager, relay: Relay) -> None:
         print(f"{record.when}  {_summary(record)}")
 
 
-def _show_underway(layout: Layout, manager: Manager, relay: Relay) -> None:
+def _show_underway(layout: SlotLayout, manager: Manager, relay: Relay) -> None:
     left = _left(Journal(layout.root))
     if left is None:
         return

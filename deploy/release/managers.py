@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from pilotfish.deploy.release.slots import Layout, Slot
+from pilotfish.deploy.release.slots import Slot, SlotLayout
 from pilotfish.deploy.sweep.target import last_words
 
 UNIT = "pilotfish@{}.service"
@@ -94,7 +94,7 @@ def _output(command: list[str], *, check: bool) -> str:
 class Processes:
     """Processes that outlive the release, their ids and logs in ROOT/run. A reboot starts none."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: SlotLayout) -> None:
         self._layout = layout
         self._folder = layout.root / "run"
 

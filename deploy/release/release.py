@@ -25,7 +25,7 @@ from pilotfish.deploy.release import probe
 from pilotfish.deploy.release.journal import BACK, GATES, IN_SERVICE, RETIRING, SWITCHING, Journal, Underway
 from pilotfish.deploy.release.managers import Manager, ManagerError
 from pilotfish.deploy.release.relay import Relay, RelayError
-from pilotfish.deploy.release.slots import Layout, Slot
+from pilotfish.deploy.release.slots import Slot, SlotLayout
 from pilotfish.deploy.sweep.target import last_words
 
 KEY = "PILOTFISH_API_KEY"
@@ -35,7 +35,7 @@ QUIET_LOOKS = 3
 UNREACHABLE = (OSError, http.client.HTTPException)
 
 
-class Gate(msgspec.Struct, frozen=True):
+class Condition(msgspec.Struct, frozen=True):
     """One condition: the release's own, or one that the gate command reports."""
 
     name: str
@@ -45,11 +45,11 @@ class Gate(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Report(msgspec.Struct, frozen=True):
+class GateFile(msgspec.Struct, frozen=True):
     """What the gate command writes."""
 
     passed: bool
-    gates: list[Gate]
+    gates: list[Condition]
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -64,11 +64,11 @@ class Record(msgspec.Struct, kw_only=True):
     outcome: str = "down"
     failed: list[str] = []
     seconds: float = 0.0
-    gates: list[Gate] = []
+    gates: list[Condition] = []
     notes: list[str] = []
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ReleaseSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`gate` is run as `GATE URL --json FILE GATE_FLAGS`. The others are seconds."""
 
     gate: Sequence[str]
@@ -88,10 +88,10 @@ class Release:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: SlotLayout,
         manager: Manager,
         relay: Relay,
-        settings: Settings,
+        settings: ReleaseSettings,
         tell: Callable[[str], None],
         journal: Journal,
     ) -> None:
@@ -120,7 +120,7 @@ class Release:
             self._roll_back(new, old)
         except (Exception, KeyboardInterrupt) as error:
             # whatever it is, a manager, the relay, a signal or a fault of this program: going back is the answer
-            self._add(Gate("release", False, "no error", f"{type(error).__name__}: {error}"))
+            self._add(Condition("release", False, "no error", f"{type(error).__name__}: {error}"))
             self._roll_back(new, old)
         else:
             self._record.outcome = "released"
@@ -147,7 +147,7 @@ class Release:
                 self._attempt(lambda: self._relay.withhold(old))
                 self._attempt(lambda: self._retire(old))
         else:
-            self._add(Gate("release", False, "an end", f"cut off at: {left.step}"))
+            self._add(Condition("release", False, "an end", f"cut off at: {left.step}"))
             self._roll_back(new, old)
         return self._ended(began)
 
@@ -236,7 +236,7 @@ class Release:
             came, passed = condition(), True
         except GateFailed as error:
             came, passed = str(error), False
-        self._add(Gate(name, passed, wanted, came, round(time.monotonic() - began, 3)))
+        self._add(Condition(name, passed, wanted, came, round(time.monotonic() - began, 3)))
         if not passed:
             raise GateFailed(came)
 
@@ -293,16 +293,18 @@ class Release:
         self._tell("gates")
         report = self._ask_gates(slot)
         if not self._manager.is_up(slot):
-            self._add(Gate("up", False, "runs while the gates look", f"it ended: {self._manager.last_words(slot)}"))
+            self._add(
+                Condition("up", False, "runs while the gates look", f"it ended: {self._manager.last_words(slot)}")
+            )
         for gate in report.gates:
             # those that passed have been seen in the command's own table
             self._add(gate, tell=not gate.passed)
         if not report.passed and all(gate.passed for gate in report.gates):
-            self._add(Gate("gates", False, "passed", "the gate command says no, without a gate that failed"))
+            self._add(Condition("gates", False, "passed", "the gate command says no, without a gate that failed"))
         if failed := [gate.name for gate in self._record.gates if not gate.passed]:
             raise GateFailed(", ".join(failed))
 
-    def _ask_gates(self, slot: Slot) -> Report:
+    def _ask_gates(self, slot: Slot) -> GateFile:
         key = self._key(slot)
         environment = os.environ | ({KEY: key} if key else {})
         with tempfile.TemporaryDirectory() as folder:
@@ -310,7 +312,7 @@ class Release:
             command = [*self._settings.gate, slot.url, "--json", str(file), *self._settings.gate_flags]
             try:
                 status, said = self._run(command, environment)
-                report = msgspec.json.decode(file.read_bytes(), type=Report)
+                report = msgspec.json.decode(file.read_bytes(), type=GateFile)
             except OSError as error:
                 came = f"none: {error if error.filename != str(file) else last_words(said)}"
             except msgspec.DecodeError as error:
@@ -319,7 +321,7 @@ class Release:
                 if status == 0 or not report.passed:
                     return report
                 came = f"one that passed, and exit status {status}"
-        return Report(False, [Gate("gates", False, "a report of the gate command", came)])
+        return GateFile(False, [Condition("gates", False, "a report of the gate command", came)])
 
     def _run(self, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
         """Its exit status and what it said, which is also told as it comes. Past its time it is killed."""
@@ -394,11 +396,11 @@ class Release:
         self._record.notes.append(text)
         self._tell(text)
 
-    def _add(self, gate: Gate, *, tell: bool = True) -> None:
+    def _add(self, gate: Condition, *, tell: bool = True) -> None:
         self._record.gates.append(gate)
         if tell:
             self._tell(f"{'pass' if gate.passed else 'FAIL'}  {gate.name}: " + _outcome(gate))
 
 
-def _outcome(gate: Gate) -> str:
+def _outcome(gate: Condition) -> str:
     return gate.came if gate.passed else f"want {gate.wanted}, got {gate.came}"

@@ -23,7 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PORT, MODEL, FLAGS = "PILOTFISH_PORT", "PILOTFISH_MODEL", "PILOTFISH_FLAGS"
 
 
-class LayoutError(Exception):
+class SlotLayoutError(Exception):
     """A file or folder is not as wanted; the message names it."""
 
 
@@ -40,7 +40,7 @@ class Slot(msgspec.Struct, frozen=True):
         return f"http://127.0.0.1:{self.port}"
 
 
-class Layout:
+class SlotLayout:
     def __init__(self, root: Path, config: Path) -> None:
         self.root = root
         self.config = config
@@ -51,24 +51,24 @@ class Layout:
         for file in sorted(self.config.glob("*.env")):
             environment = read_environment(file)
             if not environment.get(PORT, "").isdigit():
-                raise LayoutError(f"{file}: want {PORT}=NUMBER, got {environment.get(PORT)!r}")
+                raise SlotLayoutError(f"{file}: want {PORT}=NUMBER, got {environment.get(PORT)!r}")
             if not NAME.fullmatch(file.stem):
-                raise LayoutError(f"{file}: want a name of letters, digits, '.', '_' and '-'")
+                raise SlotLayoutError(f"{file}: want a name of letters, digits, '.', '_' and '-'")
             found.append(Slot(file.stem, environment))
         if not found:
-            raise LayoutError(f"no slot: want a file NAME.env with {PORT}=NUMBER in {self.config}")
+            raise SlotLayoutError(f"no slot: want a file NAME.env with {PORT}=NUMBER in {self.config}")
         return found
 
     def check_version(self, version: str) -> None:
         """Raises LayoutError unless the version can be started as far as its files tell."""
         if not NAME.fullmatch(version):
-            raise LayoutError(f"want the name of a folder in {self.root / 'versions'}, got {version!r}")
+            raise SlotLayoutError(f"want the name of a folder in {self.root / 'versions'}, got {version!r}")
         command = self.executable(version)
         if not os.access(command, os.X_OK):
-            raise LayoutError(f"version {version}: {command} is no command")
+            raise SlotLayoutError(f"version {version}: {command} is no command")
         file = self.root / "versions" / version / "environment"
         if not read_environment(file).get(MODEL):
-            raise LayoutError(f"{file}: want {MODEL}=PATH")
+            raise SlotLayoutError(f"{file}: want {MODEL}=PATH")
 
     def executable(self, version: str) -> Path:
         return self.root / "versions" / version / "bin" / "pilotfish"
@@ -116,14 +116,14 @@ def read_environment(file: Path) -> dict[str, str]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LayoutError(f"{file} cannot be read: {error}") from error
+        raise SlotLayoutError(f"{file} cannot be read: {error}") from error
     values = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line[0] in "#;":
             continue
         name, separator, value = line.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise LayoutError(f"{file}, line {number}: want NAME=VALUE, got {line!r}")
+            raise SlotLayoutError(f"{file}, line {number}: want NAME=VALUE, got {line!r}")
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         values[name] = value[1:-1] if quoted else value
     return values

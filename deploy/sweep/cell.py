@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from pilotfish.deploy.prompts import Prompt, domains, long_text
-from pilotfish.deploy.sweep.client import Answer, Endpoint, EndpointError
-from pilotfish.deploy.sweep.records import MAX, Measurement, Settings
+from pilotfish.deploy.prompts import DomainPrompt, domains, long_text
+from pilotfish.deploy.sweep.client import Endpoint, EndpointError, TimedAnswer
+from pilotfish.deploy.sweep.records import MAX, Measurement, SweepSettings
 
 SAMPLE_CHARS = 1000
 ROOM = 0.97
@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 """Told what has just been measured, and its share of the work in tokens."""
 
 
-def work_of(settings: Settings, max_num_seqs: int | None) -> float:
+def work_of(settings: SweepSettings, max_num_seqs: int | None) -> float:
     """About how long a cell takes, in the time of one token; only the progress bar sees it."""
     vias = 1 + (settings.relay is not None)
     single = len(settings.domains) * settings.passes * settings.single_tokens * len(settings.paths) * vias
@@ -31,11 +31,11 @@ def work_of(settings: Settings, max_num_seqs: int | None) -> float:
     return single + several + sum(long_work(settings, context) for context in settings.contexts)
 
 
-def concurrent_work(settings: Settings, count: int, max_num_seqs: int | None) -> float:
+def concurrent_work(settings: SweepSettings, count: int, max_num_seqs: int | None) -> float:
     return settings.concurrent_tokens * -(-count // (max_num_seqs or count))
 
 
-def long_work(settings: Settings, context: int | str) -> float:
+def long_work(settings: SweepSettings, context: int | str) -> float:
     return settings.long_tokens + (context / 20 if isinstance(context, int) else 500)
 
 
@@ -43,7 +43,12 @@ class CellRun:
     """One server's measurements, collected in `done`."""
 
     def __init__(
-        self, settings: Settings, direct: Endpoint, relay: Endpoint | None, max_model_len: int | None, tell: Progress
+        self,
+        settings: SweepSettings,
+        direct: Endpoint,
+        relay: Endpoint | None,
+        max_model_len: int | None,
+        tell: Progress,
     ) -> None:
         self.settings, self.direct, self.relay, self.max_model_len, self.tell = (
             settings,
@@ -67,7 +72,7 @@ class CellRun:
         await self._long()
         return self.done
 
-    async def _single(self, endpoint: Endpoint, via: str, path: str, domain: str, prompt: Prompt) -> None:
+    async def _single(self, endpoint: Endpoint, via: str, path: str, domain: str, prompt: DomainPrompt) -> None:
         """Passes one after the other; the first one warms up and is not kept (unless it is the only one)."""
         text = prompt.chat if path == "chat" else prompt.completion
         for number in range(self.settings.passes):
@@ -143,7 +148,7 @@ def growth(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[
 
 
 def summary(
-    answers: Sequence[Answer], seconds: float, path: str, via: str, counted: dict[str, int | None]
+    answers: Sequence[TimedAnswer], seconds: float, path: str, via: str, counted: dict[str, int | None]
 ) -> Measurement:
     """What `answers`, sent together, say; the caller names kind and domain."""
     tokens = sum(answer.completion_tokens for answer in answers)

@@ -23,7 +23,7 @@ class EndpointError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """Times since the request was sent. Tokens are those of `usage`: an event may carry any number of them."""
 
     prompt_tokens: int
@@ -72,7 +72,7 @@ class Endpoint:
             text = await response.text() if response.status == 200 else ""
         return read_counters(text)
 
-    async def complete(self, path: str, prompt: str, fields: Mapping[str, Any]) -> Answer:
+    async def complete(self, path: str, prompt: str, fields: Mapping[str, Any]) -> TimedAnswer:
         """Streams one answer over "completions" or "chat". Raises EndpointError."""
         if path == "chat":
             body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
@@ -94,7 +94,7 @@ class Endpoint:
         if usage is None:
             raise EndpointError(f"{path}: the stream ended without `usage`, so tokens cannot be counted")
         last = last or time.perf_counter() - sent
-        return Answer(usage["prompt_tokens"], usage["completion_tokens"], last if first is None else first, last)
+        return TimedAnswer(usage["prompt_tokens"], usage["completion_tokens"], last if first is None else first, last)
 
 
 def told(body: str) -> str:

@@ -32,7 +32,7 @@ from pilotfish.deploy.sweep import plots
 from pilotfish.deploy.sweep.cell import CellRun, work_of
 from pilotfish.deploy.sweep.client import TIMEOUT, Endpoint, EndpointError
 from pilotfish.deploy.sweep.recommend import Recommendation, recommend
-from pilotfish.deploy.sweep.records import MAX, Cell, Folder, Settings, SettingsDiffer, merged, pretty, tsv, write
+from pilotfish.deploy.sweep.records import MAX, Cell, Folder, SettingsDiffer, SweepSettings, merged, pretty, tsv, write
 from pilotfish.deploy.sweep.report import markdown
 from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
 from pilotfish.engine.output import check_folder
@@ -80,7 +80,7 @@ def sweep(args: argparse.Namespace) -> int:
     return 1 if any(cell.error for cell in folder.cells()) or advice is None else 0
 
 
-def run_all(folder: Folder, settings: Settings, wanted: Sequence[Cell], args: argparse.Namespace) -> None:
+def run_all(folder: Folder, settings: SweepSettings, wanted: Sequence[Cell], args: argparse.Namespace) -> None:
     """Every cell that is not there yet. One that cannot start is written down and left behind. Raises WrongCommand."""
     done = folder.done()
     todo = [cell for cell in wanted if cell.name not in done]
@@ -105,7 +105,7 @@ def run_all(folder: Folder, settings: Settings, wanted: Sequence[Cell], args: ar
 
 
 def run_cell(
-    cell: Cell, settings: Settings, args: argparse.Namespace, out: Path, tell: Callable[[str, float], None]
+    cell: Cell, settings: SweepSettings, args: argparse.Namespace, out: Path, tell: Callable[[str, float], None]
 ) -> Cell:
     def failed(error: Exception) -> Cell:
         return msgspec.structs.replace(cell, error=str(error) or type(error).__name__)
@@ -131,7 +131,7 @@ def run_cell(
 
 
 async def measure(
-    cell: Cell, url: str, settings: Settings, args: argparse.Namespace, tell: Callable[[str, float], None]
+    cell: Cell, url: str, settings: SweepSettings, args: argparse.Namespace, tell: Callable[[str, float], None]
 ) -> Cell:
     """The cell with its measurements, and with what the endpoint says of itself."""
     async with aiohttp.ClientSession(timeout=TIMEOUT) as http:
@@ -155,7 +155,9 @@ async def measure(
     )
 
 
-def report(folder: Folder, settings: Settings, concurrency: int | None, draw: bool = True) -> Recommendation | None:
+def report(
+    folder: Folder, settings: SweepSettings, concurrency: int | None, draw: bool = True
+) -> Recommendation | None:
     """Everything that is made from the cells; written anew each time."""
     cells = merged(folder.cells())
     advice = recommend(cells, settings, concurrency)
@@ -222,8 +224,8 @@ def _devices() -> str:
     return f"{len(os.sched_getaffinity(0))} cores"
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    return Settings(
+def settings_of(args: argparse.Namespace) -> SweepSettings:
+    return SweepSettings(
         model=args.model or "",
         url=args.url,
         relay=args.relay,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pilotfish.deploy.sweep.recommend import acceptance, long_figures, pick, rate_at, single_rate
-from pilotfish.deploy.sweep.records import Cell, Settings
+from pilotfish.deploy.sweep.records import Cell, SweepSettings
 
 SIZE = (12, 3.6)
 
@@ -17,7 +17,7 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(cells: Sequence[Cell], settings: Settings, max_num_seqs: int | None, out: Path) -> list[str]:
+def draw(cells: Sequence[Cell], settings: SweepSettings, max_num_seqs: int | None, out: Path) -> list[str]:
     """Writes the pictures beside the report and returns their names. `max_num_seqs` picks the cells that lines show."""
     import matplotlib
 
@@ -32,7 +32,7 @@ def draw(cells: Sequence[Cell], settings: Settings, max_num_seqs: int | None, ou
     return names
 
 
-def _speed(cells: Sequence[Cell], column: Sequence[Cell], settings: Settings, out: Path) -> str:
+def _speed(cells: Sequence[Cell], column: Sequence[Cell], settings: SweepSettings, out: Path) -> str:
     """Tokens/s by requests at once, and the matrix at the most of them."""
     figure, (left, right) = _figure(2)
     counts = (1, *settings.concurrency)
@@ -66,7 +66,7 @@ def _matrix(axes: Any, cells: Sequence[Cell], count: int) -> None:
     axes.set_ylabel("k", fontsize=8)
 
 
-def _single(cells: Sequence[Cell], settings: Settings, out: Path) -> str:
+def _single(cells: Sequence[Cell], settings: SweepSettings, out: Path) -> str:
     figure, (left, right) = _figure(2)
     for domain in settings.domains:
         rates = [(cell.k or 0, rate) for cell in cells if (rate := single_rate(cell, domain=domain))]

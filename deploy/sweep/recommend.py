@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pilotfish.deploy.sweep.records import Cell, Measurement, Settings
+from pilotfish.deploy.sweep.records import Cell, Measurement, SweepSettings
 
 CLOSE = 0.03
 """Cells within this share of the fastest count as equally fast: single runs differ by about as much."""
@@ -76,7 +76,7 @@ class Recommendation:
     command: str
 
 
-def recommend(cells: Sequence[Cell], settings: Settings, concurrency: int | None = None) -> Recommendation | None:
+def recommend(cells: Sequence[Cell], settings: SweepSettings, concurrency: int | None = None) -> Recommendation | None:
     """The cell with the most tokens/s at `concurrency` (default: the largest measured); of those within a few percent,
     the one that is fastest for a single stream, then the smaller k and the fewer sequences. None without figures.
     """
@@ -138,7 +138,7 @@ def _warnings(chosen: Cell, cells: Sequence[Cell]) -> list[str]:
     return found
 
 
-def _command(cell: Cell, settings: Settings) -> str:
+def _command(cell: Cell, settings: SweepSettings) -> str:
     """What to type. For an endpoint that was not ours to start there is nothing."""
     if settings.url is not None or cell.k is None:
         return ""

@@ -15,7 +15,7 @@ MAX = "max"
 """As a context: as far as max_model_len allows."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class SweepSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What every cell of a sweep has in common. Cells measured under others cannot stand in one table."""
 
     model: str
@@ -118,11 +118,11 @@ COLUMNS = ("k", "max_num_seqs", "run", *(name for name in Measurement.__struct_f
 class Folder:
     """A sweep's folder: settings.json, cells/NAME.json, and reports made from them. Written whole or not at all."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: SweepSettings) -> None:
         self.path = path
         known = path / "settings.json"
         if known.exists():
-            _compare(msgspec.json.decode(known.read_bytes(), type=Settings), settings)
+            _compare(msgspec.json.decode(known.read_bytes(), type=SweepSettings), settings)
         else:
             write(known, pretty(settings))
 
@@ -145,8 +145,8 @@ class Folder:
         write(self.path / "cells" / f"{cell.name}.json", pretty(cell))
 
 
-def _compare(old: Settings, new: Settings) -> None:
-    names = [name for name in Settings.__struct_fields__ if getattr(old, name) != getattr(new, name)]
+def _compare(old: SweepSettings, new: SweepSettings) -> None:
+    names = [name for name in SweepSettings.__struct_fields__ if getattr(old, name) != getattr(new, name)]
     if names:
         shown = "; ".join(f"{name}: {getattr(old, name)!r} there, {getattr(new, name)!r} now" for name in names)
         raise SettingsDiffer(f"the folder holds another sweep ({shown}): give another --out")

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pilotfish.deploy.sweep.recommend import Recommendation, acceptance, long_figures, pick, rate_at, single_rate
-from pilotfish.deploy.sweep.records import Cell, Settings
+from pilotfish.deploy.sweep.records import Cell, SweepSettings
 
 Row = Sequence[object]
 
 
 def markdown(
     cells: Sequence[Cell],
-    settings: Settings,
+    settings: SweepSettings,
     advice: Recommendation | None,
     frame: Mapping[str, str],
     pictures: Sequence[str] = (),
@@ -35,7 +35,7 @@ def markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def _frame(settings: Settings, frame: Mapping[str, str]) -> str:
+def _frame(settings: SweepSettings, frame: Mapping[str, str]) -> str:
     lines = [f"{name}: {value}" for name, value in frame.items()]
     lines.append(
         f"single streams: {settings.single_tokens} tokens, {settings.passes} passes"
@@ -55,7 +55,7 @@ def _advice(advice: Recommendation | None) -> list[str]:
     return [head, *([f"```\n{advice.command}\n```"] if advice.command else []), reasons]
 
 
-def _aggregate(cells: Sequence[Cell], settings: Settings) -> list[str]:
+def _aggregate(cells: Sequence[Cell], settings: SweepSettings) -> list[str]:
     """k down, number of sequences across: tokens/s of all, and the slowest request."""
     parts: list[str] = []
     for count in settings.concurrency:
@@ -76,7 +76,7 @@ def _matrix(cells: Sequence[Cell], entry: Callable[[Cell], str]) -> str:
     return table(head, ([_value(k), *(by_place.get((k, column), "") for column in columns)] for k in rows))
 
 
-def _single(cells: Sequence[Cell], settings: Settings, shown: int | None) -> list[str]:
+def _single(cells: Sequence[Cell], settings: SweepSettings, shown: int | None) -> list[str]:
     names = settings.domains
     plain = next((cell for cell in cells if cell.k == 0), None)
     base = single_rate(plain) if plain else None
@@ -90,7 +90,7 @@ def _single(cells: Sequence[Cell], settings: Settings, shown: int | None) -> lis
     return [f"## One stream: tokens/s by domain (--max-num-seqs {_value(shown)})", table(head, map(row, cells))]
 
 
-def _acceptance(cells: Sequence[Cell], settings: Settings, shown: int | None) -> list[str]:
+def _acceptance(cells: Sequence[Cell], settings: SweepSettings, shown: int | None) -> list[str]:
     rows = [
         [
             _value(cell.k),

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from pilotfish.draft_heads.training.fit import Figures, Fit, FitOptions
 from pilotfish.draft_heads.training.hidden import HiddenCache, HiddenStates
 from pilotfish.draft_heads.training.module import TrainableHead
-from pilotfish.draft_heads.training.texts import RenderChat, Rows, cut_rows, make_rows, read_documents, stream_of
+from pilotfish.draft_heads.training.texts import RenderChat, TextRows, cut_rows, make_rows, read_documents, stream_of
 from pilotfish.engine.check.acceptance import PROMPT_TOKENS, Acceptance, cut_prompts, measure_acceptance
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.layouts import Module
@@ -54,7 +54,7 @@ REFINING = 0.1
 
 
 @dataclass(frozen=True)
-class Trunk:
+class FrozenTrunk:
     """The frozen model, its own head's weights ({} without one), and its vocabulary matrices in the products' dtype."""
 
     checkpoint: Checkpoint
@@ -179,7 +179,7 @@ class _Report:
 # What is trained, on what
 
 
-def _read_rows(source: Path, args: argparse.Namespace, render_chat: RenderChat) -> Rows:
+def _read_rows(source: Path, args: argparse.Namespace, render_chat: RenderChat) -> TextRows:
     config = open_checkpoint(source).config
     separator = config.eos_token_ids[0] if config.eos_token_ids else None
     if (length := args.row_tokens + args.own_tokens) > config.max_position_embeddings:
@@ -192,7 +192,7 @@ def _read_rows(source: Path, args: argparse.Namespace, render_chat: RenderChat) 
     for rows, flag in ((train, "--text"), (heldout, "--heldout-text")):
         if not len(rows):
             raise OptionError(f"{flag}: want at least {args.row_tokens} tokens")
-    return Rows(train, heldout)
+    return TextRows(train, heldout)
 
 
 def document_ids(source: Path, paths: list[Path], render_chat: RenderChat) -> list[list[int]]:
@@ -209,7 +209,7 @@ def document_ids(source: Path, paths: list[Path], render_chat: RenderChat) -> li
     return ids
 
 
-def _load_trunk(source: Path, args: argparse.Namespace) -> Trunk:
+def _load_trunk(source: Path, args: argparse.Namespace) -> FrozenTrunk:
     checkpoint = open_checkpoint(source)
     if args.draft_head is not None:
         checkpoint = attach_head(checkpoint, args.draft_head)
@@ -231,14 +231,14 @@ def _load_trunk(source: Path, args: argparse.Namespace) -> Trunk:
     embedding = _plain(weights["model.embed_tokens.weight"]).to(plan.device, plan.dtype)
     lm_head = _plain(weights["lm_head.weight"]).to(plan.dtype) if "lm_head.weight" in weights else embedding
     model = build_model(weights, checkpoint.config, plan.cache_sizes, plan.dtype, plan.device)
-    return Trunk(checkpoint, plan, model, own, embedding, lm_head)
+    return FrozenTrunk(checkpoint, plan, model, own, embedding, lm_head)
 
 
 def _plain(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
-def _initial_head(trunk: Trunk, args: argparse.Namespace) -> TrainableHead:
+def _initial_head(trunk: FrozenTrunk, args: argparse.Namespace) -> TrainableHead:
     config = trunk.checkpoint.config
     if args.init == "head" and not trunk.own_head:
         raise OptionError(f"--init: {trunk.checkpoint.mtp_problem or 'the checkpoint has no MTP head'}; want scratch")
@@ -257,7 +257,7 @@ def _weights(head: TrainableHead) -> dict[str, torch.Tensor]:
     return {f"mtp.{name}": tensor.detach().to(torch.bfloat16) for name, tensor in head.state_dict().items()}
 
 
-def _hidden_states(trunk: Trunk, rows: Rows, args: argparse.Namespace, part: str) -> HiddenStates:
+def _hidden_states(trunk: FrozenTrunk, rows: TextRows, args: argparse.Namespace, part: str) -> HiddenStates:
     texts = getattr(rows, part)
     if args.cache is None:
         return HiddenStates(trunk.model, texts, args.own_tokens)
@@ -285,7 +285,7 @@ def _files(modules: Iterable[Module]) -> str:
     return json.dumps([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)])
 
 
-def _stamp(checkpoint: Checkpoint, rows: Rows, options: FitOptions, args: argparse.Namespace) -> str:
+def _stamp(checkpoint: Checkpoint, rows: TextRows, options: FitOptions, args: argparse.Namespace) -> str:
     """What must not change between a run and its continuation."""
     text = hashlib.blake2b(rows.train.tobytes() + rows.heldout.tobytes(), digest_size=16).hexdigest()
     fit = {name: str(value) for name, value in dataclasses.asdict(options).items()}

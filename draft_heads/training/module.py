@@ -22,7 +22,7 @@ Chain = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [B, T, kv, D] of the depths so far."""
 
 
-class Norm(nn.Module):
+class TrainableNorm(nn.Module):
     """x / rms(x) * (1 + w), fp32."""
 
     def __init__(self, width: int, eps: float):
@@ -78,7 +78,10 @@ class Attention(nn.Module):
         self.q_proj = _linear(hidden, 2 * self.heads * self.dim)
         self.k_proj, self.v_proj = _linear(hidden, self.kv * self.dim), _linear(hidden, self.kv * self.dim)
         self.o_proj = _linear(self.heads * self.dim, hidden)
-        self.q_norm, self.k_norm = Norm(self.dim, config.rms_norm_eps), Norm(self.dim, config.rms_norm_eps)
+        self.q_norm, self.k_norm = (
+            TrainableNorm(self.dim, config.rms_norm_eps),
+            TrainableNorm(self.dim, config.rms_norm_eps),
+        )
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], chain: Chain) -> torch.Tensor:
         """[B, T, H]; appends this depth's keys and values to `chain`."""
@@ -110,11 +113,11 @@ def _attend(q: torch.Tensor, chain: Chain) -> torch.Tensor:
     return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
-class Layer(nn.Module):
+class TrainableLayer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm, self.post_attention_layernorm = Norm(width, eps), Norm(width, eps)
+        self.input_layernorm, self.post_attention_layernorm = TrainableNorm(width, eps), TrainableNorm(width, eps)
         self.self_attn = Attention(config)
         self.mlp = Moe(config) if config.is_moe else Mlp(width, config.intermediate_size)
 
@@ -131,9 +134,9 @@ class TrainableHead(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = _linear(2 * width, width)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = Norm(width, eps), Norm(width, eps)
-        self.layers = nn.ModuleList([Layer(config)])
-        self.norm = Norm(width, eps)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = TrainableNorm(width, eps), TrainableNorm(width, eps)
+        self.layers = nn.ModuleList([TrainableLayer(config)])
+        self.norm = TrainableNorm(width, eps)
         ramp = config.yarn.ramp if config.yarn else None
         inv_freq = inverse_frequencies(config.rotary_dim, config.rope_theta, ramp=ramp)
         self.register_buffer("inv_freq", inv_freq, persistent=False)

@@ -31,7 +31,7 @@ RenderChat = Callable[[Path, list[dict[str, Any]]], str]
 
 
 @dataclass(frozen=True)
-class Rows:
+class TextRows:
     """Token ids int32 [rows, T] to train on and to test with."""
 
     train: np.ndarray
@@ -86,7 +86,7 @@ def _texts_of_line(line: str, render: Render, where: str) -> Iterator[str]:
             raise OptionError(f'{where}: want "text", "prompt" and "completion", "messages" or "prompts"')
 
 
-def make_rows(documents: Sequence[list[int]], separator: int | None, length: int, seed: int) -> Rows:
+def make_rows(documents: Sequence[list[int]], separator: int | None, length: int, seed: int) -> TextRows:
     """Documents in a random order, one behind the other, cut into rows; whole ones are held out where there are enough.
 
     Raises OptionError if there are not tokens for a row of each kind.
@@ -101,7 +101,7 @@ def make_rows(documents: Sequence[list[int]], separator: int | None, length: int
     if not len(train) or not len(heldout):
         count = sum(map(len, streams))
         raise OptionError(f"--text: {count} tokens, want two rows of {length} at least, one of them held out")
-    return Rows(train, heldout)
+    return TextRows(train, heldout)
 
 
 def stream_of(documents: Sequence[list[int]], separator: int | None) -> np.ndarray:

@@ -27,7 +27,7 @@ LONG = "long"
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmissionTimes:
     """Seconds. `gap`: the longest between two reports with tokens of one stream, from the prompt's arrival to its first
     token. `round`: median between the streams' reports before it. `chunks`: of the prompt alone, each waited for.
     `first_token`, `first_token_alone`: from the prompt's arrival, beside the streams and without them."""
@@ -55,7 +55,7 @@ def stream_tokens(depth: int, length: int, chunk: int) -> int:
     return (SETTLE + 2 * (STREAMS + -(-length // chunk)) + 8) * (depth + 1)
 
 
-def measure_admission(loop: EngineLoop, context: int, length: int) -> Admission:
+def measure_admission(loop: EngineLoop, context: int, length: int) -> AdmissionTimes:
     """A prompt of `length` tokens beside STREAMS of `context`. Raises PilotfishError if a stream ends too early."""
     vocab_size = loop.ready.vocab_size
     (prompt,) = random_prompts(1, length, vocab_size)
@@ -69,7 +69,7 @@ def measure_admission(loop: EngineLoop, context: int, length: int) -> Admission:
     chunks = _read(loop, prompt, wait=True)
     alone = sum(_read(loop, prompt, wait=False))
     gap, usual, first = _beside(loop, prompt, streams)
-    return Admission(gap, usual, chunks, first, alone)
+    return AdmissionTimes(gap, usual, chunks, first, alone)
 
 
 def _step(loop: EngineLoop, times: dict[str, list[float]]) -> None:

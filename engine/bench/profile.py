@@ -23,7 +23,7 @@ ROUNDS = 16
 LONGEST = 15
 """Kernels, and calls of the driver, that are named."""
 
-Span = tuple[float, float, str]
+Interval = tuple[float, float, str]
 """Begin and end of a kernel in microseconds, and its name."""
 
 
@@ -61,7 +61,7 @@ def traced(work: Callable[[], object], times: int) -> dict[str, Any]:
     return summary(spans, times) | {"driver_calls": _calls(calls, times)}
 
 
-def summary(spans: Iterable[Span], times: int) -> dict[str, Any]:
+def summary(spans: Iterable[Interval], times: int) -> dict[str, Any]:
     """Launches, microseconds from the first kernel's begin to the last one's end, the share of them in which none
     runs, and the kernels that take most: their own microseconds and launches."""
     ordered = sorted(spans, key=lambda span: span[1])
@@ -77,7 +77,7 @@ def summary(spans: Iterable[Span], times: int) -> dict[str, Any]:
     }
 
 
-def own_times(ordered: list[Span]) -> tuple[dict[str, float], float]:
+def own_times(ordered: list[Interval]) -> tuple[dict[str, float], float]:
     """Of spans sorted by their end: the time that is each name's own, and the time from first to last."""
     # of the kernels that end no sooner than this one: when the first of them began
     begun = list(accumulate((begin for begin, _, _ in reversed(ordered)), min))[::-1]
@@ -89,7 +89,7 @@ def own_times(ordered: list[Span]) -> tuple[dict[str, float], float]:
     return own, reached - begun[0]
 
 
-def _calls(spans: list[Span], times: int) -> list[dict[str, Any]]:
+def _calls(spans: list[Interval], times: int) -> list[dict[str, Any]]:
     """The host's microseconds in each kind of call; those that wait for the device stand out."""
     spent: dict[str, float] = defaultdict(float)
     for begin, end, name in spans:

@@ -28,7 +28,7 @@ from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, P
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight, NvFp4Weight
 from pilotfish.engine.checkpoint.plausible import SeenScales
 from pilotfish.engine.checkpoint.recognise import Checkpoint, loaded_parts
-from pilotfish.engine.checkpoint.stream import SMALL, TORCH_DTYPES, Part, Place, stream
+from pilotfish.engine.checkpoint.stream import SMALL, TORCH_DTYPES, TensorPart, TensorPlace, stream
 from pilotfish.engine.errors import CheckpointError, LayoutError
 
 logger = logging.getLogger(__name__)
@@ -103,26 +103,28 @@ def _read_all(
     checkpoint: Checkpoint, device: torch.device, seen: SeenScales
 ) -> Generator[tuple[Module, str, TensorInfo, torch.Tensor], None, None]:
     """Each tensor to load, on the device but for global scales, which become numbers on the host."""
-    files: dict[Path, list[Part]] = defaultdict(list)
+    files: dict[Path, list[TensorPart]] = defaultdict(list)
     for module in checkpoint.modules.values():
         for suffix, info in loaded_parts(module).items():
             if info.file.suffix == GGUF_SUFFIX:
                 yield module, suffix, info, _decode(module, info).to(device)
             else:
-                files[info.file].append(Part(module, suffix, info, _place(module, suffix, info), suffix in SCALES))
+                files[info.file].append(
+                    TensorPart(module, suffix, info, _place(module, suffix, info), suffix in SCALES)
+                )
     with closing(stream(dict(sorted(files.items())), device, partial(_see, seen))) as tensors:
         for part, tensor in tensors:
             yield part.module, part.suffix, part.info, tensor
 
 
-def _place(module: Module, suffix: str, info: TensorInfo) -> Place:
+def _place(module: Module, suffix: str, info: TensorInfo) -> TensorPlace:
     """Packed matrices are re-ordered or kept all alike, so that small ones may share memory; plain ones are not."""
     if suffix.endswith(GLOBAL_SCALES):
-        return Place.HOST
-    return Place.OWN if module.layout is Layout.PLAIN or info.num_bytes > SMALL else Place.SHARED
+        return TensorPlace.HOST
+    return TensorPlace.OWN if module.layout is Layout.PLAIN or info.num_bytes > SMALL else TensorPlace.SHARED
 
 
-def _see(seen: SeenScales, part: Part, raw: memoryview) -> None:
+def _see(seen: SeenScales, part: TensorPart, raw: memoryview) -> None:
     seen.see(part.module, part.suffix, np.frombuffer(raw, np.uint8))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pilotfish.engine.checkpoint.layouts import FP8, FP8_BLOCKS, NVFP4_CT, NVFP4_MODELOPT, SUPPORTED, Layout
-from pilotfish.engine.checkpoint.rules import Group, Rules, Style
+from pilotfish.engine.checkpoint.rules import QuantGroup, QuantRules, Style
 from pilotfish.engine.config import read_json_object
 from pilotfish.engine.errors import ConfigError, LayoutError
 
@@ -52,7 +52,7 @@ MODELOPT_ALGORITHMS = {
 ALL_LINEAR = ("Linear",)
 
 
-def read_rules(raw_config: Mapping[str, Any], folder: Path | None = None) -> Rules | None:
+def read_rules(raw_config: Mapping[str, Any], folder: Path | None = None) -> QuantRules | None:
     """The rules of a parsed config.json and of the folder it lies in, None if nothing declares quantisation.
 
     Raises LayoutError if another method or format is declared than is read, or two files contradict each other;
@@ -90,14 +90,14 @@ def _declaration(raw_config: Mapping[str, Any]) -> dict[str, Any] | None:
 # compressed-tensors
 
 
-def _compressed_tensors(declared: Mapping[str, Any], where: str) -> Rules:
+def _compressed_tensors(declared: Mapping[str, Any], where: str) -> QuantRules:
     _refuse_extras(declared, where)
     groups = declared.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ConfigError(f"{where}.config_groups: want an object with groups, got {groups!r:.80}")
     outer = declared.get("format")
     read = [_ct_group(f"{where}.config_groups.{name}", group, outer) for name, group in groups.items()]
-    return Rules(tuple(read), _patterns(f"{where}.ignore", declared.get("ignore") or [], Style.EXACT))
+    return QuantRules(tuple(read), _patterns(f"{where}.ignore", declared.get("ignore") or [], Style.EXACT))
 
 
 def _refuse_extras(declared: Mapping[str, Any], where: str) -> None:
@@ -111,7 +111,7 @@ def _refuse_extras(declared: Mapping[str, Any], where: str) -> None:
         raise LayoutError(f"{where}.quantization_status: want 'compressed', got {status!r}")
 
 
-def _ct_group(where: str, group: Any, outer_format: Any) -> Group:
+def _ct_group(where: str, group: Any, outer_format: Any) -> QuantGroup:
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         raise ConfigError(f"{where}.weights: want an object, got {group!r:.80}")
     stored, weights = group.get("format") or outer_format, group["weights"]
@@ -124,7 +124,7 @@ def _ct_group(where: str, group: Any, outer_format: Any) -> Group:
         got = weights.get("block_structure")
         raise LayoutError(f"{where}.weights.block_structure: want [128, 128], got {got!r:.80}")
     layouts = NVFP4_CT if stored == NVFP4_FORMAT else FP8_STRATEGIES[weights["strategy"]]
-    return Group(_patterns(f"{where}.targets", group.get("targets"), Style.EXACT), layouts)
+    return QuantGroup(_patterns(f"{where}.targets", group.get("targets"), Style.EXACT), layouts)
 
 
 # ModelOpt
@@ -141,7 +141,7 @@ def _modelopt_file(folder: Path | None) -> dict[str, Any] | None:
     return nested if nested and nested.get("quant_algo") is not None else None
 
 
-def _modelopt(declared: Mapping[str, Any], where: str) -> Rules | None:
+def _modelopt(declared: Mapping[str, Any], where: str) -> QuantRules | None:
     """Excluded modules are `exclude_modules` in one home and `ignore` in the other."""
     algorithm = declared.get("quant_algo")
     if algorithm is None and (declared.get("kv_cache_quant_algo") or declared.get("kv_cache_scheme")):
@@ -149,11 +149,13 @@ def _modelopt(declared: Mapping[str, Any], where: str) -> Rules | None:
     excluded = [*(declared.get("exclude_modules") or []), *(declared.get("ignore") or [])]
     ignore = _patterns(f"{where}.exclude_modules", excluded, Style.GLOB)
     if algorithm == "MIXED_PRECISION":
-        return Rules(_mixed_groups(declared.get("quantized_layers"), f"{where}.quantized_layers"), ignore, Style.GLOB)
-    return Rules((Group(ALL_LINEAR, _algorithm_layouts(declared, where)),), ignore, Style.GLOB)
+        return QuantRules(
+            _mixed_groups(declared.get("quantized_layers"), f"{where}.quantized_layers"), ignore, Style.GLOB
+        )
+    return QuantRules((QuantGroup(ALL_LINEAR, _algorithm_layouts(declared, where)),), ignore, Style.GLOB)
 
 
-def _mixed_groups(raw: Any, where: str) -> tuple[Group, ...]:
+def _mixed_groups(raw: Any, where: str) -> tuple[QuantGroup, ...]:
     """One group for each entry; a key such as `...mlp.experts` covers all that lies in it."""
     if not isinstance(raw, dict) or not raw:
         raise ConfigError(f"{where}: want an object of modules, got {raw!r:.80}")
@@ -161,7 +163,7 @@ def _mixed_groups(raw: Any, where: str) -> tuple[Group, ...]:
     for name, entry in raw.items():
         if not isinstance(entry, dict):
             raise ConfigError(f"{where}.{name}: want an object, got {entry!r:.80}")
-        groups.append(Group((name,), _algorithm_layouts(entry, f"{where}.{name}")))
+        groups.append(QuantGroup((name,), _algorithm_layouts(entry, f"{where}.{name}")))
     return tuple(groups)
 
 
@@ -179,7 +181,7 @@ def _algorithm_layouts(entry: Mapping[str, Any], where: str) -> frozenset[Layout
 # Qwen's and DeepSeek's fp8
 
 
-def _fp8(declared: Mapping[str, Any], where: str) -> Rules:
+def _fp8(declared: Mapping[str, Any], where: str) -> QuantRules:
     block = declared.get("weight_block_size")
     if declared.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", None):
         raise LayoutError(f"{where}.fmt: want 'e4m3', got {declared.get('fmt')!r:.80}")
@@ -187,8 +189,8 @@ def _fp8(declared: Mapping[str, Any], where: str) -> Rules:
         raise LayoutError(f"{where}.weight_block_size: want [128, 128], got {block!r:.80}")
     layouts = frozenset({Layout.FP8_BLOCK_INV, Layout.CT_FP8_BLOCK}) if block else FP8 - FP8_BLOCKS
     listed = [*(declared.get("modules_to_not_convert") or []), *(declared.get("ignored_layers") or [])]
-    return Rules(
-        (Group(ALL_LINEAR, layouts),),
+    return QuantRules(
+        (QuantGroup(ALL_LINEAR, layouts),),
         _patterns(f"{where}.modules_to_not_convert", listed, Style.PART),
         Style.PART,
         # some lists leave it out, and readers keep it plain all the same
@@ -217,18 +219,18 @@ def _lynn_manifest(folder: Path | None) -> dict[str, Any] | None:
     return manifest
 
 
-def _lynn(declared: Mapping[str, Any] | None, manifest: Mapping[str, Any] | None) -> Rules:
+def _lynn(declared: Mapping[str, Any] | None, manifest: Mapping[str, Any] | None) -> QuantRules:
     """The manifest names every packed tensor; without one any Linear may be packed, and the headers say which."""
     if declared is not None and declared.get("format") != LYNN_FORMAT:
         raise LayoutError(f"quantization_config.format: want {LYNN_FORMAT!r}, got {declared.get('format')!r:.80}")
     layouts = frozenset({Layout.LYNN})
     if manifest is None:
-        return Rules((Group(("Linear", "FusedExperts"), layouts),), exhaustive=False)
+        return QuantRules((QuantGroup(("Linear", "FusedExperts"), layouts),), exhaustive=False)
     names = tuple(name.removesuffix(".weight") for name in manifest["quantized_tensors"])
-    return Rules((Group(names, layouts),))
+    return QuantRules((QuantGroup(names, layouts),))
 
 
-READERS: dict[str, Callable[[Mapping[str, Any], str], Rules | None]] = {
+READERS: dict[str, Callable[[Mapping[str, Any], str], QuantRules | None]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "fp8": _fp8,

@@ -362,7 +362,7 @@ def _mtp_problem(config: ModelConfig, modules: Mapping[str, Module], head: Inven
     return None
 
 
-def _read_rules(folder: Path) -> rules.Rules | None:
+def _read_rules(folder: Path) -> rules.QuantRules | None:
     path = folder / "config.json"
     try:
         return quantization.read_rules(read_json_object(path), folder)

@@ -30,7 +30,7 @@ class Style(Enum):
 
 
 @dataclass(frozen=True)
-class Group:
+class QuantGroup:
     """Modules that fit a target are stored in one of `layouts`."""
 
     targets: tuple[str, ...]
@@ -38,14 +38,14 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Rules:
+class QuantRules:
     """Which layout the config gives each module: that of the group it fits best, unless it is ignored.
 
     `exhaustive`: a module that a group covers and that is stored plain contradicts the config, unless it is
     `optional`.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[QuantGroup, ...]
     ignore: tuple[str, ...] = ()
     style: Style = Style.EXACT
     exhaustive: bool = True
@@ -126,7 +126,7 @@ def _expressions(pattern: str, style: Style) -> list[str]:
     return [] if re.fullmatch(r"[\w-]+(?:\.[\w-]+)*", pattern) else [rf"(?:{pattern})(?:\.|$)"]
 
 
-def check_agreement(rules: Rules | None, modules: Mapping[str, Module], inventory: Inventory) -> None:
+def check_agreement(rules: QuantRules | None, modules: Mapping[str, Module], inventory: Inventory) -> None:
     """Raises LayoutError naming the first module of which headers and config say different things.
 
     Not of lm_head where the config has it otherwise, packed or plain: writers list it by habit (official ModelOpt packs

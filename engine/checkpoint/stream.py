@@ -44,7 +44,7 @@ Identity = tuple[int, ...]
 """Of a file: it is the same for as long as nobody writes to it."""
 
 
-class Place(Enum):
+class TensorPlace(Enum):
     """Where a tensor comes to lie."""
 
     SHARED = "with others of its piece"
@@ -53,21 +53,21 @@ class Place(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class TensorPart:
     """One tensor to read. `checked`: its bytes are shown to the caller's check."""
 
     module: Module
     suffix: str
     info: TensorInfo
-    place: Place
+    place: TensorPlace
     checked: bool
 
 
 @dataclass(eq=False, slots=True)
-class Span:
+class FileSpan:
     """Bytes [begin, begin + size) of a tensor, which lie at `offset` among those of the piece with the same place."""
 
-    part: Part
+    part: TensorPart
     begin: int
     size: int
     offset: int
@@ -78,50 +78,50 @@ class Span:
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class FilePiece:
     """Spans in the order of the file, and the bytes that they take by place."""
 
     file: Path
     identity: Identity
-    spans: list[Span] = field(default_factory=list)
-    sizes: dict[Place, int] = field(default_factory=lambda: dict.fromkeys(Place, 0))
+    spans: list[FileSpan] = field(default_factory=list)
+    sizes: dict[TensorPlace, int] = field(default_factory=lambda: dict.fromkeys(TensorPlace, 0))
     size: int = 0
 
-    def add(self, part: Part, begin: int, size: int) -> None:
+    def add(self, part: TensorPart, begin: int, size: int) -> None:
         offset, room = self.sizes[part.place], -(-size // ALIGNMENT) * ALIGNMENT
-        self.spans.append(Span(part, begin, size, offset))
+        self.spans.append(FileSpan(part, begin, size, offset))
         self.sizes[part.place] = offset + room
         self.size += room
 
 
-def cut(parts: Sequence[Part], identity: Identity, limit: int) -> Iterator[Piece]:
+def cut(parts: Sequence[TensorPart], identity: Identity, limit: int) -> Iterator[FilePiece]:
     """Pieces of at most `limit` bytes, a multiple of ALIGNMENT, of parts of one file in the order of its bytes.
 
     A tensor with memory of its own may be divided among several; any other must fit one.
     """
-    piece, end = Piece(parts[0].info.file, identity), parts[0].info.start
+    piece, end = FilePiece(parts[0].info.file, identity), parts[0].info.start
     for part in parts:
         info, begin = part.info, 0
         if info.start - end > MAX_GAP:
             yield piece
-            piece = Piece(info.file, identity)
+            piece = FilePiece(info.file, identity)
         end = info.end
         while True:
             left, room = info.num_bytes - begin, limit - piece.size
             if left <= room:
                 piece.add(part, begin, left)
                 break
-            if part.place is Place.OWN and room:
+            if part.place is TensorPlace.OWN and room:
                 piece.add(part, begin, room)
                 begin += room
             yield piece
-            piece = Piece(info.file, identity)
+            piece = FilePiece(info.file, identity)
     yield piece
 
 
 def stream(
-    files: Mapping[Path, Sequence[Part]], device: torch.device, check: Callable[[Part, memoryview], None]
-) -> Generator[tuple[Part, torch.Tensor], None, None]:
+    files: Mapping[Path, Sequence[TensorPart]], device: torch.device, check: Callable[[TensorPart, memoryview], None]
+) -> Generator[tuple[TensorPart, torch.Tensor], None, None]:
     """Each part's tensor as it comes, in the order of `files` and of bytes in them.
 
     `check(part, some of its bytes)` is called in threads. Raises what it raises, and CheckpointError for a file that
@@ -130,7 +130,7 @@ def stream(
     largest = max((sum(part.info.num_bytes for part in parts) for parts in files.values()), default=0)
     limit = min(PIECE, max(SMALLEST_PIECE, largest // NUM_PIECES // ALIGNMENT * ALIGNMENT))
     memory = HostMemory() if device.type == "cpu" else StagedMemory(device, limit)
-    under_way: deque[tuple[Piece, Landing, Future[None]]] = deque()
+    under_way: deque[tuple[FilePiece, Landing, Future[None]]] = deque()
     pool = ThreadPoolExecutor(NUM_READERS, "checkpoint reader")
     try:
         for piece in _pieces(files, limit):
@@ -144,13 +144,13 @@ def stream(
         pool.shutdown(cancel_futures=True)
 
 
-def _pieces(files: Mapping[Path, Sequence[Part]], limit: int) -> Iterator[Piece]:
+def _pieces(files: Mapping[Path, Sequence[TensorPart]], limit: int) -> Iterator[FilePiece]:
     for file, parts in files.items():
         if parts:
             yield from cut(sorted(parts, key=lambda part: part.info.start), _recognise(file, parts), limit)
 
 
-def _recognise(file: Path, parts: Sequence[Part]) -> Identity:
+def _recognise(file: Path, parts: Sequence[TensorPart]) -> Identity:
     """Raises CheckpointError unless header and size of the file are what they were when the parts were told from it."""
     try:
         identity = _identity(os.stat(file))
@@ -167,7 +167,7 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_size, status.st_mtime_ns
 
 
-def _read(piece: Piece, buffers: Sequence[memoryview], check: Callable[[Part, memoryview], None]) -> None:
+def _read(piece: FilePiece, buffers: Sequence[memoryview], check: Callable[[TensorPart, memoryview], None]) -> None:
     """Fills the buffers, one a span."""
     try:
         # opened anew: the system reads ahead for each open file by itself
@@ -185,7 +185,7 @@ def _read(piece: Piece, buffers: Sequence[memoryview], check: Callable[[Part, me
             check(span.part, buffer)
 
 
-def _with_gaps(piece: Piece, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
+def _with_gaps(piece: FilePiece, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
     """Where the piece begins, and buffers for all its bytes in turn."""
     start = end = piece.spans[0].part.info.start + piece.spans[0].begin
     everything = []
@@ -219,22 +219,22 @@ class Landing:
     """Where a piece is read to: a buffer for each span, and the blocks they are of, uint8 [n]."""
 
     buffers: list[memoryview]
-    blocks: dict[Place, torch.Tensor]
+    blocks: dict[TensorPlace, torch.Tensor]
 
 
 class HostMemory:
     """The CPU's: pieces are read to where they stay. `own` holds what has memory of its own and is not whole yet."""
 
     def __init__(self) -> None:
-        self.own: dict[Part, torch.Tensor] = {}
+        self.own: dict[TensorPart, torch.Tensor] = {}
 
-    def land(self, piece: Piece) -> Landing:
+    def land(self, piece: FilePiece) -> Landing:
         """Before the piece is read."""
-        blocks = {place: host_memory(piece.sizes[place]) for place in (Place.SHARED, Place.HOST)}
+        blocks = {place: host_memory(piece.sizes[place]) for place in (TensorPlace.SHARED, TensorPlace.HOST)}
         views = {place: block.numpy().data for place, block in blocks.items()}
         buffers = []
         for span in piece.spans:
-            if span.part.place is not Place.OWN:
+            if span.part.place is not TensorPlace.OWN:
                 view, begin = views[span.part.place], span.offset
             else:
                 if span.begin == 0:
@@ -243,7 +243,7 @@ class HostMemory:
             buffers.append(view[begin : begin + span.size])
         return Landing(buffers, blocks)
 
-    def take(self, piece: Piece, landing: Landing) -> dict[Place, torch.Tensor]:
+    def take(self, piece: FilePiece, landing: Landing) -> dict[TensorPlace, torch.Tensor]:
         """When it is read: the blocks of what shares them. Pieces are taken in the order in which they landed."""
         return landing.blocks
 
@@ -252,14 +252,14 @@ class StagedMemory:
     """A device's own: as HostMemory, but pieces are read into NUM_PIECES buffers, and copied on the current stream."""
 
     def __init__(self, device: torch.device, piece_size: int):
-        self.own: dict[Part, torch.Tensor] = {}
+        self.own: dict[TensorPart, torch.Tensor] = {}
         self._device, self._is_cuda = device, device.type == "cuda"
         buffers = (torch.empty(piece_size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(NUM_PIECES))
         # with each buffer what tells that it has been copied
         self._free = deque((buffer, torch.cuda.Event() if self._is_cuda else None) for buffer in buffers)
         self._landed: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
-    def land(self, piece: Piece) -> Landing:
+    def land(self, piece: FilePiece) -> Landing:
         buffer, copied = self._free.popleft()
         if copied is not None:
             copied.synchronize()
@@ -272,36 +272,36 @@ class StagedMemory:
         spans = ((views[span.part.place], span.offset, span.size) for span in piece.spans)
         return Landing([view[offset : offset + size] for view, offset, size in spans], blocks)
 
-    def take(self, piece: Piece, landing: Landing) -> dict[Place, torch.Tensor]:
+    def take(self, piece: FilePiece, landing: Landing) -> dict[TensorPlace, torch.Tensor]:
         staged = landing.blocks
-        shared = self._empty(piece.sizes[Place.SHARED]).copy_(staged[Place.SHARED], non_blocking=True)
+        shared = self._empty(piece.sizes[TensorPlace.SHARED]).copy_(staged[TensorPlace.SHARED], non_blocking=True)
         for span in piece.spans:
-            if span.part.place is Place.OWN:
+            if span.part.place is TensorPlace.OWN:
                 if span.begin == 0:
                     self.own[span.part] = self._empty(span.part.info.num_bytes)
                 target = self.own[span.part][span.begin : span.begin + span.size]
-                target.copy_(staged[Place.OWN][span.offset : span.offset + span.size], non_blocking=True)
-        host = staged[Place.HOST].clone()
+                target.copy_(staged[TensorPlace.OWN][span.offset : span.offset + span.size], non_blocking=True)
+        host = staged[TensorPlace.HOST].clone()
         buffer, copied = self._landed.popleft()
         if copied is not None:
             copied.record(torch.cuda.current_stream(self._device))
         self._free.append((buffer, copied))
-        return {Place.SHARED: shared, Place.HOST: host}
+        return {TensorPlace.SHARED: shared, TensorPlace.HOST: host}
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def _arrived(
-    memory: HostMemory | StagedMemory, piece: Piece, landing: Landing, done: Future[None]
-) -> Iterator[tuple[Part, torch.Tensor]]:
+    memory: HostMemory | StagedMemory, piece: FilePiece, landing: Landing, done: Future[None]
+) -> Iterator[tuple[TensorPart, torch.Tensor]]:
     """The tensors that are whole with this piece."""
     done.result()
     blocks = memory.take(piece, landing)
     for span in piece.spans:
         if span.is_last:
             part = span.part
-            own = part.place is Place.OWN
+            own = part.place is TensorPlace.OWN
             raw = memory.own.pop(part) if own else blocks[part.place][span.offset : span.offset + span.size]
             yield part, raw.view(TORCH_DTYPES[part.info.dtype]).view(part.info.shape)
 

@@ -55,7 +55,7 @@ Errors = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Result:
+class Quantized:
     """What a run made: the censuses before and after, and the error of each packed matrix.
 
     `merged` counts the matrices that an adapter changed, of the `adapted` ones that it names; errors are against what
@@ -78,7 +78,7 @@ def quantize_folder(
     merge_lora: Path | None = None,
     progress: bool = True,
     calibration: Sequence[int] = (),
-) -> Result:
+) -> Quantized:
     """Writes `out`, or goes on with an interrupted run of the same source and recipe.
 
     `calibration`: tokens of a text that the source reads first, so that scales are those under which what comes out of
@@ -114,7 +114,7 @@ def quantize_folder(
         _sync_folder(out.parent)
     shutil.rmtree(out / STATE)
     adapted = len(adapter.pairs) if adapter else 0
-    return Result(opened, dataclasses.replace(output, path=out), errors, merged, adapted, zeros)
+    return Quantized(opened, dataclasses.replace(output, path=out), errors, merged, adapted, zeros)
 
 
 def _check_plain(checkpoint: Checkpoint, plan: Plan) -> str | None:
@@ -351,7 +351,7 @@ def _parser() -> Parser:
     return parser
 
 
-def report_lines(result: Result) -> Iterator[str]:
+def report_lines(result: Quantized) -> Iterator[str]:
     """Censuses before and after, then the errors by kind of matrix and the worst ones."""
     for what, checkpoint in (("source", result.source), ("output", result.output)):
         yield f"{what}: {checkpoint.summary()}"

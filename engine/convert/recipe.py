@@ -19,7 +19,7 @@ from pilotfish.engine.checkpoint.layouts import FP8, GROUP, PACKED, Layout, Modu
 from pilotfish.engine.checkpoint.load import EXPERT_PARTS
 from pilotfish.engine.checkpoint.names import is_mtp, normalise, split
 from pilotfish.engine.checkpoint.recognise import MTP_FOLDER, Checkpoint
-from pilotfish.engine.convert.write import Entry
+from pilotfish.engine.convert.write import TensorEntry
 from pilotfish.engine.errors import CheckpointError, LayoutError
 
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
@@ -88,7 +88,7 @@ class Job:
     action: Action
     main: TensorInfo
     matrices: tuple[Matrix, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     module: Module | None = None
     to_deltas: bool = False
     form: Form = "bf16"
@@ -113,7 +113,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, changed: Collection[str] =
         job = _job(module, checkpoint, recipe, changed)
         plan[_output_file(job.main, checkpoint, _is_grafted(module, checkpoint))].append(job)
     for info in _others(checkpoint):
-        entry = Entry(info.name, info.dtype, info.shape)
+        entry = TensorEntry(info.name, info.dtype, info.shape)
         plan[_output_file(info, checkpoint, False)].append(Job(Action.COPY, info, (), (entry,)))
     if not any(job.action is Action.PACK for jobs in plan.values() for job in jobs):
         raise CheckpointError(f"{checkpoint.path}: no matrix of it would become NVFP4")
@@ -145,9 +145,9 @@ def _job(module: Module, checkpoint: Checkpoint, recipe: Recipe, changed: Collec
     is_changed = any(matrix.name in changed for matrix in matrices)
     if module.layout is Layout.PLAIN and not (to_deltas or apart or is_changed):
         suffix = next(iter(module.parts))
-        return Job(Action.COPY, main, matrices, (Entry(f"{stem}{suffix}", main.dtype, main.shape),), module)
+        return Job(Action.COPY, main, matrices, (TensorEntry(f"{stem}{suffix}", main.dtype, main.shape),), module)
     dtype = "F32" if len(module.shape) == 1 else module.dtype if module.layout is Layout.PLAIN else "BF16"
-    plain = tuple(Entry(f"{matrix.raw_name}.weight", dtype, matrix.shape) for matrix in matrices)
+    plain = tuple(TensorEntry(f"{matrix.raw_name}.weight", dtype, matrix.shape) for matrix in matrices)
     return Job(Action.PLAIN, main, matrices, plain, module, to_deltas)
 
 
@@ -166,7 +166,7 @@ def _is_fused(module: Module, checkpoint: Checkpoint) -> bool:
     return f"{module.name.rpartition('.')[0]}.gate_up_proj" in checkpoint.modules
 
 
-def packed_entries(matrix: Matrix, form: Form, writer: Writer) -> tuple[Entry, ...]:
+def packed_entries(matrix: Matrix, form: Form, writer: Writer) -> tuple[TensorEntry, ...]:
     """The tensors of a packed matrix; what pack.py gives comes in this order."""
     rows, columns = matrix.shape
     modelopt = writer == "modelopt"
@@ -175,14 +175,14 @@ def packed_entries(matrix: Matrix, form: Form, writer: Writer) -> tuple[Entry, .
             ("weight", "weight_scale_2", ()) if modelopt else ("weight_packed", "weight_global_scale", (1,))
         )
         return (
-            Entry(f"{matrix.raw_name}.{codes}", "U8", (rows, columns // 2)),
-            Entry(f"{matrix.raw_name}.weight_scale", "F8_E4M3", (rows, columns // GROUP)),
-            Entry(f"{matrix.raw_name}.{number}", "F32", shape),
+            TensorEntry(f"{matrix.raw_name}.{codes}", "U8", (rows, columns // 2)),
+            TensorEntry(f"{matrix.raw_name}.weight_scale", "F8_E4M3", (rows, columns // GROUP)),
+            TensorEntry(f"{matrix.raw_name}.{number}", "F32", shape),
         )
-    weight = Entry(f"{matrix.raw_name}.weight", "F8_E4M3", (rows, columns))
+    weight = TensorEntry(f"{matrix.raw_name}.weight", "F8_E4M3", (rows, columns))
     if not modelopt:
-        return weight, Entry(f"{matrix.raw_name}.weight_scale", "F32", (rows, 1))
-    return weight, *(Entry(f"{matrix.raw_name}.{part}_scale", "F32", ()) for part in ("weight", "input"))
+        return weight, TensorEntry(f"{matrix.raw_name}.weight_scale", "F32", (rows, 1))
+    return weight, *(TensorEntry(f"{matrix.raw_name}.{part}_scale", "F32", ()) for part in ("weight", "input"))
 
 
 def _matrices(module: Module, stem: str) -> Iterator[Matrix]:

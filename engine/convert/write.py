@@ -25,7 +25,7 @@ HEADER_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file to be written. `dtype` as in a safetensors header ("BF16")."""
 
     name: str
@@ -40,10 +40,10 @@ class Entry:
 class TensorFile:
     """An open file that waits for its tensors' bytes. `put` and `copy` take each name once."""
 
-    def __init__(self, file: BinaryIO, entries: Iterable[Entry]):
+    def __init__(self, file: BinaryIO, entries: Iterable[TensorEntry]):
         ordered = sorted(entries, key=lambda entry: (-DTYPE_BITS[entry.dtype], entry.name))
         self._file = file
-        self._waiting: dict[str, tuple[int, Entry]] = {}
+        self._waiting: dict[str, tuple[int, TensorEntry]] = {}
         header = _header(ordered)
         file.write(header)
         offset = len(header)
@@ -76,14 +76,14 @@ class TensorFile:
     def check_complete(self) -> None:
         assert not self._waiting, f"tensors that were never written: {list(self._waiting)[:3]}"
 
-    def _seek(self, name: str) -> Entry:
+    def _seek(self, name: str) -> TensorEntry:
         offset, entry = self._waiting.pop(name)
         self._file.seek(offset)
         return entry
 
 
 @contextmanager
-def tensor_file(path: Path, entries: Iterable[Entry]) -> Iterator[TensorFile]:
+def tensor_file(path: Path, entries: Iterable[TensorEntry]) -> Iterator[TensorFile]:
     """A file to fill; it is called `path` only after the block ends without an error."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
@@ -96,7 +96,7 @@ def tensor_file(path: Path, entries: Iterable[Entry]) -> Iterator[TensorFile]:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A file of these tensors, wherever they are; it is called `path` only when it is whole."""
-    entries = [Entry(name, HEADER_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    entries = [TensorEntry(name, HEADER_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
     with tensor_file(path, entries) as opened:
         for name, tensor in tensors.items():
             opened.put(name, tensor.detach().cpu())
@@ -116,7 +116,7 @@ def sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _header(ordered: Iterable[Entry]) -> bytes:
+def _header(ordered: Iterable[TensorEntry]) -> bytes:
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in ordered:

@@ -45,9 +45,9 @@ class CudaScratch:
     attention: attention.AttentionScratch
     delta: delta_net.DeltaScratch
     pending: tuple[torch.Tensor, ...]
-    choice: sample.Scratch
-    look_up: lookup.Scratch
-    experts: moe.Scratch | None
+    choice: sample.ChoiceScratch
+    look_up: lookup.LookupScratch
+    experts: moe.ExpertScratch | None
 
     @property
     def pending_bytes(self) -> int:
@@ -96,8 +96,8 @@ class CudaOperators:
                 torch.zeros((sizes.num_slots, sizes.max_width, held), dtype=model.dtype, device=device)
                 for _ in config.linear_layers
             ),
-            sample.Scratch.empty(rows, config.vocab_size, device),
-            lookup.Scratch.empty(sizes.max_sequences, device),
+            sample.ChoiceScratch.empty(rows, config.vocab_size, device),
+            lookup.LookupScratch.empty(sizes.max_sequences, device),
             _expert_scratch(config, rows, device) if config.is_moe else None,
         )  # fmt: skip
 
@@ -280,6 +280,8 @@ class CudaOperators:
         return weights, ids, gate
 
 
-def _expert_scratch(config: ModelConfig, rows: int, device: torch.device) -> moe.Scratch:
+def _expert_scratch(config: ModelConfig, rows: int, device: torch.device) -> moe.ExpertScratch:
     width = max(config.moe_intermediate_size, config.shared_expert_intermediate_size)
-    return moe.Scratch.make(rows, config.num_experts_per_tok, config.num_experts, width, config.hidden_size, device)
+    return moe.ExpertScratch.make(
+        rows, config.num_experts_per_tok, config.num_experts, width, config.hidden_size, device
+    )

@@ -42,7 +42,7 @@ REGISTERS = {1: 128, 2: 168}
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """How a product is launched. `warps` alone decides its bits: they share K.
 
     tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x.
@@ -55,7 +55,7 @@ class Shape:
     x_ahead: int
 
 
-def choose_shape(part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None) -> Shape:
+def choose_shape(part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None) -> LaunchShape:
     """For tiles of one format and a number of rows; `plain`: what is `beside` them.
 
     Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
@@ -67,7 +67,7 @@ def choose_shape(part: Packed, num_rows: int, swiglu: bool = False, plain: Packe
     tiles = 2 if swiglu or part.num_tiles >= (3 if row_tiles == 1 else 2) * SM_COUNT else 1
     if part.format is Format.BF16 and row_tiles == 4 and not swiglu:
         tiles = 1  # two would spill
-    shape = fill(Shape(warps, tiles, row_tiles, 0, 0), part.format, part.num_units)
+    shape = fill(LaunchShape(warps, tiles, row_tiles, 0, 0), part.format, part.num_units)
     steps = part.num_units // warps
     if part.format is not Format.NVFP4 or tiles == 1 or row_tiles == 4 or part.num_tiles >= MANY_TILES:
         return shape
@@ -80,7 +80,7 @@ def choose_shape(part: Packed, num_rows: int, swiglu: bool = False, plain: Packe
     return replace(shape, tiles=tiles, stages=min(2, steps), x_ahead=x_ahead)
 
 
-def fill(shape: Shape, format: Format, num_units: int) -> Shape:
+def fill(shape: LaunchShape, format: Format, num_units: int) -> LaunchShape:
     """The shape with as much in flight as registers hold, 128 to 168 of them."""
     steps = num_units // shape.warps
     in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[format] // (2 if shape.row_tiles == 4 else 1)
@@ -94,13 +94,13 @@ def fill(shape: Shape, format: Format, num_units: int) -> Shape:
     return replace(shape, stages=stages, x_ahead=x_ahead)
 
 
-def beside(part: Packed, shape: Shape) -> Shape:
+def beside(part: Packed, shape: LaunchShape) -> LaunchShape:
     """For a few BF16 tiles in the launch of others, of `shape`; `warps`: the shares of K, as in a launch of their own.
 
     A tile and 8 rows a program, and no more on its way than fits the registers that the others need anyway.
     """
     steps = part.num_units // shape.warps
-    return Shape(split(part.num_tiles, part.num_units), 1, 1, min(2, steps), min(1, steps - 1))
+    return LaunchShape(split(part.num_tiles, part.num_units), 1, 1, min(2, steps), min(1, steps - 1))
 
 
 def split(num_tiles: int, num_units: int) -> int:
@@ -387,10 +387,16 @@ def _runs(places: list[list[int]]) -> list[tuple[int, int, int]]:
 
 
 def launch(
-    part: Packed, x: torch.Tensor, out: torch.Tensor, shape: Shape, swiglu: bool, pdl: bool, plain: Packed | None = None
+    part: Packed,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    shape: LaunchShape,
+    swiglu: bool,
+    pdl: bool,
+    plain: Packed | None = None,
 ) -> None:
     """One launch for `part` and, if given, `plain`: some tiles of BF16 as wide, with fewer of them."""
-    other = Shape(0, 0, 0, 0, 0) if plain is None else beside(plain, shape)
+    other = LaunchShape(0, 0, 0, 0, 0) if plain is None else beside(plain, shape)
     num_plain = 0 if plain is None else plain.num_tiles
     wide = part.num_units > 16 and part.format is not Format.BF16
     bounded = plain is not None or (wide and shape.tiles == 2 and shape.row_tiles == 1)

@@ -23,7 +23,7 @@ PROGRAMS = 32
 """Of one sequence, a power of two; texts of more than PROGRAMS chunks take several in turn."""
 
 
-class Scratch(NamedTuple):
+class LookupScratch(NamedTuple):
     """What one `look_up` at a time works in. Counters are zero between launches."""
 
     partials: torch.Tensor
@@ -32,7 +32,7 @@ class Scratch(NamedTuple):
     """int32 [B]: programs arrived."""
 
     @classmethod
-    def empty(cls, batch: int, device: torch.device | str) -> Scratch:
+    def empty(cls, batch: int, device: torch.device | str) -> LookupScratch:
         partials = torch.zeros((batch, PROGRAMS), dtype=torch.int64, device=device)
         return cls(partials, torch.zeros(batch, dtype=torch.int32, device=device))
 
@@ -95,7 +95,7 @@ def look_up(
     depth: int,
     longest: int,
     shortest: int,
-    scratch: Scratch,
+    scratch: LookupScratch,
     pdl: bool = False,
 ) -> None:
     """Writes `depth` drafts of slots_B (int32 or int64) into `state`, after the commit; where no match of `shortest`

@@ -23,7 +23,7 @@ import triton
 
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.linear import MAX_ROWS, Shape, fill
+from pilotfish.kernels.cuda.linear import MAX_ROWS, LaunchShape, fill
 from pilotfish.kernels.cuda.mma import FORMATS
 from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, groups_kernel, list_kernel
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
@@ -42,7 +42,7 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
-class Scratch:
+class ExpertScratch:
     """What a layer writes between its launches, for up to `rows` rows; layers of one model may share it.
 
     inner bf16 [rows, k + 1, I]; out bf16 [rows, k + 1, H], rank k the shared expert's; lists int32, for more than
@@ -54,12 +54,12 @@ class Scratch:
     lists: torch.Tensor
 
     @staticmethod
-    def make(rows: int, top_k: int, num_experts: int, width: int, hidden: int, device: torch.device) -> Scratch:
+    def make(rows: int, top_k: int, num_experts: int, width: int, hidden: int, device: torch.device) -> ExpertScratch:
         """num_experts, width: the largest of any layer, of the routed experts and the shared one."""
         inner = torch.zeros((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
         out = torch.zeros((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
         listed = num_experts * (rows + 2) + rows * top_k // 8 if rows > FAST_ROWS else 1
-        return Scratch(inner, out, torch.zeros(listed, dtype=torch.int32, device=device))
+        return ExpertScratch(inner, out, torch.zeros(listed, dtype=torch.int32, device=device))
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Group:
+class ExpertGroup:
     """Experts of one shape and format: gate and up in turn, and down, each [experts * tiles, ...]."""
 
     gate_up: Packed
@@ -102,7 +102,7 @@ class GroupedExperts:
         self.num_bytes = sum(group.num_bytes for group in self.groups)
 
     @staticmethod
-    def of(groups: list[Group], top_k: int, num_experts: int, hidden: int) -> GroupedExperts:
+    def of(groups: list[ExpertGroup], top_k: int, num_experts: int, hidden: int) -> GroupedExperts:
         """Of what is packed already: the routed experts and the shared one in one group, or in one each."""
         made = GroupedExperts.__new__(GroupedExperts)
         made.groups, made.top_k, made.num_experts, made.hidden = groups, top_k, num_experts, hidden
@@ -111,10 +111,10 @@ class GroupedExperts:
 
     @property
     def width(self) -> int:
-        """Of an expert, the shared one or the others: what `Scratch` needs."""
+        """Of an expert, the shared one or the others: what `ExpertScratch` needs."""
         return max(group.width for group in self.groups)
 
-    def rows(self, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch, pdl: bool = False) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool = False) -> torch.Tensor:
         """bf16 [R, k + 1, H], a view of scratch.out: each row's experts in rank order, then the shared one.
 
         x: bf16 [>= R, H], contiguous; ids: int32 [R, k], all different within a row, R of 1 .. linear.MAX_ROWS.
@@ -175,7 +175,7 @@ class GroupedExperts:
         return torch.addcmul(total, shared[:, : self.hidden].float(), shared_gate[:, None])
 
     def _launch(
-        self, group: Group, down: bool, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch, pdl: bool
+        self, group: ExpertGroup, down: bool, x: torch.Tensor, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool
     ) -> None:
         num_rows = len(ids)
         part = group.down if down else group.gate_up
@@ -228,7 +228,7 @@ class GroupedExperts:
             launch_pdl=pdl,
         )
 
-    def rows_reference(self, x: torch.Tensor, ids: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    def rows_reference(self, x: torch.Tensor, ids: torch.Tensor, scratch: ExpertScratch) -> torch.Tensor:
         """The same in plain torch, in fp32; rounded where the kernels round."""
         num_rows = len(ids)
         for row in range(num_rows):
@@ -289,18 +289,18 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
     )
 
 
-def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> Shape:
+def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> LaunchShape:
     """As linear.choose_shape, for the tiles of one expert: programs are many, and have few units."""
     least = 1 if format is Format.BF16 else 2  # units a warp: of BF16 registers hold no more
     warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= least * warps))
-    shape = fill(Shape(warps, 2, row_tiles(num_rows), 0, 0), format, num_units)
+    shape = fill(LaunchShape(warps, 2, row_tiles(num_rows), 0, 0), format, num_units)
     if format is not Format.NVFP4:
         return shape
     # more programs at a time pay more than more on the way of each
     return replace(shape, stages=2, x_ahead=1) if num_units >= 4 * warps else replace(shape, stages=1, x_ahead=0)
 
 
-def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[Group]:
+def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[ExpertGroup]:
     for name, expert in zip(names, experts, strict=True):
         width = int(expert.gate.shape[0])
         if width % 8 or hidden % 8:
@@ -318,17 +318,17 @@ def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden
     for name, expert, gate, up, down in zip(names, experts, *packed.values(), strict=True):
         if gate.kind != up.kind:
             raise ValueError(f"{name}: want gate and up of one format, got {[gate.format.value, up.format.value]}")
-        groups.append(Group(packing.interleave(gate, up), down, 1, int(expert.gate.shape[0])))
+        groups.append(ExpertGroup(packing.interleave(gate, up), down, 1, int(expert.gate.shape[0])))
     return groups
 
 
-def _kind(group: Group) -> tuple[object, ...]:
+def _kind(group: ExpertGroup) -> tuple[object, ...]:
     return (group.width, group.gate_up.kind, group.down.kind)
 
 
-def _join(groups: Sequence[Group]) -> Group:
+def _join(groups: Sequence[ExpertGroup]) -> ExpertGroup:
     gate_up = packing.join([group.gate_up for group in groups])
-    return Group(gate_up, packing.join([group.down for group in groups]), len(groups), groups[0].width)
+    return ExpertGroup(gate_up, packing.join([group.down for group in groups]), len(groups), groups[0].width)
 
 
 def _expanded(part: Packed, count: int, width: int, scratch: torch.Tensor, span: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ PROGRAMS = 256
 _THINKING = tl.constexpr(slots.THINKING)
 
 
-class Scratch(NamedTuple):
+class ChoiceScratch(NamedTuple):
     """What one `choose` at a time works in, shared by all graphs of a stream. Counters are zero between launches."""
 
     partials: torch.Tensor
@@ -77,7 +77,7 @@ class Scratch(NamedTuple):
     """int64 [R, MASS_STEPS, MASS_DIGITS]: probability of each digit."""
 
     @classmethod
-    def empty(cls, rows: int, num_logits: int, device: torch.device | str) -> Scratch:
+    def empty(cls, rows: int, num_logits: int, device: torch.device | str) -> ChoiceScratch:
         chunks = triton.cdiv(num_logits, _chunk(num_logits))
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -250,7 +250,7 @@ def choose(
     state: SlotState,
     width: int,
     out: torch.Tensor,
-    scratch: Scratch,
+    scratch: ChoiceScratch,
     has_nan: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,

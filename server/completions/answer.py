@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct
 from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.server.answer import LOWEST_LOGPROB, OpenAiFormat, PromptLogprob, usage_of
 from pilotfish.server.generation import Choice, Piece, ShownToken
-from pilotfish.server.plan import Plan
+from pilotfish.server.plan import GenerationPlan
 from pilotfish.server.protocol import Response
 from pilotfish.server.text.detokenize import Detokenizer
 from pilotfish.server.text.prompts import Prompt
@@ -40,7 +40,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
 class CompletionFormat(OpenAiFormat):
     object = chunk_object = "text_completion"
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, plan: GenerationPlan, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(plan, tokenizer, fingerprint)
         self._echoed: set[int] = set()
 

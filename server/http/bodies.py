@@ -25,7 +25,7 @@ BODY_BYTES_PER_SECOND = 256 << 10
 RETRY_SECONDS = 1
 
 
-class Held:
+class HeldBytes:
     """What one request holds of the budget."""
 
     def __init__(self, bodies: Bodies, label: str) -> None:
@@ -49,9 +49,9 @@ class Bodies:
         self.num_bytes = 0
 
     @contextlib.contextmanager
-    def hold(self, label: str, on_end: Callable[[], None] = lambda: None) -> Iterator[Held]:
+    def hold(self, label: str, on_end: Callable[[], None] = lambda: None) -> Iterator[HeldBytes]:
         """For the bytes of one request, until it is worked out what it asks for; `on_end` hears if any were counted."""
-        held = Held(self, label)
+        held = HeldBytes(self, label)
         try:
             yield held
         finally:
@@ -70,7 +70,7 @@ class Bodies:
             del self._held[label]
 
 
-async def read_body(request: web.Request, held: Held) -> bytearray:
+async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
     """The body of a JSON request, counted as it comes.
 
     Raises BadRequest for another content type, 413 before a byte is read where its length is known, 408 for one that

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from pilotfish.server.answer import metrics_of, usage_of
 from pilotfish.server.generation import Choice
-from pilotfish.server.plan import Plan
+from pilotfish.server.plan import GenerationPlan
 from pilotfish.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 class Notes(msgspec.Struct):
     """What is learnt of a request while it is served."""
 
-    plan: Plan | None = None
+    plan: GenerationPlan | None = None
     choices: Sequence[Choice] = ()
     error: str | None = None
 
@@ -78,7 +78,7 @@ def client_id(request: web.Request) -> str | None:
     return given if GOOD_ID.fullmatch(given) else None
 
 
-def note_choices(plan: Plan, choices: Sequence[Choice]) -> None:
+def note_choices(plan: GenerationPlan, choices: Sequence[Choice]) -> None:
     if (notes := NOTES.get()) is not None:
         notes.plan, notes.choices = plan, choices
 
@@ -134,7 +134,7 @@ class RequestLog:
 
         return middleware
 
-    def _of_choices(self, plan: Plan | None, choices: Sequence[Choice]) -> dict:
+    def _of_choices(self, plan: GenerationPlan | None, choices: Sequence[Choice]) -> dict:
         if plan is None:
             return {}
         usage, speculation = usage_of(plan, choices), metrics_of(plan, choices).speculative_decoding

@@ -40,7 +40,7 @@ class Shared:
 SCRAPE: web.AppKey[Shared] = web.AppKey("scrape", Shared)
 
 
-class KvCache(Struct, frozen=True, kw_only=True):
+class KvCacheStatus(Struct, frozen=True, kw_only=True):
     pages: int
     page_size: int
     tokens: int
@@ -58,7 +58,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int
     rows_per_round: int
     max_model_len: int
-    kv_cache: KvCache
+    kv_cache: KvCacheStatus
     bytes_per_sequence: int
     memory: dict[str, int]
     device: str
@@ -66,7 +66,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     execution: Execution | None
 
 
-class Part(Struct, frozen=True):
+class PartStatus(Struct, frozen=True):
     status: str
 
 
@@ -95,7 +95,7 @@ class Health(Struct, frozen=True, kw_only=True):
 
     status: str
     version: str
-    http: Part
+    http: PartStatus
     engine: EnginePart
     speculation: Speculation | None
     trunk_check: TrunkCheck | None
@@ -123,7 +123,7 @@ async def capacity(request: web.Request) -> web.Response:
             num_speculative_tokens=ready.num_speculative_tokens,
             rows_per_round=ready.max_num_seqs * (ready.num_speculative_tokens + 1),
             max_model_len=ready.max_model_len,
-            kv_cache=KvCache(
+            kv_cache=KvCacheStatus(
                 pages=ready.kv_pages_total,
                 page_size=ready.page_size,
                 tokens=ready.kv_pages_total * ready.page_size,
@@ -145,7 +145,7 @@ async def health(request: web.Request) -> web.Response:
     body = Health(
         status="ok" if state == "ready" else state,
         version=pilotfish.__version__,
-        http=Part("ok"),
+        http=PartStatus("ok"),
         engine=EnginePart(
             status=client.state,
             part=client.failure.part if client.failure else None,

@@ -12,7 +12,7 @@ from pilotfish.server.answer import shown_parts, usage_of
 from pilotfish.server.calls.parser import Call, Kind, Said
 from pilotfish.server.errors import ApiError, ContextExceeded
 from pilotfish.server.generation import Choice, Piece
-from pilotfish.server.plan import Plan
+from pilotfish.server.plan import GenerationPlan
 from pilotfish.server.protocol import encode
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -175,7 +175,7 @@ class MessagesFormat:
     heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
     end = b""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: GenerationPlan) -> None:
         self._plan = plan
         self._index = 0
         self._kind: Kind | None = None

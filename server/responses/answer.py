@@ -17,10 +17,10 @@ from pilotfish.server.calls.tools import input_of
 from pilotfish.server.chat.answer import ChatFormat, ChatLogprob
 from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece, ShownToken
-from pilotfish.server.plan import Plan
+from pilotfish.server.plan import GenerationPlan
 from pilotfish.server.protocol import encode
 from pilotfish.server.responses.request import Reasoning, ResponsesRequest, TextConfig, TextFormat
-from pilotfish.server.responses.tools import Place, places
+from pilotfish.server.responses.tools import ToolPlace, places
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -226,7 +226,11 @@ class ResponsesFormat:
     end = b""
 
     def __init__(
-        self, request: ResponsesRequest, plan: Plan, told: ChatFormat, keep: Callable[[Item], None] = lambda item: None
+        self,
+        request: ResponsesRequest,
+        plan: GenerationPlan,
+        told: ChatFormat,
+        keep: Callable[[Item], None] = lambda item: None,
     ) -> None:
         self._request = request
         self._plan = plan
@@ -319,7 +323,7 @@ class ResponsesFormat:
         return events
 
     def _call(self, call: Call) -> list[Event]:
-        place = self._places.get(call.name, Place(call.name))
+        place = self._places.get(call.name, ToolPlace(call.name))
         named: dict[str, Any] = {"call_id": call.id, "name": place.name, "namespace": place.namespace or msgspec.UNSET}
         number = call.id.removeprefix("call_")
         item: FunctionCall | CustomCall

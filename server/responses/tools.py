@@ -27,7 +27,7 @@ CHOSEN = frozenset({"type", "name", "namespace"})
 NAMESPACE = frozenset({"type", "name", "description", "tools"})
 
 
-class Place(Struct, frozen=True):
+class ToolPlace(Struct, frozen=True):
     """Where a tool stands in what was asked. `is_custom`: it takes a text."""
 
     name: str
@@ -85,14 +85,14 @@ def _name_of(tool: dict[str, Any], where: str) -> str:
     return name
 
 
-def places(tools: list[dict[str, Any]]) -> dict[str, Place]:
+def places(tools: list[dict[str, Any]]) -> dict[str, ToolPlace]:
     """By flat name, of tools that have been read."""
-    found: dict[str, Place] = {}
+    found: dict[str, ToolPlace] = {}
     for tool in tools:
         namespace = tool.get("name") if tool.get("type") == "namespace" else None
         for member in tool["tools"] if namespace is not None else [tool]:
             if member.get("type") in ("function", "custom"):
-                place = Place(member["name"], namespace, member["type"] == "custom")
+                place = ToolPlace(member["name"], namespace, member["type"] == "custom")
                 found[flat_name(namespace, member["name"])] = place
     return found
 

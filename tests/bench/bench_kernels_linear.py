@@ -28,8 +28,8 @@ from pilotfish.engine.checkpoint.fp8 import per_channel
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
 from pilotfish.kernels.cuda import linear, moe
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.linear import PackedLinear, Shape, choose_shape
-from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch, combine
+from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear, choose_shape
+from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 from pilotfish.kernels.cuda.warm import compile_all
 
@@ -144,7 +144,11 @@ def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[i
             shape = choose_shape(part, count)
 
             def launch(
-                number: int, pdl: bool, out: torch.Tensor = out, shape: Shape = shape, copies: list[Packed] = copies
+                number: int,
+                pdl: bool,
+                out: torch.Tensor = out,
+                shape: LaunchShape = shape,
+                copies: list[Packed] = copies,
             ) -> None:
                 linear.launch(copies[number % len(copies)], x, out, shape, False, pdl)  # noqa: B023
 
@@ -191,7 +195,7 @@ def bench_together(formats: list[Format], rows: list[int]) -> None:
                 report(title, count, part.num_bytes + plain.num_bytes, plain_time, pdl_time)
 
 
-def tuned_shapes(part: Packed, rows: int, keep_bits: bool) -> Iterator[Shape]:
+def tuned_shapes(part: Packed, rows: int, keep_bits: bool) -> Iterator[LaunchShape]:
     most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
     chosen = choose_shape(part, rows)
     row_tiles = chosen.row_tiles
@@ -203,7 +207,7 @@ def tuned_shapes(part: Packed, rows: int, keep_bits: bool) -> Iterator[Shape]:
             continue
         steps = part.num_units // warps
         if stages <= steps and ahead <= min(stages, steps - 1):
-            yield Shape(warps, tiles, row_tiles, stages, ahead)
+            yield LaunchShape(warps, tiles, row_tiles, stages, ahead)
 
 
 def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool) -> None:
@@ -244,7 +248,9 @@ class Routed:
     def __init__(self, layer: GroupedExperts, count: int):
         generator = torch.Generator(device="cuda").manual_seed(count)
         self.layer, self.x = layer, torch.randn(count, layer.hidden, dtype=torch.bfloat16, device="cuda")
-        self.scratch = Scratch.make(count, layer.top_k, layer.num_experts, layer.width, layer.hidden, self.x.device)
+        self.scratch = ExpertScratch.make(
+            count, layer.top_k, layer.num_experts, layer.width, layer.hidden, self.x.device
+        )
         scores = [torch.rand(count, layer.num_experts, device="cuda", generator=generator) for _ in range(LAUNCHES)]
         self.ids = [score.topk(layer.top_k, -1).indices.int() for score in scores]
         self.distinct = statistics.mean(len(ids.unique()) for ids in self.ids) + 1
@@ -285,13 +291,13 @@ def tune_experts(formats: list[Format], rows: list[int]) -> None:
             tiles = part.num_tiles // group.num_experts
             chosen = chosen_by(part.format, tiles, part.num_units, count)
             tried = [
-                Shape(warps, most, chosen.row_tiles, stages, ahead)
+                LaunchShape(warps, most, chosen.row_tiles, stages, ahead)
                 for warps, most, stages, ahead in combinations((1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (0, 1, 2, 3))
                 if part.num_units % warps == 0 and most * stages <= 8 and most * chosen.row_tiles <= 8
                 if stages <= part.num_units // warps and ahead <= min(stages, part.num_units // warps - 1)
             ]
 
-            def launch(shape: Shape, number: int) -> None:
+            def launch(shape: LaunchShape, number: int) -> None:
                 moe.choose_shape = lambda form, tiles, units, rows: (
                     shape if units == part.num_units else chosen_by(form, tiles, units, rows)  # noqa: B023
                 )

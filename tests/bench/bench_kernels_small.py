@@ -101,7 +101,7 @@ def choose_cases(rows: int) -> Iterator[Case]:
     out, has_nan = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))
     for trimmed in (False, True):
         size = TRIMMED if trimmed else VOCAB
-        scratch = sample.Scratch.empty(rows, size, "cuda")
+        scratch = sample.ChoiceScratch.empty(rows, size, "cuda")
         kept = torch.arange(0, 7 * TRIMMED, 7, dtype=torch.int32, device="cuda") if trimmed else None
         copies = [2 * torch.randn(rows, size, device="cuda") for _ in range(max(1, int(PAST_L2 / rows / size / 4)))]
         for logits in copies:

@@ -8,7 +8,7 @@ import torch
 from pilotfish.engine.checkpoint.fp8 import per_tensor
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.kernels.cuda import linear
-from pilotfish.kernels.cuda.linear import PackedLinear, Shape, choose_shape
+from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear, choose_shape
 from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.warm import compile_all
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
@@ -95,7 +95,7 @@ def test_bits_depend_on_no_launch_shape_but_the_warps(kind):
                 out = torch.empty_like(want)
                 steps = part.num_units // chosen.warps
                 ahead = min(stages, steps - 1, 2 if row_tiles == 1 else 1)
-                shape = Shape(chosen.warps, tiles, row_tiles, min(stages, steps), ahead)
+                shape = LaunchShape(chosen.warps, tiles, row_tiles, min(stages, steps), ahead)
                 linear.launch(part, x, out, shape, False, False)
                 assert same_bits(out, want), shape
 

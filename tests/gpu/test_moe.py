@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch, combine, combine_reference
+from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine, combine_reference
 from tests.unit.kernels.cuda.test_experts import expert
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -35,7 +35,7 @@ def inputs(rows: int):
 
 
 def run(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    scratch = Scratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
+    scratch = ExpertScratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
     for buffer in (scratch.inner, scratch.out):
         buffer.fill_(float("nan"))
     scratch.lists.fill_(-1)
@@ -59,7 +59,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("rows", [3, 16, 40])
 def test_values(kind, shared_kind, width, rows):
     packed, (x, ids) = make(kind, shared_kind, width), inputs(rows)
-    scratch = Scratch.make(rows, TOP_K, E, packed.width, H, x.device)
+    scratch = ExpertScratch.make(rows, TOP_K, E, packed.width, H, x.device)
     want = packed.rows_reference(x, ids, scratch)
     got = run(packed, x, ids)
     # both round the inner activations to bf16, where sums in another order may differ by an ulp of it
@@ -94,7 +94,7 @@ def test_rows_that_all_choose_the_same_experts():
 @pytest.mark.parametrize("rows", [5, 16, 40])
 def test_a_chain_of_dependent_launches_gives_the_same_bits(rows):
     packed, (x, ids) = make("nvfp4"), inputs(rows)
-    scratch = Scratch.make(rows, TOP_K, E, packed.width, H, x.device)
+    scratch = ExpertScratch.make(rows, TOP_K, E, packed.width, H, x.device)
     weights = torch.rand(rows, TOP_K, device="cuda").softmax(-1)
     gate, scale = torch.rand(rows, device="cuda"), torch.rand(H, device="cuda")
 

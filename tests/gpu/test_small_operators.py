@@ -31,7 +31,7 @@ def compiled():
     def launch(vocab, logits, pdl=False, **options):
         table = Reference(BatchState(2, small.MAX_DEPTH, vocab, torch.device("cuda"))).slots
         kept = options.get("kept")
-        scratch = sample.Scratch.empty(1, vocab if kept is None else len(kept), "cuda")
+        scratch = sample.ChoiceScratch.empty(1, vocab if kept is None else len(kept), "cuda")
         slots, out = (torch.zeros(1, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64))
         sample.choose(logits, slots, table, 1, out, scratch, pdl=pdl, **options)
 
@@ -132,7 +132,7 @@ def state():
 
 def chosen(state, logits, slots, width, pdl=False, run=None, **options):
     out = torch.full((len(slots) * width,), -1, device="cuda")
-    scratch = sample.Scratch.empty(len(out), VOCAB, "cuda")
+    scratch = sample.ChoiceScratch.empty(len(out), VOCAB, "cuda")
     reference = Reference(state)
     given = (logits, torch.tensor(slots, dtype=torch.int32, device="cuda"), reference.slots, width, out, scratch)
     if run is None:
@@ -198,7 +198,7 @@ def test_sampled_tokens_have_the_softmax_s_distribution(state):
 def test_a_captured_choice_is_replayed(state):
     logits = peaked(4, 9)
     out = torch.zeros(4, dtype=torch.int64, device="cuda")
-    scratch, slots = sample.Scratch.empty(4, VOCAB, "cuda"), torch.tensor([3], dtype=torch.int32, device="cuda")
+    scratch, slots = sample.ChoiceScratch.empty(4, VOCAB, "cuda"), torch.tensor([3], dtype=torch.int32, device="cuda")
     given = (logits, slots, Reference(state).slots, 4, out, scratch)
     sample.choose(*given, pdl=True)
     torch.cuda.synchronize()

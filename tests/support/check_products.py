@@ -102,9 +102,11 @@ def main() -> None:
                 if model not in EXPERTS:
                     continue
                 hidden, width = EXPERTS[model]
-                group = moe.Group(empty(format, 2 * width * 2, hidden), empty(format, hidden * 2, width), 2, width)
+                group = moe.ExpertGroup(
+                    empty(format, 2 * width * 2, hidden), empty(format, hidden * 2, width), 2, width
+                )
                 packed = moe.GroupedExperts.of([group], 8, 1, hidden)
-                scratch = moe.Scratch.make(rows, 8, 1, width, hidden, torch.device("meta"))
+                scratch = moe.ExpertScratch.make(rows, 8, 1, width, hidden, torch.device("meta"))
                 x = torch.empty((rows, hidden), dtype=torch.bfloat16, device="meta")
                 with compiling(args.arch) as kernels:
                     packed.rows(x, torch.empty((rows, 8), dtype=torch.int32, device="meta"), scratch, pdl)

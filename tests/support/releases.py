@@ -20,7 +20,7 @@ from serving import ENVIRONMENT
 
 from pilotfish.deploy.ports import free_port
 from pilotfish.deploy.release.managers import Processes
-from pilotfish.deploy.release.slots import Layout
+from pilotfish.deploy.release.slots import SlotLayout
 
 CLI = [sys.executable, "-m", "pilotfish.server.cli"]
 SCRIPTED = "--core scripted_core:make_core"
@@ -45,8 +45,8 @@ class Machine:
     relay_port: int
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.folder / "opt", self.folder / "etc")
+    def layout(self) -> SlotLayout:
+        return SlotLayout(self.folder / "opt", self.folder / "etc")
 
     @property
     def relay_url(self) -> str:

@@ -227,7 +227,7 @@ def choose(state, logits, batch, width, device, **options):
     rows = len(batch) * width
     given = torch.tensor(batch, dtype=torch.int32, device=device)
     kept = options.get("kept")
-    scratch = sample.Scratch.empty(rows + 1, VOCAB if kept is None else len(kept), device)
+    scratch = sample.ChoiceScratch.empty(rows + 1, VOCAB if kept is None else len(kept), device)
     outcomes = []
     for run in (sample.choose, reference.choose):
         drafts = state.drafts.clone()
@@ -387,7 +387,7 @@ def test_what_is_cut_is_the_rules_prefix(device, monkeypatch, kept_ids, times):
     logits = torch.stack(list(rows.values())).repeat(len(CUTS), 1)[:, :kept_ids].contiguous().to(device)
     batch = torch.arange(1, len(CUTS) + 1, dtype=torch.int32, device=device)
     kept = None if kept_ids == VOCAB else torch.arange(0, 7 * kept_ids, 7, dtype=torch.int32, device=device)
-    scratch = sample.Scratch.empty(len(logits), kept_ids, device)
+    scratch = sample.ChoiceScratch.empty(len(logits), kept_ids, device)
     monkeypatch.setattr(sample, "PROGRAMS", 3 * len(logits))
     out = torch.full((len(logits),), -1, device=device)
     # rules other than filters have been tested
@@ -516,7 +516,7 @@ def test_look_up(device, longest, shortest, depth, monkeypatch):
     lengths = (1, 2, 16, 40, 63, 64, 65, 130, 200, 380)
     batch = torch.tensor([0, *range(len(lengths), 0, -1), 0], dtype=torch.int32, device=device)
     outcomes = []
-    scratch = lookup.Scratch.empty(len(batch) + 1, device)
+    scratch = lookup.LookupScratch.empty(len(batch) + 1, device)
     for is_reference in (False, True):
         state = BatchState(len(lengths) + 1, MAX_DEPTH, VOCAB, torch.device(device), history_length=400)
         for slot, length in enumerate(lengths, 1):

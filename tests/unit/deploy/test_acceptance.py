@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pilotfish.deploy import acceptance
-from pilotfish.deploy.acceptance import Text, cost_lines, text_row, text_table
+from pilotfish.deploy.acceptance import TextAcceptance, cost_lines, text_row, text_table
 from pilotfish.engine.check.cost_table import Cost
 from pilotfish.engine.check.teacher_forcing import Agreement
 
@@ -23,7 +23,7 @@ def test_places_and_rounds_of_several_texts_are_added_up():
 
 
 def test_tables():
-    text = Text("all", 8, 0.62, (0.75, 1.0), {1: 1.6, 2: 2.0})
+    text = TextAcceptance("all", 8, 0.62, (0.75, 1.0), {1: 1.6, 2: 2.0})
     first, second, legend = text_table([text], [1, 2]).splitlines()
     assert first.split() == ["text", "places", "trunk", "draft", "1", "draft", "2", "k", "=", "1", "k", "=", "2"]
     assert second.split() == ["all", "8", "62%", "75%", "100%", "1.60", "2.00"] and "tokens a round" in legend

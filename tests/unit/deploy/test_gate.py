@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from pilotfish.deploy.gate import after, audit, command, facts, quality, requests
-from pilotfish.deploy.gate.gate import CannotRun, Expected, Found, Subject
+from pilotfish.deploy.gate.gate import CannotRun, Found, Subject, Wanted
 from pilotfish.deploy.gate.server import Metrics, Refused, Unreachable
 
 PACKED, FALLBACK = "mkldnn::_linear_pointwise bfloat16", "aten::linear bfloat16"
@@ -79,7 +79,7 @@ def subject(answers=None, scrapes=({},), *, execution=None, speculation=None, be
     server = Fake(answers, scrapes, asked)
     server.answers["/v1/capacity"]["execution"] |= execution or {}
     server.answers["/health"]["speculation"] |= speculation or {}
-    found = Subject(server, Expected(**{"version": "1.0", "watch_seconds": 0.0} | expected), began=0.0)
+    found = Subject(server, Wanted(**{"version": "1.0", "watch_seconds": 0.0} | expected), began=0.0)
     found.before = Metrics(exposition(METRICS | (before or {})))
     return found
 
@@ -567,14 +567,14 @@ def test_a_gate_that_cannot_run_has_not_passed(error, capsys):
     def look():
         raise error
 
-    report = command.Report("http://x")
+    report = command.GateReport("http://x")
     result = report.run("some gate", look)
     assert not result.passed and "could not run" in result.came and not report.passed
     assert capsys.readouterr().out.startswith("FAIL  some gate")
 
 
 def test_a_report_says_what_was_wanted_where_it_was_not_met(capsys):
-    report = command.Report("http://x", wanted=["answers", "version"])
+    report = command.GateReport("http://x", wanted=["answers", "version"])
     assert not report.passed, "nothing looked at is nothing passed"
     report.run("answers", lambda: Found(True, "a", "b"))
     assert report.passed

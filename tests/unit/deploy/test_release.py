@@ -11,7 +11,7 @@ import pytest
 from pilotfish.deploy.release.command import UsageError, choose, main
 from pilotfish.deploy.release.managers import ManagerError, Systemd
 from pilotfish.deploy.release.relay import HAProxy, RelayError
-from pilotfish.deploy.release.slots import Layout, LayoutError, Slot, read_environment
+from pilotfish.deploy.release.slots import Slot, SlotLayout, SlotLayoutError, read_environment
 
 ONE, TWO, THREE = (Slot(name, {"PILOTFISH_PORT": str(port)}) for name, port in (("one", 1), ("two", 2), ("three", 3)))
 
@@ -46,27 +46,27 @@ def test_an_environment_file_is_read_as_systemd_reads_it(tmp_path):
     file.write_text("# a comment\n; another\n\nA=b c\nB='d  e'\nC=\"f=g\"\nEMPTY=\nIT=it's\n")
     assert read_environment(file) == {"A": "b c", "B": "d  e", "C": "f=g", "EMPTY": "", "IT": "it's"}
     file.write_text("A=b\nexport C=d\n")
-    with pytest.raises(LayoutError, match="line 2: want NAME=VALUE, got 'export C=d'"):
+    with pytest.raises(SlotLayoutError, match="line 2: want NAME=VALUE, got 'export C=d'"):
         read_environment(file)
 
 
 def test_slots_and_versions_that_cannot_be_used_are_named(tmp_path):
-    layout = Layout(tmp_path, tmp_path)
-    with pytest.raises(LayoutError, match="no slot"):
+    layout = SlotLayout(tmp_path, tmp_path)
+    with pytest.raises(SlotLayoutError, match="no slot"):
         layout.slots()
     (tmp_path / "one.env").write_text("PILOTFISH_PORT=eight\n")
-    with pytest.raises(LayoutError, match=r"one.env: want PILOTFISH_PORT=NUMBER, got 'eight'"):
+    with pytest.raises(SlotLayoutError, match=r"one.env: want PILOTFISH_PORT=NUMBER, got 'eight'"):
         layout.slots()
-    with pytest.raises(LayoutError, match=r"got '\.\./x'"):
+    with pytest.raises(SlotLayoutError, match=r"got '\.\./x'"):
         layout.check_version("../x")
-    with pytest.raises(LayoutError, match="is no command"):
+    with pytest.raises(SlotLayoutError, match="is no command"):
         layout.check_version("new")
     command = tmp_path / "versions" / "new" / "bin" / "pilotfish"
     command.parent.mkdir(parents=True)
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     (tmp_path / "versions" / "new" / "environment").write_text("PILOTFISH_FLAGS=\n")
-    with pytest.raises(LayoutError, match="environment: want PILOTFISH_MODEL=PATH"):
+    with pytest.raises(SlotLayoutError, match="environment: want PILOTFISH_MODEL=PATH"):
         layout.check_version("new")
 
 

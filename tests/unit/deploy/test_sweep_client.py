@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from pilotfish.deploy.sweep.cell import CellRun, growth, summary
-from pilotfish.deploy.sweep.client import Answer, Endpoint, EndpointError, read_counters, says_something
-from pilotfish.deploy.sweep.records import MAX, Settings
+from pilotfish.deploy.sweep.client import Endpoint, EndpointError, TimedAnswer, read_counters, says_something
+from pilotfish.deploy.sweep.records import MAX, SweepSettings
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 40, "total_tokens": 47}
 
@@ -161,15 +161,15 @@ def test_growth_is_a_difference_or_nothing():
 
 
 def test_several_answers_count_together_over_the_wall_time():
-    answers = [Answer(10, 100, 0.5, 4.0), Answer(30, 60, 1.5, 2.0)]
+    answers = [TimedAnswer(10, 100, 0.5, 4.0), TimedAnswer(30, 60, 1.5, 2.0)]
     one = summary(answers, 4.0, "completions", "direct", growth(None, None))
     assert (one.completion_tokens, one.tokens_per_second, one.slowest_seconds) == (160, 40.0, 4.0)
     assert (one.first_token_seconds, one.context, one.concurrency) == (1.0, 20, 2)
 
 
 def test_answers_of_one_token_have_no_rate():
-    assert Answer(1, 1, 0.5, 0.5).decode_rate == 0.0
-    assert Answer(1, 5, 0.5, 0.5).decode_rate == 0.0
+    assert TimedAnswer(1, 1, 0.5, 0.5).decode_rate == 0.0
+    assert TimedAnswer(1, 5, 0.5, 0.5).decode_rate == 0.0
 
 
 def run_cell(script, **settings):
@@ -183,7 +183,7 @@ def run_cell(script, **settings):
     told = []
 
     async def story(endpoint):
-        run = CellRun(Settings(**(wanted | settings)), endpoint, None, 1000, lambda what, share: told.append(what))
+        run = CellRun(SweepSettings(**(wanted | settings)), endpoint, None, 1000, lambda what, share: told.append(what))
         return await run.run(4), run.notes
 
     measured, notes = against(script, story)
@@ -237,7 +237,7 @@ def test_whatever_a_chat_calls_its_output_is_output(name):
 def test_single_streams_go_through_the_relay_too():
     """The relay answers, the server itself is asked for its counters."""
     script = Script(events=FAST, metrics="vllm:spec_decode_num_drafts_total 5\n")
-    settings = Settings(model="m", domains=("code",), passes=1, concurrency=(), contexts=(), relay="http://relay")
+    settings = SweepSettings(model="m", domains=("code",), passes=1, concurrency=(), contexts=(), relay="http://relay")
 
     async def story(endpoint):
         run = CellRun(settings, endpoint, endpoint, 1000, lambda what, share: None)

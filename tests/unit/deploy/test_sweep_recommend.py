@@ -4,10 +4,10 @@ import pytest
 
 from pilotfish.deploy.sweep import plots
 from pilotfish.deploy.sweep.recommend import acceptance, long_figures, rate_at, recommend, single_rate
-from pilotfish.deploy.sweep.records import Cell, Measurement, Settings
+from pilotfish.deploy.sweep.records import Cell, Measurement, SweepSettings
 from pilotfish.deploy.sweep.report import markdown
 
-SETTINGS = Settings(
+SETTINGS = SweepSettings(
     model="/models/a b", domains=("code", "prose"), concurrency=(2, 8), server_flags=("--dtype", "auto")
 )
 

@@ -8,14 +8,14 @@ from pilotfish.deploy.sweep.records import (
     Cell,
     Folder,
     Measurement,
-    Settings,
     SettingsDiffer,
+    SweepSettings,
     merged,
     tsv,
     write,
 )
 
-SETTINGS = Settings(model="m", domains=("code",))
+SETTINGS = SweepSettings(model="m", domains=("code",))
 
 
 def measurement(**fields):

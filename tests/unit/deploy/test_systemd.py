@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pilotfish.deploy.release.managers import UNIT as UNIT_NAME
-from pilotfish.deploy.release.slots import Layout
+from pilotfish.deploy.release.slots import SlotLayout
 from pilotfish.server.cli import build_parser
 from pilotfish.server.http.app import ServerOptions
 
@@ -73,7 +73,7 @@ def test_it_starts_what_a_release_without_systemd_starts(tmp_path):
     version.mkdir(parents=True)
     (version / "environment").write_text("PILOTFISH_MODEL=/srv/models/m\nPILOTFISH_FLAGS='--max-num-seqs 4'\n")
     (tmp_path / "one.env").write_text("PILOTFISH_PORT=8001\nPILOTFISH_FLAGS='--max-num-seqs 8 --dtype auto'\n")
-    layout = Layout(tmp_path, tmp_path)
+    layout = SlotLayout(tmp_path, tmp_path)
     (slot,) = layout.slots()
     layout.link(slot, "new")
     values = layout.environment(slot)

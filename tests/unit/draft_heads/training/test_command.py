@@ -183,7 +183,7 @@ def test_a_head_that_is_no_better_is_not_recommended(text, tmp_path, monkeypatch
     folder = build_tiny(tmp_path / "model", "tied")
     write_tokenizer(folder)
     measured = [before, after]
-    monkeypatch.setattr(command.Trunk, "acceptance", lambda *_: measured.pop(0))
+    monkeypatch.setattr(command.FrozenTrunk, "acceptance", lambda *_: measured.pop(0))
     status = train(folder, text, tmp_path / "out", "--steps", "1")
     said = capsys.readouterr().out
     assert status == (1 if why else 0) and ("served by: pilotfish serve" in said) is (why is None)

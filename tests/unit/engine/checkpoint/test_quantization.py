@@ -13,7 +13,7 @@ import pytest
 from pilotfish.engine.checkpoint.inventory import Kind
 from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, Layout
 from pilotfish.engine.checkpoint.quantization import read_rules
-from pilotfish.engine.checkpoint.rules import Group, Rules, Style, matches
+from pilotfish.engine.checkpoint.rules import QuantGroup, QuantRules, Style, matches
 from pilotfish.engine.errors import ConfigError, LayoutError
 from tests.support.tiny_models import nvfp4_config
 
@@ -43,7 +43,7 @@ def test_declaration_may_sit_in_the_text_config():
 def test_rules_hold_targets_of_all_groups():
     groups = {"a": group(targets=["re:.*mlp.*"]), "b": group(targets=["lm_head"], strategy="group")}
     rules = read_rules(config(config_groups=groups, ignore=["x"], format="mixed-precision"))
-    assert rules == Rules((Group(("re:.*mlp.*",), NVFP4_CT), Group(("lm_head",), NVFP4_CT)), ("x",))
+    assert rules == QuantRules((QuantGroup(("re:.*mlp.*",), NVFP4_CT), QuantGroup(("lm_head",), NVFP4_CT)), ("x",))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_looking_patterns_up_finds_what_trying_them_does(style):
         targets = [tuple(dotted(WORDS[style], 3) for _ in range(choices.randint(0, 2))) for _ in range(3)]
         tried = [(wanted, i) for wanted in (name, "Linear") for i in range(3)]
         fitting = [i for wanted, i in tried if any(fits_by_hand(p, wanted, style) for p in targets[i])]
-        groups = tuple(Group(some, frozenset({layout})) for some, layout in zip(targets, Layout, strict=False))
+        groups = tuple(QuantGroup(some, frozenset({layout})) for some, layout in zip(targets, Layout, strict=False))
         wanted = groups[fitting[0]].layouts if fitting else None
-        assert Rules(groups, style=style).layouts([name], Kind.LINEAR) == wanted, (name, targets)
+        assert QuantRules(groups, style=style).layouts([name], Kind.LINEAR) == wanted, (name, targets)
         found += bool(fitting)
     assert 2000 < found < 18_000
 
@@ -134,7 +134,7 @@ def test_looking_patterns_up_finds_what_trying_them_does(style):
 def test_a_config_may_name_every_expert(style):
     """In time that grows with their number, not with its square (which took minutes)."""
     names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(40) for j in range(256)]
-    rules = Rules(tuple(Group((name,), FP8) for name in names), tuple(f"{name}.x" for name in names), style)
+    rules = QuantRules(tuple(QuantGroup((name,), FP8) for name in names), tuple(f"{name}.x" for name in names), style)
     began = process_time()
     assert all(rules.layouts([name], Kind.LINEAR) == FP8 for name in names)
     assert rules.layouts([f"{names[-1]}.x"], Kind.LINEAR) is None
@@ -142,7 +142,9 @@ def test_a_config_may_name_every_expert(style):
 
 
 def test_layouts_of_a_module():
-    rules = Rules((Group(("Linear",), FP8), Group(("re:.*experts.*",), NVFP4_CT)), ("lm_head", "re:.*gate$"))
+    rules = QuantRules(
+        (QuantGroup(("Linear",), FP8), QuantGroup(("re:.*experts.*",), NVFP4_CT)), ("lm_head", "re:.*gate$")
+    )
     assert rules.layouts(["model.layers.0.mlp.up_proj"], Kind.LINEAR) == FP8
     assert rules.layouts(["model.layers.0.mlp.experts.3.up_proj"], Kind.LINEAR) == NVFP4_CT  # name before class
     assert rules.layouts(["lm_head"], Kind.LINEAR) is None

@@ -20,9 +20,9 @@ from pilotfish.engine.checkpoint.stream import (
     ALIGNMENT,
     MAX_GAP,
     TORCH_DTYPES,
-    Part,
-    Place,
     StagedMemory,
+    TensorPart,
+    TensorPlace,
     cut,
     stream,
 )
@@ -33,8 +33,8 @@ LIMIT = 64 << 10
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "F16": 2}
 
 
-def part(info: TensorInfo, place: Place = Place.OWN, checked: bool = False) -> Part:
-    return Part(
+def part(info: TensorInfo, place: TensorPlace = TensorPlace.OWN, checked: bool = False) -> TensorPart:
+    return TensorPart(
         Module(info.name, info.name, Layout.PLAIN, info.shape, info.dtype, {"": info}), "", info, place, checked
     )
 
@@ -65,11 +65,11 @@ def many_shapes(count: int = 300) -> list[tuple[str, tuple[int, ...]]]:
     return some
 
 
-def parts_of(path: Path) -> list[Part]:
+def parts_of(path: Path) -> list[TensorPart]:
     """Every third one is left; places alternate."""
     kept = [info for number, info in enumerate(read_header(path).tensors.values()) if number % 3]
-    places = [Place.SHARED, Place.OWN, Place.HOST, Place.OWN]
-    return [part(info, places[i % 4] if info.num_bytes < LIMIT else Place.OWN) for i, info in enumerate(kept)]
+    places = [TensorPlace.SHARED, TensorPlace.OWN, TensorPlace.HOST, TensorPlace.OWN]
+    return [part(info, places[i % 4] if info.num_bytes < LIMIT else TensorPlace.OWN) for i, info in enumerate(kept)]
 
 
 @pytest.fixture
@@ -85,16 +85,16 @@ def staged(monkeypatch, small_pieces):
     monkeypatch.setattr(module, "HostMemory", lambda: StagedMemory(CPU, LIMIT))
 
 
-def no_check(part: Part, raw: memoryview) -> None:
+def no_check(part: TensorPart, raw: memoryview) -> None:
     raise AssertionError(part.info.name)
 
 
-def read(files: dict[Path, list[Part]], check=no_check) -> dict[str, torch.Tensor]:
+def read(files: dict[Path, list[TensorPart]], check=no_check) -> dict[str, torch.Tensor]:
     with closing(stream(files, CPU, check)) as tensors:
         return {f"{part.info.file.name} {part.info.name}": tensor for part, tensor in tensors}
 
 
-def assert_arrived(files: dict[Path, list[Part]], contents: dict[Path, dict[str, bytes]]) -> None:
+def assert_arrived(files: dict[Path, list[TensorPart]], contents: dict[Path, dict[str, bytes]]) -> None:
     got = read(files)
     assert list(got) == [f"{path.name} {part.info.name}" for path, parts in files.items() for part in parts]
     for path, parts in files.items():
@@ -129,7 +129,7 @@ def test_reads_that_stop_short_go_on(tmp_path, monkeypatch, small_pieces):
 def test_more_tensors_than_one_call_takes(tmp_path):
     path = tmp_path / "0.safetensors"
     contents = {path: write_file(path, [("F32", (1,))] * (2 * module.MAX_BUFFERS + 5))}
-    files = {path: [part(info, Place.HOST) for info in read_header(path).tensors.values()]}
+    files = {path: [part(info, TensorPlace.HOST) for info in read_header(path).tensors.values()]}
     assert len(list(cut(files[path], (), LIMIT))) > 1 and len(list(cut(files[path], (), module.PIECE))) == 1
     assert_arrived(files, contents)
 
@@ -146,7 +146,7 @@ def test_pieces_cover_the_parts_in_order(tmp_path):
         own = [span for span in spans if span.part is some]
         assert [span.begin for span in own] == [sum(span.size for span in own[:i]) for i in range(len(own))]
         assert sum(span.size for span in own) == some.info.num_bytes and own[-1].is_last
-        assert len(own) == 1 or some.place is Place.OWN
+        assert len(own) == 1 or some.place is TensorPlace.OWN
     order = [(span.part.info.start + span.begin, span.size) for span in spans]
     assert order == sorted(order)
 
@@ -164,7 +164,14 @@ def test_who_shares_memory(tmp_path):
     path = tmp_path / "0.safetensors"
     write_file(path, [("U8", (100,))] * 6)
     infos = list(read_header(path).tensors.values())
-    places = [Place.SHARED, Place.OWN, Place.SHARED, Place.HOST, Place.OWN, Place.HOST]
+    places = [
+        TensorPlace.SHARED,
+        TensorPlace.OWN,
+        TensorPlace.SHARED,
+        TensorPlace.HOST,
+        TensorPlace.OWN,
+        TensorPlace.HOST,
+    ]
     got = list(read({path: [part(info, place) for info, place in zip(infos, places, strict=True)]}).values())
     storages = [tensor.untyped_storage() for tensor in got]
     pointers = [storage.data_ptr() for storage in storages]
@@ -181,7 +188,7 @@ def test_checked_parts_are_shown_and_no_others(tmp_path, request, memory):
     infos = list(read_header(path).tensors.values())
     shown: dict[str, list[bytes]] = {}
 
-    def check(part: Part, raw: memoryview) -> None:
+    def check(part: TensorPart, raw: memoryview) -> None:
         shown.setdefault(part.info.name, []).append(bytes(raw))
 
     read({path: [part(info, checked=info.name in ("1", "4")) for info in infos]}, check)
@@ -193,7 +200,7 @@ def test_what_a_check_raises_is_raised_and_ends_the_threads(tmp_path, small_piec
     path = tmp_path / "0.safetensors"
     write_file(path, many_shapes())
 
-    def check(part: Part, raw: memoryview) -> None:
+    def check(part: TensorPart, raw: memoryview) -> None:
         raise CheckpointError("no such scale")
 
     parts = parts_of(path)

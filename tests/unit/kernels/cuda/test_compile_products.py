@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pilotfish.kernels.cuda import linear, moe
-from pilotfish.kernels.cuda.linear import PackedLinear, Shape
-from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch
+from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear
+from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import Format
 from tests.support.check_products import empty
 from tests.support.compiled import Code, compiling
@@ -22,7 +22,7 @@ from tests.unit.kernels.cuda.test_packing import nvfp4, weights
 LANES = 32
 
 
-def code_of(parts, rows: int, swiglu: bool = False, pdl: bool = True) -> tuple[Code, Shape, int]:
+def code_of(parts, rows: int, swiglu: bool = False, pdl: bool = True) -> tuple[Code, LaunchShape, int]:
     """The kernel's code, its launch shape, and how many weights a lane multiplies."""
     product = PackedLinear(parts, swiglu)
     out = torch.empty(rows, product.out_features).bfloat16()
@@ -69,7 +69,7 @@ def test_other_formats_load_as_wide(kind):
 def test_experts_load_wide_and_early(rows):
     expert = ExpertWeights(nvfp4(512, 2048), nvfp4(512, 2048), nvfp4(2048, 512))
     packed = GroupedExperts([expert], expert, 1)
-    scratch = Scratch.make(rows, 1, 1, packed.width, 2048, torch.device("cpu"))
+    scratch = ExpertScratch.make(rows, 1, 1, packed.width, 2048, torch.device("cpu"))
     with compiling() as kernels:
         packed.rows(torch.zeros(rows, 2048).bfloat16(), torch.zeros(rows, 1, dtype=torch.int32), scratch, True)
     assert len(kernels) == (2 if rows <= 8 else 4)

@@ -79,7 +79,7 @@ def test_router_and_commit():
 
 def test_look_up():
     state = BatchState(4, 8, 64, CPU, history_length=4105).fields
-    scratch = lookup.Scratch.empty(16, CPU)
+    scratch = lookup.LookupScratch.empty(16, CPU)
     with compiling() as kernels:
         for batch, depth in ((1, 1), (4, 3), (16, 8)):
             lookup.look_up(torch.zeros(batch, dtype=torch.int32), state, depth, 5, 2, scratch, pdl=True)
@@ -96,7 +96,7 @@ REGISTERS = {
 def test_choose():
     vocab = 248320
     state = BatchState(2, 8, vocab, CPU).fields
-    scratch = sample.Scratch.empty(16, vocab, CPU)
+    scratch = sample.ChoiceScratch.empty(16, vocab, CPU)
     with compiling() as kernels:
         for batch, width in ((1, 1), (4, 4)):
             rows = batch * width

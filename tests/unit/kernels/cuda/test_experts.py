@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts, Scratch, combine_reference
+from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine_reference
 from pilotfish.kernels.norm import rms_norm
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
 
@@ -71,7 +71,7 @@ def test_each_expert_gives_back_the_formats_own_values(kind):
 def test_rows_meet_their_experts_in_rank_order(shared_kind, width):
     packed, plain = experts("nvfp4", shared_kind, width)
     x, _, ids, _ = inputs(5)
-    scratch = Scratch.make(5, TOP_K, E, packed.width, H, torch.device("cpu"))
+    scratch = ExpertScratch.make(5, TOP_K, E, packed.width, H, torch.device("cpu"))
     parts = packed.rows_reference(x, ids, scratch)
     for row in range(5):
         for rank, number in enumerate([*ids[row].tolist(), E]):

@@ -8,8 +8,8 @@ import torch
 
 from pilotfish.kernels.cuda import linear, norm
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.linear import PackedLinear, Shape
-from pilotfish.kernels.cuda.moe import GroupedExperts, Scratch, combine, combine_reference
+from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear
+from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine, combine_reference
 from pilotfish.kernels.cuda.packing import PackedRows
 from tests.support.ptx import running
 from tests.unit.kernels.cuda.test_experts import expert
@@ -64,7 +64,7 @@ def test_bits_depend_on_no_launch_shape_but_the_warps():
     for tiles, row_tiles, stages, ahead in ((1, 1, 1, 0), (2, 2, 3, 1), (4, 4, 1, 0), (1, 1, 4, 3)):
         out = torch.full((9, 40), NAN)
         with running():
-            linear.launch(product.ranges[0], x, out, Shape(2, tiles, row_tiles, stages, ahead), False, True)
+            linear.launch(product.ranges[0], x, out, LaunchShape(2, tiles, row_tiles, stages, ahead), False, True)
         results.append(out)
     assert all(same_bits(results[0], other) for other in results[1:])
     close(results[0], x.double() @ product.dequantize().double().T, 1e-6)
@@ -91,11 +91,11 @@ def test_parts_of_several_kinds_into_columns_of_a_wider_output():
 @pytest.mark.parametrize(
     ("kind", "columns", "rows", "shape"),
     [
-        ("nvfp4", 1024, 3, Shape(2, 2, 1, 2, 1)),  # 8 shares of K, a unit each, by 2 warps
-        ("fp8 block", 1024, 11, Shape(2, 2, 2, 1, 0)),
-        ("modelopt", 3072, 20, Shape(4, 1, 4, 1, 0)),  # 8 shares of 3 units, by 4 warps
-        ("fp8 channel", 5120, 2, Shape(4, 1, 1, 2, 1)),  # in a loop
-        ("nvfp4", 400, 5, Shape(4, 2, 1, 1, 0)),  # as many shares as warps, and a width that is no whole unit
+        ("nvfp4", 1024, 3, LaunchShape(2, 2, 1, 2, 1)),  # 8 shares of K, a unit each, by 2 warps
+        ("fp8 block", 1024, 11, LaunchShape(2, 2, 2, 1, 0)),
+        ("modelopt", 3072, 20, LaunchShape(4, 1, 4, 1, 0)),  # 8 shares of 3 units, by 4 warps
+        ("fp8 channel", 5120, 2, LaunchShape(4, 1, 1, 2, 1)),  # in a loop
+        ("nvfp4", 400, 5, LaunchShape(4, 2, 1, 1, 0)),  # as many shares as warps, and a width that is no whole unit
     ],
 )
 def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, columns, rows, shape):
@@ -173,7 +173,7 @@ def choose(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_experts(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor, pdl: bool = True) -> torch.Tensor:
-    scratch = Scratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
+    scratch = ExpertScratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
     scratch.inner.fill_(NAN)
     scratch.out.fill_(NAN)
     scratch.lists.fill_(1 << 20)
@@ -185,7 +185,7 @@ def check_experts(packed: GroupedExperts, rows: int) -> torch.Tensor:
     x, ids = (tensor[:rows].contiguous() for tensor in choose(20))
     got = run_experts(packed, x, ids)
     # the inner activations are rounded to bf16, where an ulp may differ
-    want = packed.rows_reference(x, ids, Scratch.make(rows, TOP_K, E, packed.width, H, x.device))
+    want = packed.rows_reference(x, ids, ExpertScratch.make(rows, TOP_K, E, packed.width, H, x.device))
     close(got, want, 0.01)
     return got
 
