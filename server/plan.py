@@ -37,8 +37,6 @@ from pilotfish.server.text.structured import GUIDED_FIELDS, check_format, gramma
 from pilotfish.server.text.token_rules import bad_words_ids, closable_thinking, loop_rule, thinking_budget
 
 DEFAULT_COMPLETION_TOKENS = 16
-LOWEST_TEMPERATURE = 1e-5
-"""Below it sampling is greedy, as in vLLM: logits divided by less overflow."""
 SHARED_FIELDS = frozenset(SamplingFields.__struct_fields__) & frozenset(SamplingParams.__struct_fields__)
 """Fields that the engine knows by the API's name; those whose value is read in another way are set anew."""
 
@@ -276,7 +274,6 @@ def _sampling(
         check_id(token_id, vocab_size, "allowed_token_ids")
     return msgspec.structs.replace(
         given,
-        temperature=given.temperature if given.temperature >= LOWEST_TEMPERATURE else 0.0,
         # more than all ids is all ids; -1 is vLLM's other way to say "off"
         top_k=min(max(given.top_k, 0), vocab_size),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),

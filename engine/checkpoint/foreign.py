@@ -25,7 +25,6 @@ _STARTS = (
     (b"\x93NUMPY", "a NumPy array, not safetensors"),
     (b"\x89HDF", "an HDF5 file, not safetensors"),
 )
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")
 _PAGE = "a web page, not the file itself: the download went wrong (a log-in or an error page); fetch it again"
 

@@ -51,8 +51,8 @@ class Checkpoint:
     """A folder that was opened and recognised; no tensor of it has been read.
 
     `modules` maps normalised names to what load_weights will read, trunk first, then the head. `has_mtp` says
-    that the whole head is there, `declares_mtp` that the config wants one; `mtp_problem` is one sentence on a
-    head that is declared and absent, or incomplete, and None otherwise. `dropped` counts what is in the files
+    that the whole head is there; `mtp_problem` is one sentence on a head that the config declares and that is absent,
+    or incomplete, and None otherwise. `dropped` counts what is in the files
     and not loaded: "vision", "incomplete head", "kv scales and rope caches", "activation scales", "copied" to
     (tensors, bytes). `num_head_weights` is what a whole head has. `head` is set where the head was attached from
     elsewhere (sidecar.py). `kv_scales` are the numbers that came for a quantised KV cache: kv_scales.py reads them.
@@ -64,7 +64,6 @@ class Checkpoint:
     config: ModelConfig
     modules: Mapping[str, Module]
     has_mtp: bool
-    declares_mtp: bool
     mtp_problem: str | None
     dropped: Mapping[str, tuple[int, int]]
     num_files: int
@@ -73,10 +72,6 @@ class Checkpoint:
     head: HeadSource | None = None
     copies: tuple[Copy, ...] = ()
     left_aside: tuple[Path, ...] = ()
-
-    @property
-    def quantized(self) -> bool:
-        return any(module.layout in PACKED for module in self.modules.values())
 
     @property
     def num_bytes(self) -> int:
@@ -157,7 +152,6 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         config=config,
         modules=loaded,
         has_mtp=has_mtp,
-        declares_mtp=config.num_mtp_layers > 0,
         mtp_problem=problem,
         dropped=_dropped(found, modules, loaded, copied),
         num_files=len(headers),

@@ -179,7 +179,7 @@ def test_stream_options_want_a_stream(files):
 
 def test_echo(files):
     assert complete(files, prompt=["a", [66]], echo=True).prompts[1].text == "B"
-    assert refusal(complete, files, echo=True, logprobs=1).param == "echo"
+    assert complete(files, echo=True, logprobs=1).echoes_logprobs
 
 
 def test_chat_prompt_and_its_switches(files):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pilotfish.engine.checkpoint.layouts import Layout
+from pilotfish.engine.checkpoint.layouts import PACKED, Layout
 from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.engine.checkpoint.recognise import census, open_checkpoint
@@ -20,14 +20,18 @@ from tests.support.tiny_models import KINDS, NVFP4_IGNORE, ct_parts, fuse_expert
 NUM_TRUNK = {"dense": 56, "hv_gt_hk": 56, "tied": 55, "moe": 160, "vl": 56, "vl_moe": 160}
 
 
+def packed(checkpoint):
+    return any(module.layout in PACKED for module in checkpoint.modules.values())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_kinds(built, kind):
     checkpoint = open_checkpoint(built(kind))
     head = {name for name in checkpoint.modules if name.startswith("mtp.")}
     assert len(checkpoint.modules) - len(head) == NUM_TRUNK[kind]
     assert len(head) == (19 if "moe" in kind else 15)
-    assert (checkpoint.has_mtp, checkpoint.declares_mtp, checkpoint.mtp_problem) == (True, True, None)
-    assert not checkpoint.quantized
+    assert (checkpoint.has_mtp, checkpoint.config.num_mtp_layers, checkpoint.mtp_problem) == (True, 1, None)
+    assert not packed(checkpoint)
     assert ("lm_head" in checkpoint.modules) is (kind != "tied")
     assert not any("visual" in name or "language_model" in name for name in checkpoint.modules)
     assert checkpoint.dropped == ({"vision": (21, checkpoint.dropped["vision"][1])} if "vl" in kind else {})
@@ -36,7 +40,7 @@ def test_plain_kinds(built, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_kinds(built, kind):
     checkpoint = open_checkpoint(built(kind, True))
-    assert checkpoint.quantized
+    assert packed(checkpoint)
     assert checkpoint.modules["model.layers.0.linear_attn.in_proj_qkv"].layout is Layout.CT_NVFP4
     assert checkpoint.modules["model.layers.0.linear_attn.in_proj_a"].layout is Layout.PLAIN
     assert checkpoint.modules["mtp.fc"].layout is Layout.PLAIN
@@ -142,7 +146,7 @@ def test_head_declared_but_absent(draft):
     bare = draft("dense")
     bare.take("mtp.")
     checkpoint = open_checkpoint(bare.write())
-    assert (checkpoint.has_mtp, checkpoint.declares_mtp) == (False, True)
+    assert (checkpoint.has_mtp, checkpoint.config.num_mtp_layers) == (False, 1)
     assert checkpoint.mtp_problem is not None and "declares an MTP head" in checkpoint.mtp_problem
     assert "without MTP head (config.json declares" in checkpoint.summary()
 
@@ -152,14 +156,14 @@ def test_head_neither_declared_nor_there(draft):
     bare.take("mtp.")
     del bare.text["mtp_num_hidden_layers"]
     checkpoint = open_checkpoint(bare.write())
-    assert (checkpoint.has_mtp, checkpoint.declares_mtp, checkpoint.mtp_problem) == (False, False, None)
+    assert (checkpoint.has_mtp, checkpoint.config.num_mtp_layers, checkpoint.mtp_problem) == (False, 0, None)
 
 
 def test_head_there_but_not_declared_is_used(draft):
     quiet = draft("dense")
     quiet.text["mtp_num_hidden_layers"] = 0
     checkpoint = open_checkpoint(quiet.write())
-    assert (checkpoint.has_mtp, checkpoint.declares_mtp) == (True, False)
+    assert (checkpoint.has_mtp, checkpoint.config.num_mtp_layers) == (True, 0)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_incomplete_head_is_left_out_whole(draft, kind, lost, num_missing):
     partial.take(lost)
     num_left = sum(name.startswith("mtp.") for name in partial.tensors)
     checkpoint = open_checkpoint(partial.write())
-    assert not checkpoint.has_mtp and checkpoint.declares_mtp
+    assert not checkpoint.has_mtp and checkpoint.config.num_mtp_layers
     assert checkpoint.mtp_problem is not None
     assert f"the MTP head is incomplete: {num_missing} weights are missing, first {lost.rstrip('.')}" in (
         checkpoint.mtp_problem
@@ -480,7 +484,7 @@ def test_containers_in_the_ignore_list_cover_nothing(draft):
         "model.layers.0.linear_attn",
         "model.layers.0.mlp.experts.3",
     ]
-    assert open_checkpoint(usual.write()).quantized
+    assert packed(open_checkpoint(usual.write()))
 
 
 def test_plain_but_declared_is_refused(draft):
@@ -553,7 +557,7 @@ def test_marker_file_that_only_quantises_the_kv_cache_is_accepted(draft):
     folder = draft("dense").write()
     content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
-    assert not open_checkpoint(folder).quantized
+    assert not packed(open_checkpoint(folder))
 
 
 # Whole checkpoints in layouts that are not read: the module is named, and nothing is read.

@@ -519,7 +519,7 @@ def test_grafts_a_head(draft, built, tmp_path, kind, container, form, own):
     out, recipe = tmp_path / "out", Recipe(head=form)
     result = quantize_folder(source, out, recipe, tmp_path / "head.safetensors", progress=False)
     assert (result.output.has_mtp, result.output.mtp_problem) == (True, None)
-    assert result.output.declares_mtp
+    assert result.output.config.num_mtp_layers == 1
     # the trunk's head is the base's: the same as if it had never been taken out
     assert_follows(built(kind), out, recipe, loosely="norm")
     names = list(read_header(out / "model-mtp.safetensors").tensors)
