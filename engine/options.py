@@ -24,8 +24,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     the one that is given), and needs no head. `draft_head` is a file or folder with a head to use in place of the
     checkpoint's, `draft_vocab` a file with the ids that drafts are chosen from. `head_check`: a head that cannot tell a
     known text is refused, warned about, or not tested. `max_num_seqs` caps running sequences (default: the fast path's
-    rows over k + 1). `prefill_chunk` is part of the exactness contract: tokens of a
-    prompt are cut at its multiples, whatever the load. `kv_cache_tokens` sizes the page pool, else
+    rows over k + 1). `kv_cache_tokens` sizes the page pool, else
     `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of max_model_len, at most 2 GiB, on a CPU.
     `kv_cache_dtype` is of keys and values, the head's too: the model's ("auto"), bfloat16, or FP8 (e4m3), which holds
     twice as many tokens in the same memory and changes the text, though not with k, batch or the cut of a prompt.
@@ -49,7 +48,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_waiting: int = 256
-    prefill_chunk: int | None = None
     kv_cache_tokens: int | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
     num_threads: int | None = None

@@ -38,8 +38,9 @@ MAX_ROWS = 256
 @dataclass(frozen=True)
 class Plan:
     """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
-    with in place of the checkpoint's. `fused`: the kernels of kernels.cuda, `captured` in graphs. `kv_dtype`: of keys
-    and values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones."""
+    with in place of the checkpoint's. `prefill_chunk` is part of the exactness contract: prompts are cut at its
+    multiples, whatever the load. `fused`: the kernels of kernels.cuda, `captured` in graphs. `kv_dtype`: of keys and
+    values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones."""
 
     device: torch.device
     dtype: torch.dtype
@@ -76,9 +77,6 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     fused = choose_fused(options.kernels, device, dtype)
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
     kv_scales = _kv_scales(checkpoint, kv_dtype)
-    chunk = options.prefill_chunk or default_chunk(fused)
-    if options.prefill_chunk is not None and not 1 <= options.prefill_chunk <= 8192:
-        raise OptionError(f"prefill_chunk: want 1..8192, got {options.prefill_chunk}")
     num_pages = _num_pages(options, checkpoint, depth, kv_dtype, max_model_len, max_num_seqs, device)
     return Plan(
         device,
@@ -89,7 +87,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
         max_num_seqs,
         binding,
         num_pages,
-        chunk,
+        default_chunk(fused),
         lookup,
         fused,
         fused and not options.enforce_eager,
@@ -161,7 +159,7 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, device: torch.device, fused
 
 
 def default_chunk(fused: bool) -> int:
-    """Prompt tokens of a chunk where nothing is asked for."""
+    """Prompt tokens of a chunk that a server reads at a time."""
     return FUSED_CHUNK if fused else DEFAULT_CHUNK
 
 

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def start(model, k, **engine):
-    options = {"num_threads": 1, "max_model_len": 256, "prefill_chunk": 32, "dtype": "float32", **engine}
+    options = {"num_threads": 1, "max_model_len": 256, "dtype": "float32", **engine}
     return serving_in_thread(model, core=CORE, engine={"num_speculative_tokens": k, **options})
 
 
