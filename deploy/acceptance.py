@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tokens_of(name: str, tokenizer: Tokenizer, most: int, depth: int) -> list[int]:
-    """Of a shipped domain, or of a file. Raises OptionError for a text that is too short or cannot be read."""
+    """Tokens of a shipped domain, or of a file. Raises OptionError for a text that is too short or cannot be read."""
     known = domains()
     try:
         text = known[name].completion if name in known else Path(name).read_text(encoding="utf-8")

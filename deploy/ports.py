@@ -4,7 +4,7 @@ import random
 import socket
 
 PORTS = range(20000, 32000)
-"""Below the range from which systems take the near ends of outgoing connections (32768 on, on Linux). Out of that
+"""Ports below the range from which systems take the near ends of outgoing connections (32768 on, on Linux). Out of that
 range another connection can take the port before the server does, and a client that asks again and again whether the
 server is up can connect to itself."""
 

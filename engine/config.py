@@ -50,7 +50,7 @@ class Yarn:
 
     @property
     def ramp(self) -> tuple[float, float, float]:
-        """For kernels.rope.inverse_frequencies."""
+        """What kernels.rope.inverse_frequencies takes."""
         return self.factor, self.low, self.high
 
 
@@ -411,7 +411,8 @@ def _layer_types(text: _Fields, num_layers: int) -> tuple[str, ...]:
 
 
 def _tied(outer: _Fields, text: _Fields) -> bool:
-    """In a wrapper the outer flag governs; the inner one counts only where the outer is absent."""
+    """Whether the matrices are shared. In a wrapper the outer flag governs; the inner one counts only where the outer
+    is absent."""
     return outer.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False))
 
 

@@ -12,13 +12,13 @@ import torch
 from pilotfish.engine.errors import BusyError, OptionError
 
 OTHERS_SHARE = 0.05
-"""Of a GPU's memory: in use beyond our own, it belongs to other processes, which may end."""
+"""A share of a GPU's memory that, in use beyond our own, belongs to other processes, which may end."""
 REFUSALS = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "out of memory")
 """Words of torch's allocator for a CPU, which raises plain RuntimeError."""
 
 
 def total_bytes(device: torch.device) -> int:
-    """Of the device, whoever uses it now."""
+    """All memory of the device, whoever uses it now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -26,9 +26,9 @@ DEFAULT_CHUNK = 256
 FUSED_CHUNK = 2048
 """Prompt tokens of a chunk on a GPU, where expanding a layer's weights costs the same for few tokens as for many."""
 GPU_RESERVE_BYTES = 2 << 30
-"""Of GPU memory, beside weights, KV cache and `buffer_bytes`: graphs, libraries, prompts."""
+"""GPU memory beside weights, KV cache and `buffer_bytes`: graphs, libraries, prompts."""
 SLOT_TABLE_BYTES = 128 << 10
-"""Of a slot, beside what has the vocabulary's width: word bans, mostly."""
+"""A slot's tables beside what has the vocabulary's width: word bans, mostly."""
 MAX_NGRAM = 64
 CPU_KV_BYTES = 2 << 30
 FAST_ROWS = 16
@@ -147,7 +147,7 @@ def choose_dtype(wanted: str, config: ModelConfig, device: torch.device) -> torc
 
 
 def choose_kv_dtype(wanted: str, dtype: torch.dtype, device: torch.device, fused: bool) -> torch.dtype:
-    """Of keys and values, for one of KV_CACHE_DTYPES. Raises OptionError for what the kernels cannot read."""
+    """The dtype of keys and values, for one of KV_CACHE_DTYPES. Raises OptionError for what the kernels cannot read."""
     kv_dtype: torch.dtype = getattr(torch, KV_DTYPES[wanted]) if wanted in KV_DTYPES else dtype
     if fused and kv_dtype == torch.float8_e4m3fn:
         capability = torch.cuda.get_device_capability(device)
@@ -268,8 +268,8 @@ def _num_pages(
 
 
 def buffer_bytes(config: ModelConfig, depth: int, max_num_seqs: int) -> int:
-    """About what fused rounds and prompts hold beside weights and keys and values: of each slot its state, pending rows
-    and sampling tables; of each row its logits; of experts those of one layer, expanded."""
+    """An estimate of what fused rounds and prompts hold beside weights and keys and values: of each slot its state,
+    pending rows and sampling tables; of each row its logits; of experts those of one layer, expanded."""
     vocab, layers = config.vocab_size, len(config.linear_layers)
     state = 4 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     held = config.conv_dim + 2 * config.linear_num_value_heads

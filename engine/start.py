@@ -1,4 +1,5 @@
-"""From options to an engine that serves: the checkpoint opened, weights loaded, the head tested, rounds ready."""
+"""Makes an engine that serves from its options: the checkpoint opened, weights loaded, the head tested, rounds
+ready."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from pilotfish.engine.plan import Plan, make_plan
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 1024
-"""Beyond what machines have; the library that starts them ends the process where it cannot."""
+"""More threads than machines have; the library that starts them ends the process where it cannot."""
 
 
 @refusals_told()
@@ -125,7 +126,7 @@ def _draft_ids(options: EngineOptions, plan: Plan, checkpoint: Checkpoint) -> li
 
 
 def _num_head_weights(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> int:
-    """Of the head's modules those whose weights were loaded; fused experts were taken apart."""
+    """The number of the head's modules whose weights were loaded; fused experts were taken apart."""
     loaded = [name for name in weights if is_mtp(name)]
     stems = [name.removesuffix("gate_up_proj").removesuffix("experts.down_proj") for name in checkpoint.modules]
     return sum(any(name.startswith(stem) for name in loaded) for stem in stems if is_mtp(stem))
@@ -174,7 +175,8 @@ def _test_head(
 
 
 def _num_threads(options: EngineOptions) -> int:
-    """By default one core is left to the HTTP process: two that spin for one core are slower by far than one."""
+    """The number of CPU threads. By default one core is left to the HTTP process: two that spin for one core are slower
+    by far than one."""
     if options.num_threads is None:
         return max(1, len(os.sched_getaffinity(0)) - 1)
     if not 1 <= options.num_threads <= MAX_THREADS:

@@ -30,7 +30,7 @@ class FairLines:
         return sum(map(len, self._lines.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no order that means anything."""
+        """All that wait, in no order that means anything."""
         return (sequence for line in self._lines.values() for _, _, sequence in line)
 
     def add(self, sequence: Sequence) -> None:
@@ -71,7 +71,7 @@ class FairLines:
         self._served[sequence.request.key] += num_tokens
 
     def least_served(self, sequences: list[Sequence]) -> Sequence:
-        """Of these, in order of admission, the first of the key that was served least."""
+        """The first, in order of admission, of the key that was served least."""
         return min(sequences, key=lambda sequence: self._served[sequence.request.key])
 
     def _drop(self, sequence: Sequence) -> None:

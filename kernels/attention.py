@@ -20,7 +20,7 @@ from pilotfish.kernels.linear import TILE_ROWS
 PAGE = 256
 LARGEST_FP8 = 448.0
 _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-"""By byte."""
+"""FP8 values by their byte."""
 
 
 def pages_for(num_tokens: int) -> int:
@@ -67,7 +67,7 @@ def _indexable(cache: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Up to TILE_ROWS consecutive rows of one sequence, and its pages up to the last of these rows, in order.
+    """At most TILE_ROWS consecutive rows of one sequence, and its pages up to the last of these rows, in order.
 
     For the chunks that some row does not see whole: `hidden` bool [TILE_ROWS, PAGE], columns past the row (padding rows
     see what the last row sees), and `num_written`, the columns that some row sees.

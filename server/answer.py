@@ -59,7 +59,8 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 def prompt_logprobs_of(
     entries: Sequence[TokenLogprob], wanted: int, tokenizer: Tokenizer
 ) -> list[dict[str, PromptLogprob] | None]:
-    """Of a prompt's tokens, by id: the n likeliest and the token itself; nothing comes before the first."""
+    """Log-probabilities of a prompt's tokens, by id: the n likeliest and the token itself; nothing comes before the
+    first."""
 
     def shown(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         return PromptLogprob(max(logprob, LOWEST_LOGPROB), rank, tokenizer.token_text(token_id))
@@ -142,7 +143,7 @@ class OpenAiFormat:
         )
 
     def _chunk(self, choices: list, of: Choice | None = None) -> Response:
-        """Of one choice, or before any text."""
+        """A chunk of one choice, or before any text."""
         usage: Usage | msgspec.UnsetType | None = None if self._plan.include_usage else UNSET
         if self._plan.include_usage and self._plan.continuous_usage:
             usage = usage_of(self._plan, [of] if of is not None else [])

@@ -21,7 +21,7 @@ HEADER = "X-Ignored-Fields"
 SCHEMA_HEADER = "X-Schema-Left-Out"
 """Keywords of a request's schemas that the grammar does not hold."""
 MAX_NAMES = 16
-"""That a header tells of one request; of more it tells that there are more. Relays want headers below 4 KiB."""
+"""Names that a header tells of one request; of more it tells that there are more. Relays want headers below 4 KiB."""
 MAX_NAME_LENGTH = 80
 MAX_LOGGED = 1000
 """Names that are logged, once each, in the life of a server."""

@@ -56,7 +56,7 @@ KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
 HEARTBEAT_SECONDS = 15.0
 """Relays cut connections that are silent for long, and a queue or a prompt may take long."""
 MAX_MODEL_NAME = 256
-"""Of a name that is answered to because any is."""
+"""Characters of a name that is answered to because any is."""
 HEADERS_SECONDS = 2.0
 """A stream whose first token takes longer gets its headers anyway; sooner, a refusal still has its own status."""
 SMALL_BODY = 1024
@@ -199,7 +199,7 @@ async def count_input(request: web.Request) -> web.Response:
 
 
 def _recalling(request: web.Request, context: Context, label: str) -> Context:
-    """With what is remembered of answers to this key."""
+    """The context with what is remembered of answers to this key."""
     items = request.app[SERVICE].items
     return msgspec.structs.replace(context, recall=lambda item_id: items.recall(label, item_id))
 

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 NUM_THREADS = 2
 TRIM_SECONDS = 1.0
-"""After so much rest the allocator gives back what the work took: it keeps it by itself."""
+"""The rest after which the allocator gives back what the work took: it keeps it by itself."""
 
 _python = threading.Lock()
 _thread = threading.local()
@@ -33,7 +33,8 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def without_lock() -> Iterator[None]:
-    """Around a call that gives the interpreter's lock away: another thread of a lane may run Python code meanwhile."""
+    """Stands around a call that gives the interpreter's lock away: another thread of a lane may run Python code
+    meanwhile."""
     if not getattr(_thread, "holds", False):
         yield
         return

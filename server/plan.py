@@ -1,4 +1,4 @@
-"""From a decoded request to what the engine is asked: prompts as ids, sampling parameters, limits.
+"""Makes of a decoded request what the engine is asked: prompts as ids, sampling parameters, limits.
 
 Everything a client can get wrong is found here or in protocol.py; the engine sees only requests it can serve.
 """
@@ -217,7 +217,8 @@ def _plan(
 
 
 def _with_least(sampling: SamplingParams) -> SamplingParams:
-    """Beside a grammar that is the one to hold min_tokens: only it knows whether the text can go on."""
+    """The parameters beside a grammar, which is the one to hold min_tokens: only it knows whether the text can go
+    on."""
     grammar, least = sampling.grammar, sampling.min_tokens
     if grammar is None or not least:
         return sampling
@@ -246,8 +247,8 @@ def _grammar(request: SamplingFields, context: Context, after_token_id: int | No
 
 
 def _chat_grammar(request: ChatRequest, context: Context, chat: ChatPrompt) -> Grammar | None:
-    """In force after the thinking block where the prompt opens one. A demanded call is a grammar too, and so are calls
-    beside structured output, and those of tools that have a grammar of their own."""
+    """The grammar of a chat, in force after the thinking block where the prompt opens one. A demanded call is a grammar
+    too, and so are calls beside structured output, and those of tools that have a grammar of their own."""
     tokenizer, tools = context.files.tokenizer, chat.tools
     thinking = chat.answer is not None and chat.answer.thinking == "open"
     after = tokenizer.token_to_id(END_THINK) if thinking else None

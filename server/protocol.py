@@ -47,7 +47,7 @@ NOT_YET = {
 """Known fields that are not supported, and the values that ask for nothing."""
 
 MAX_VALUES = 300_000
-"""In a body; decoding as many takes about 10 ms."""
+"""Values in a body; decoding as many takes about 10 ms."""
 CONTAINER = 4
 """A list or object costs as much as so many numbers."""
 MAX_CHOICES = 128
@@ -56,7 +56,7 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_BIASED = 1024
 MAX_STOP_IDS = 32
-"""Beside the model's own end ids; the engine holds 64 a sequence."""
+"""Stop ids beside the model's own end ids; the engine holds 64 a sequence."""
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_IDS = 1 << 20
 MAX_INT = 2**63 - 1
@@ -271,7 +271,7 @@ def _weight(text: bytes | bytearray, start: int, end: int) -> int:
 
 
 def _string_end(text: bytes | bytearray, place: int) -> int:
-    """After the quote that ends the string: one with an even number of backslashes before it."""
+    """The place after the quote that ends the string: one with an even number of backslashes before it."""
     while (end := text.find(b'"', place)) >= 0:
         slashes = end
         while text[slashes - 1] == 0x5C and slashes > place:
@@ -326,7 +326,7 @@ def _asks_for_nothing(name: str, value: Any, kind: type[Body]) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """In JSON true is not 1."""
+    """Whether two values are the same in JSON, where true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pilotfish")
 
 LAST_WORDS_SECONDS = 1.0
-"""For the error of a request that has not ended in time to reach its client."""
+"""The time for the error of a request that has not ended in time to reach its client."""
 MAY_PASS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
 """Why an address cannot be listened on now and may be later: another process, a network or a resolver."""
 CLOSE_SECONDS = 10.0
-"""For the engine to end, before it is killed."""
+"""The time for the engine to end, before it is killed."""
 
 
 def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Sequence[str]) -> int:

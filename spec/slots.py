@@ -17,7 +17,7 @@ MAX_BAD_SEQUENCES = 256
 MAX_BAD_LENGTH = 32
 MAX_CLOSING = 64
 MIN_TEMPERATURE = 1e-5
-"""Below it a request is greedy, as in vLLM: logits divided by less may overflow."""
+"""The temperature below which a request is greedy, as in vLLM: logits divided by less may overflow."""
 ANY, NO_TOKEN = -1, -2
 NEVER = 1 << 40
 """A position that no sequence reaches."""

@@ -30,7 +30,7 @@ class Manager(Protocol):
         """SIGTERM, and waits until the server has gone. Nothing to do for one that does not run."""
 
     def is_up(self, slot: Slot) -> bool:
-        """Its process runs, and is the one that was started."""
+        """Whether the slot's process runs, and is the one that was started."""
 
     def last_words(self, slot: Slot) -> str:
         """What it said about its end."""
@@ -61,7 +61,7 @@ class Systemd:
         return self._run("is-active", slot, check=False) == "active"
 
     def last_words(self, slot: Slot) -> str:
-        """Of this start, and systemd's word for the end: exit-code, signal, oom-kill."""
+        """The log's last lines of this start, and systemd's word for the end: exit-code, signal, oom-kill."""
         command = [
             "journalctl",
             "--no-pager",

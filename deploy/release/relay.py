@@ -24,10 +24,10 @@ class Relay(Protocol):
         """Raises RelayError unless the relay answers and knows them all."""
 
     def admit(self, slot: Slot) -> None:
-        """From now on the slot gets requests. Raises RelayError."""
+        """Lets the slot have requests from now on. Raises RelayError."""
 
     def withhold(self, slot: Slot) -> None:
-        """It gets no new ones; those that run go on. Raises RelayError."""
+        """Keeps new requests from the slot; those that run go on. Raises RelayError."""
 
     def admitted(self, slot: Slot) -> bool:
         """Whether it gets requests if it is there to take them. Raises RelayError."""

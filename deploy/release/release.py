@@ -208,7 +208,7 @@ class Release:
         self._manager.stop(slot)
 
     def _drain(self, slot: Slot) -> None:
-        """Its requests may end first."""
+        """Waits for the slot's requests to end, as long as they may take."""
         self._tell(f"slot {slot.name} drains")
         deadline = time.monotonic() + self._settings.drain
         looks = 0
@@ -324,7 +324,7 @@ class Release:
         return GateFile(False, [Condition("gates", False, "a report of the gate command", came)])
 
     def _run(self, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-        """Its exit status and what it said, which is also told as it comes. Past its time it is killed."""
+        """The command's exit status and what it said, which is also told as it comes. Past its time it is killed."""
         pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         said = ""
         # a session of its own, so that what it has started goes with it

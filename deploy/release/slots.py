@@ -46,7 +46,7 @@ class SlotLayout:
         self.config = config
 
     def slots(self) -> list[Slot]:
-        """By name. Raises LayoutError."""
+        """All slots, by name. Raises LayoutError."""
         found = []
         for file in sorted(self.config.glob("*.env")):
             environment = read_environment(file)
@@ -90,7 +90,7 @@ class SlotLayout:
         half.replace(link)
 
     def write_targets(self, slots: Iterable[Slot]) -> None:
-        """For Prometheus's file_sd_configs."""
+        """Writes the file that Prometheus's file_sd_configs reads."""
         file = self.root / "targets.json"
         half = file.with_suffix(".new")
         half.write_bytes(msgspec.json.encode([{"targets": [f"127.0.0.1:{slot.port}" for slot in slots]}]) + b"\n")

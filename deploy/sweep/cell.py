@@ -16,7 +16,7 @@ from pilotfish.deploy.sweep.records import MAX, Measurement, SweepSettings
 
 SAMPLE_CHARS = 1000
 ROOM = 0.97
-"""Of max_model_len, for a prompt whose length in tokens is estimated."""
+"""The share of max_model_len for a prompt whose length in tokens is estimated."""
 SEED = 1
 
 Progress = Callable[[str, float], None]
@@ -24,7 +24,7 @@ Progress = Callable[[str, float], None]
 
 
 def work_of(settings: SweepSettings, max_num_seqs: int | None) -> float:
-    """About how long a cell takes, in the time of one token; only the progress bar sees it."""
+    """An estimate of how long a cell takes, in the time of one token; only the progress bar sees it."""
     vias = 1 + (settings.relay is not None)
     single = len(settings.domains) * settings.passes * settings.single_tokens * len(settings.paths) * vias
     several = sum(concurrent_work(settings, count, max_num_seqs) for count in settings.concurrency)

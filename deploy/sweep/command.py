@@ -39,7 +39,7 @@ from pilotfish.engine.output import check_folder
 from pilotfish.engine.parser import Parser, whole_number
 
 OF_A_CELL = ("max_num_seqs:", "num_speculative_tokens:", "kv cache:", "memory:")
-"""With which the engine refuses a size: another cell may have another one, or none of it."""
+"""Words with which the engine refuses a size: another cell may have another one, or none of it."""
 
 
 def main(argv: Sequence[str]) -> int:

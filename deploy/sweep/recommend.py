@@ -13,7 +13,7 @@ CLOSE = 0.03
 """Cells within this share of the fastest count as equally fast: single runs differ by about as much."""
 
 BUSY = 0.2
-"""Of the processors in use by others, at which a warning is due."""
+"""The share of the processors in use by others at which a warning is due."""
 
 
 def pick(

@@ -12,7 +12,7 @@ import msgspec
 
 Kind = Literal["single", "concurrent", "long"]
 MAX = "max"
-"""As a context: as far as max_model_len allows."""
+"""A context as long as max_model_len allows."""
 
 
 class SweepSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,13 +44,13 @@ from pilotfish.kernels.attention import PAGE
 
 HEAD_FILE, REPORT_FILE, STATE = "mtp.safetensors", "training.json", ".train-head"
 NUM_PROMPTS, NUM_TOKENS, BATCH = 16, 64, 4
-"""Of the measurement by decoding: prompts from the held-out text, tokens after each, sequences at once."""
+"""What decodes for the measurement: prompts from the held-out text, tokens after each, sequences at once."""
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.002}
 ENCODED_AT_ONCE = 256
 SHALLOW_SHARE = 0.4
-"""Of the steps from random weights, those for the first draft alone: as long as the rate is level."""
+"""The share of the steps from random weights that are for the first draft alone: as long as the rate is level."""
 REFINING = 0.1
-"""Of these rates, what a head takes that is there already."""
+"""The share of these rates that a head takes which is there already."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FrozenTrunk:
     lm_head: torch.Tensor
 
     def acceptance(self, head: dict[str, torch.Tensor], prompts: list[list[int]]) -> Acceptance:
-        """Of a head with these weights, `mtp.*`, as it would be served."""
+        """How a head with these weights, `mtp.*`, would do where it is served."""
         weights: dict[str, Weight] = dict(head)
         return measure_acceptance(
             with_head(self.model, weights, self.plan.num_pages + 1), self.plan, prompts, NUM_TOKENS
@@ -253,7 +253,7 @@ def _initial_head(trunk: FrozenTrunk, args: argparse.Namespace) -> TrainableHead
 
 
 def _weights(head: TrainableHead) -> dict[str, torch.Tensor]:
-    """As they are written and served: BF16, under a checkpoint's names."""
+    """The head's weights as they are written and served: BF16, under a checkpoint's names."""
     return {f"mtp.{name}": tensor.detach().to(torch.bfloat16) for name, tensor in head.state_dict().items()}
 
 

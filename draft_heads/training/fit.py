@@ -27,7 +27,7 @@ BALANCE = 0.01
 """Weight of the experts' balancing loss."""
 CLIP = 1.0
 ADAM_RATE = 0.15
-"""Of the learning rate, what AdamW takes: norms and the router want smaller steps than Muon's orthogonal ones."""
+"""AdamW's share of the learning rate: norms and the router want smaller steps than Muon's orthogonal ones."""
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
 ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight")
 WRITTEN_TOGETHER = 256
@@ -107,7 +107,7 @@ class Fit:
 
     @torch.no_grad()
     def evaluate(self, num_rows: int) -> Figures:
-        """On the first held-out rows."""
+        """Figures of the first held-out rows."""
         numbers = list(range(min(num_rows, len(self.heldout))))
         rows = (self.heldout.take([number], numbers) for number in numbers)
         losses, shares = torch.stack([torch.stack(self._forward(*row, self.options.depths)) for row in rows]).mean(0)
@@ -141,7 +141,7 @@ class Fit:
         return self._rows(step, 1), self._rows(step // steps * steps, steps)
 
     def _rows(self, step: int, count: int) -> list[int]:
-        """Of `count` steps from this one."""
+        """Which rows `count` steps from this one take."""
         num_rows, size = len(self.train), self.options.batch_size
         wanted = range(step * size, (step + count) * size)
         orders = {epoch: self._order(epoch) for epoch in {number // num_rows for number in wanted}}
@@ -151,7 +151,7 @@ class Fit:
         return np.random.default_rng((self.options.seed, epoch)).permutation(len(self.train))
 
     def _factor(self) -> float:
-        """Of the learning rate: up, level, and in a straight line down to zero."""
+        """This step's share of the learning rate: up, level, and in a straight line down to zero."""
         done = (self.step_number + 1) / self.options.steps
         return min(1.0, done / WARMUP_SHARE, (1 - done + 1 / self.options.steps) / DECAY_SHARE)
 

@@ -108,7 +108,7 @@ class HiddenCache:
         self._put(DONE_FILE, number, np.ones(1, np.uint8))
 
     def _put(self, name: str, number: int, row: np.ndarray) -> None:
-        """Not through the mapping: where the disk is full, that ends the process without a word."""
+        """Writes a row, and not through the mapping: where the disk is full, that ends the process without a word."""
         with (self._folder / name).open("r+b") as file:
             file.seek(number * row.nbytes)
             file.write(row.tobytes())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 ROWS_AT_ONCE = 256
 ARGMAX_SHARE = 0.5
-"""Of a target distribution, what its first choice gets beyond its probability: greedy requests accept by it alone."""
+"""What a target's first choice gets beyond its probability: greedy requests accept by it alone."""
 LEAST_REACH = 0.05
 """What is reached more seldom is left out: it would cost as much as the rest."""
 

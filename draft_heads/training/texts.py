@@ -22,7 +22,7 @@ SUFFIXES = frozenset(
 """What is read of a folder. A file that is named itself may be called anything."""
 HELDOUT_SHARE = 0.05
 MIN_DOCUMENTS = 20
-"""With fewer documents than this, the last tokens are held out in place of whole documents."""
+"""The number of documents below which the last tokens are held out in place of whole documents."""
 
 Render = Callable[[list[dict[str, Any]]], str]
 """Chat messages to text, by a checkpoint's own template."""

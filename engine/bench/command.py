@@ -66,7 +66,7 @@ from pilotfish.engine.round.executor import PLAIN, VERIFY, WHOLE
 from pilotfish.engine.round.shapes import Shape, Shapes
 
 REPLAYS = 16
-"""Of each captured part, over a live batch."""
+"""How often each captured part is replayed over a live batch."""
 WARM_UP_TOKENS = 8
 
 
@@ -145,8 +145,8 @@ def _weights(args: argparse.Namespace) -> tuple[ModelConfig, dict[str, Weight], 
 
 
 def _resident_bytes(model: Model) -> int:
-    """Of all weights: on a GPU whatever the allocator has given out beyond the caches and prefill's scratch, forgotten
-    copies included; on a CPU the tensors that the model reaches."""
+    """Bytes of all weights: on a GPU whatever the allocator has given out beyond the caches and prefill's scratch,
+    forgotten copies included; on a CPU the tensors that the model reaches."""
     scratch = ledger.scratch_bytes(model)
     if model.device.type != "cuda":
         return ledger.tensor_bytes(model) - scratch
@@ -207,7 +207,8 @@ def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> Eng
 
 
 def _shapes(args: argparse.Namespace, shapes: Shapes, depth: int) -> list[Shape]:
-    """Of all numbers of sequences that there are while the batches grow and shrink, prompt by prompt and end by end."""
+    """Shapes of all numbers of sequences that there are while the batches grow and shrink, prompt by prompt and end by
+    end."""
     most = [batch for batch in args.batch if batch * (depth + 1) <= MAX_ROWS]
     most += [] if args.admission is None else [STREAMS + 1]
     fitting = (shapes.fit(count, depth) for count in range(1, max(most, default=0) + 1))

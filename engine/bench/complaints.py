@@ -10,8 +10,9 @@ SLOWER = 0.1
 
 
 def complaints(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Of rounds without a graph where there are graphs, kernels compiled while requests waited, and first requests that
-    were slower than allowed: the row, what came and what is wanted. Rows of admissions have none of them."""
+    """Tells of rounds without a graph where there are graphs, kernels compiled while requests waited, and first
+    requests that were slower than allowed: the row, what came and what is wanted. Rows of admissions have none of
+    them."""
     found = []
     for row in rows:
         if "batch" in row:

@@ -18,7 +18,7 @@ WARM_UP_ROUNDS = 4
 SETTLE = 4
 """Rounds of a live batch before anyone looks at it."""
 ROUNDS_BEHIND = 2
-"""More rounds than were looked at: launched and not yet read."""
+"""Rounds that are launched and not yet read, beyond those that were looked at."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all sequences together, over whole rounds."""
+        """The speed of all sequences together, over whole rounds."""
         return sum(self.tokens) / sum(self.round_seconds) if self.round_seconds else None
 
 

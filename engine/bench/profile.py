@@ -37,7 +37,7 @@ def profile(loop: EngineLoop, case: Case) -> dict[str, Any]:
 
 
 def profile_prompt(loop: EngineLoop, prompt: list[int]) -> dict[str, Any]:
-    """From the prompt's arrival to its first token, and its first drafts where there are any."""
+    """What the device does from a prompt's arrival to its first token, and its first drafts where there are any."""
     read_prompt(loop, prompt)
     found = traced(lambda: read_prompt(loop, prompt), 1)
     return {"tokens": len(prompt), "chunks": -(-len(prompt) // loop.scheduler.prefill_chunk), **found}
@@ -78,7 +78,7 @@ def summary(spans: Iterable[Interval], times: int) -> dict[str, Any]:
 
 
 def own_times(ordered: list[Interval]) -> tuple[dict[str, float], float]:
-    """Of spans sorted by their end: the time that is each name's own, and the time from first to last."""
+    """What spans sorted by their end come to: the time that is each name's own, and the time from first to last."""
     # of the kernels that end no sooner than this one: when the first of them began
     begun = list(accumulate((begin for begin, _, _ in reversed(ordered)), min))[::-1]
     own: dict[str, float] = defaultdict(float)

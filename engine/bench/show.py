@@ -103,7 +103,7 @@ def _trace(subject: str, found: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(columns: Sequence[tuple[str, str]], rows: list[dict[str, Any]], legend: Mapping[str, str]) -> Iterator[str]:
-    """Without the columns that no row has a value for, and what the others are."""
+    """The table without the columns that no row has a value for, and what the others are."""
     columns = [(name, title) for name, title in columns if any(row.get(name) is not None for row in rows)]
     table = [[title for _, title in columns], *([_cell(row.get(name)) for name, _ in columns] for row in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]

@@ -66,7 +66,7 @@ SIZES = {
     "122B-A10B": _moe(3072, 48, 32, 256, 8, 1024, 64),
     "397B-A17B": _moe(4096, 60, 32, 512, 10, 1024, 64),
 }
-"""By the last part of a released name: Qwen3.5-27B, Qwen3.6-27B and Qwen3.8-27B have one size."""
+"""Configs by the last part of a released name: Qwen3.5-27B, Qwen3.6-27B and Qwen3.8-27B have one size."""
 
 
 def released_config(name: str) -> ModelConfig | None:

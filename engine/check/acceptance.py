@@ -20,7 +20,8 @@ PROMPT_TOKENS = 128
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Over `num_rounds` rounds that drafted in full: the shares of them in which draft 1, 2, .. was accepted."""
+    """What `num_rounds` rounds that drafted in full had accepted: the shares of them in which draft 1, 2, .. was
+    accepted."""
 
     num_rounds: int
     shares: tuple[float, ...]
@@ -37,7 +38,8 @@ class Acceptance:
 
 @torch.inference_mode()
 def measure_acceptance(model: Model, plan: Plan, prompts: Sequence[list[int]], max_tokens: int) -> Acceptance:
-    """Of every prompt's greedy continuation of `max_tokens`, at the plan's depth. The model has a head and caches."""
+    """Acceptance over every prompt's greedy continuation of `max_tokens`, at the plan's depth. The model has a head and
+    caches."""
     engine = assemble(model, dataclasses.replace(plan, lookup=None), len(prompts), 0, 0.0)
     loop = EngineLoop(engine)
     driver.submit(loop, {str(number): prompt for number, prompt in enumerate(prompts)}, driver.greedy(max_tokens))
@@ -53,7 +55,7 @@ def measure_acceptance(model: Model, plan: Plan, prompts: Sequence[list[int]], m
 
 
 def cut_prompts(ids: Sequence[int], count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
-    """At most `count` pieces of a text of at most `length` tokens, evenly spread."""
+    """Cuts at most `count` pieces of at most `length` tokens from a text, evenly spread."""
     length = min(length, len(ids))
     count = min(count, len(ids) // length)
     step = len(ids) // count

@@ -65,8 +65,8 @@ def measure(
     places: Iterable[tuple[int, int]],
     tell: Callable[[str], object] = lambda _: None,
 ) -> list[Cost]:
-    """For every (batch, context) that fits, each depth > 0 against 0. `ids` is text for the prompts; `tell` hears
-    what is done, once for each block of a depth."""
+    """Costs of each depth > 0 against 0, for every (batch, context) that fits. `ids` is text for the prompts; `tell`
+    hears what is done, once for each block of a depth."""
     costs = []
     for batch, context in places:
         loops = {
@@ -110,8 +110,8 @@ def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float
 
 
 def at_boot(model: Model, plan: Plan, folder: Path) -> list[Cost]:
-    """Of a text where the checkpoint has a tokenizer. The served depth, for one sequence, two, four, .. and as many as
-    may run, at a page of context or less."""
+    """Costs of the served depth, over a text where the checkpoint has a tokenizer: for one sequence, two, four, .. and
+    as many as may run, at a page of context or less."""
     counts = sorted({1 << n for n in range(plan.max_num_seqs.bit_length())} | {plan.max_num_seqs})
     for context in (PAGE, PAGE // 4, PAGE // 16):
         places = [(count, context) for count in counts if fits(plan, count, context)]

@@ -36,7 +36,7 @@ PARTS = {"logits": "lm_head", "head": "head", "draft": "head", "prefill.logits":
 """What the executor shows after a layer's name, and whose work it closes."""
 NUM_PROMPT_TOKENS, NUM_TOKENS = 24, 6
 TAILS = (16, 64, 256, 1024)
-"""Of prompts: about where libraries go over to other kernels for products and attention."""
+"""Lengths of prompts, about where libraries go over to other kernels for products and attention."""
 
 
 class Watch(TorchDispatchMode):
@@ -95,8 +95,8 @@ def warm_up(loop: EngineLoop) -> None:
 
 
 def routes(loop: EngineLoop) -> dict[str, list[str]]:
-    """Of one request alone, and of as many as may run at once, the last one without drafts; {} where the context is
-    too short for them. Layers are "layers.0", ..; "lm_head", "head" and "prefill" stand beside them."""
+    """Kernels of one request alone, and of as many as may run at once, the last one without drafts; {} where the
+    context is too short for them. Layers are "layers.0", ..; "lm_head", "head" and "prefill" stand beside them."""
     ready = loop.ready
     room = min(NUM_PROMPT_TOKENS, ready.max_model_len - NUM_TOKENS - 1)
     prompt = [(7 * i + 1) % ready.vocab_size for i in range(room)]

@@ -108,7 +108,7 @@ class Agreement:
         return len(self.agrees)
 
     def shares(self) -> list[float]:
-        """By depth, over all places, whatever the drafts before were."""
+        """The share that agrees by depth, over all places, whatever the drafts before were."""
         return [sum(column) / self.num_places for column in zip(*self.agrees, strict=True)]
 
     def rounds(self, k: int, first: int = 0) -> list[int]:
@@ -123,7 +123,8 @@ class Agreement:
 
 @torch.inference_mode()
 def agreement(model: Model, ids: list[int], depth: int, tell: Callable[[int], object] = lambda _: None) -> Agreement:
-    """Over all places that have `depth` drafts within the text; `tell` is called with the places done since."""
+    """Agreement over all places that have `depth` drafts within the text; `tell` is called with the places done
+    since."""
     assert len(ids) >= depth + 2, "want depth + 2 tokens"
     reader, tokens = Reader(model), torch.tensor(ids, device=model.device)
     hidden = trunk_rows(model, tokens)

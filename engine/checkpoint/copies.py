@@ -89,7 +89,7 @@ def _equal(one: TensorInfo, other: TensorInfo) -> bool:
 
 
 def _piece(info: TensorInfo, begin: int, count: int) -> np.ndarray:
-    """Its bytes, uint8."""
+    """A piece's bytes, uint8."""
     size = DTYPE_BITS[info.dtype] // 8
     try:
         return np.fromfile(info.file, np.uint8, count * size, offset=info.start + begin * size)
@@ -98,7 +98,7 @@ def _piece(info: TensorInfo, begin: int, count: int) -> np.ndarray:
 
 
 def _float32(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Of BF16, F16 or F32, as plain modules are."""
+    """Values of BF16, F16 or F32, as plain modules have them."""
     if dtype == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return raw.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)

@@ -26,7 +26,7 @@ PLAIN = ("in_proj_a", "in_proj_b", "shared_expert_gate", "mtp.fc")
 FP8_IN_MIXED = ("self_attn.", "in_proj_qkv", "in_proj_z", "out_proj")
 CODE_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))
 LOW_SCALE, HIGH_SCALE = 64, 128
-"""Of block scales, whole numbers of which e4m3 holds eight."""
+"""The range of block scales, in whole numbers of which e4m3 holds eight."""
 
 
 def dummy_weights(

@@ -143,7 +143,7 @@ _LOOKS: tuple[Callable[[Path], str | None], ...] = (
 
 
 def _newest(files: Iterator[Path]) -> Path | None:
-    """By the number in its folder's name, or else by its time."""
+    """The newest file by the number in its folder's name, or else by its time."""
 
     def order(file: Path) -> tuple[int, float]:
         number = file.parent.name.rpartition("-")[2]

@@ -15,7 +15,7 @@ import torch
 BLOCK = 128
 E4M3_MAX = 448.0
 SEARCHED = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-"""Of a row's plain scale, what calibration tries."""
+"""Shares of a row's plain scale that calibration tries."""
 DEQUANTIZE_BLOCK = 1 << 22  # weights expanded at a time: 16 MiB of fp32
 
 

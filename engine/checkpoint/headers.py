@@ -23,7 +23,8 @@ from pilotfish.engine.errors import HeaderError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 MAX_TENSORS = 120_000
-"""In one file: a 35B model in single experts has 92 000 in all. A tensor has at most this many marks in JSON:"""
+"""Tensors of one file at most: a 35B model in single experts has 92 000 in all. A tensor has at most this many marks in
+JSON:"""
 MAX_MARKS = {b":": 4, b",": 16, b"[": 2, b"{": 1}
 MARKS_TO_SPARE = 1000  # in metadata
 MAX_NAME_LENGTH = 512

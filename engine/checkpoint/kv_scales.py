@@ -20,7 +20,7 @@ KvScales = dict[str, tuple[float, float]]
 
 
 def load_kv_scales(checkpoint: Checkpoint) -> KvScales:
-    """Of the layers that have them; for the others 1 is meant. An attached head has none.
+    """Scales of the layers that have them; for the others 1 is meant. An attached head has none.
 
     Raises LayoutError for what one factor a layer cannot express (scales by head, zero points) and for one scale
     without the other, CheckpointError for a number that is no finite one above 0.

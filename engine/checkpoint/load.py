@@ -151,7 +151,8 @@ class ModuleReader:
         self._opened: dict[Path, Any] = {}
 
     def read(self, module: Module) -> dict[str, Weight]:
-        """Its weights by normalised tensor name, experts one by one. Raises CheckpointError as load_weights does."""
+        """A module's weights by normalised tensor name, experts one by one. Raises CheckpointError as load_weights
+        does."""
         parts = {suffix: self._tensor(module, info) for suffix, info in loaded_parts(module).items()}
         seen = SeenScales()
         for suffix, tensor in parts.items():

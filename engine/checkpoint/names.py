@@ -72,7 +72,8 @@ def is_tolerated(name: str) -> bool:
 
 
 def kv_scale(name: str) -> tuple[str, str] | None:
-    """Of a quantised KV cache's numbers: the attention module, and k_scale, v_scale, k_zero_point or v_zero_point."""
+    """What a quantised KV cache's number is of: the attention module, and k_scale, v_scale, k_zero_point or
+    v_zero_point."""
     found = _KV_CACHE_SCALE.match(name)
     return (found["attention"], found["what"]) if found else None
 

@@ -21,8 +21,8 @@ E4M3_EPS = 0.125  # torch.finfo(torch.float8_e4m3fn).eps: stands for a scale tha
 DEQUANTIZE_BLOCK = 1 << 22  # weights expanded at a time: 16 MiB of fp32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SEARCHED = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 1.05, 1.1, 1.2, 1.35, 1.5)
-"""Of the plain scale, what calibration tries for each group; the first of equal ones wins. 1.5 puts the largest value
-on 4, beyond which steps are the coarsest."""
+"""Shares of the plain scale that calibration tries for each group; the first of equal ones wins. 1.5 puts the largest
+value on 4, beyond which steps are the coarsest."""
 E2M1_SIGNED = E2M1 + tuple(-value for value in E2M1)
 
 # A magnitude becomes the index of the number of boundaries below it. The boundaries lie half way between

@@ -18,7 +18,7 @@ from pilotfish.engine.errors import CheckpointError
 LARGEST = 1000.0
 """The largest magnitude of a weight. In the shipped pack they end at 2, in released ones at some tens."""
 LARGEST_CODE = {True: 448.0, False: 6.0}
-"""Of FP8, and of NVFP4."""
+"""The largest code of FP8 (True), and of NVFP4."""
 SCALE_BITS = {
     "F8_E4M3": (np.uint8, 0x7E, None),
     "BF16": (np.uint16, 0x7F7F, 0x8000),
@@ -103,7 +103,7 @@ def _largest(module: Module, suffix: str, raw: np.ndarray) -> float:
 
 
 def _value(bits: int, dtype: str) -> float:
-    """Of a finite number that is not negative."""
+    """The value of a finite number that is not negative."""
     if dtype == "F8_E4M3":
         exponent, mantissa = bits >> 3, bits & 7
         return (mantissa / 8) * 2.0**-6 if not exponent else (1 + mantissa / 8) * 2.0 ** (exponent - 7)

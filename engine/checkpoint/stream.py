@@ -41,7 +41,7 @@ MAX_GAP = 64 << 10  # bytes of tensors that are left, and read along rather than
 MAX_BUFFERS = 1024  # of one call: Linux's IOV_MAX
 
 Identity = tuple[int, ...]
-"""Of a file: it is the same for as long as nobody writes to it."""
+"""What tells a file: the same for as long as nobody writes to it."""
 
 
 class TensorPlace(Enum):
@@ -229,7 +229,7 @@ class HostMemory:
         self.own: dict[TensorPart, torch.Tensor] = {}
 
     def land(self, piece: FilePiece) -> Landing:
-        """Before the piece is read."""
+        """Memory for a piece, before it is read."""
         blocks = {place: host_memory(piece.sizes[place]) for place in (TensorPlace.SHARED, TensorPlace.HOST)}
         views = {place: block.numpy().data for place, block in blocks.items()}
         buffers = []

@@ -24,12 +24,12 @@ from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
 
 MIN_ROWS = 16
-"""Of an expert that saw fewer rows nothing is known."""
+"""Rows below which nothing is known of an expert."""
 
 
 @dataclass
 class Moments:
-    """Of the inputs of one matrix: sums of squares fp32 [K], number of rows, largest magnitude."""
+    """What the inputs of one matrix are like: sums of squares fp32 [K], number of rows, largest magnitude."""
 
     squares: torch.Tensor
     num_rows: int = 0
@@ -49,7 +49,8 @@ class Moments:
 
 @torch.inference_mode()
 def collect(checkpoint: Checkpoint, ids: list[int]) -> dict[str, Moments]:
-    """By normalised name of each matrix, experts one by one; those that are computed as one share what they saw."""
+    """Moments by normalised name of each matrix, experts one by one; those that are computed as one share what they
+    saw."""
     num_pages = pages_for(len(ids))
     model = load_model(checkpoint, CacheSizes(num_pages + 1, SLOT + 1, 1))
     found: dict[str, Moments] = {}

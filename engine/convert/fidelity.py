@@ -28,15 +28,15 @@ from pilotfish.kernels.linear import TILE_ROWS, AnyLinear, cpu_multiplies_bf16
 
 CPU = torch.device("cpu")
 DEPTH, NUM_PROMPTS, NUM_TOKENS, BATCH = 3, 8, 48, 4
-"""Of the measurement of acceptance: k, places of the text to go on from, tokens at each, sequences at once."""
+"""What measures acceptance: k, places of the text to go on from, tokens at each, sequences at once."""
 KNOWS_SOMETHING, LARGEST_LOSS = 4, 700.0
 """A model that knows a text is this many times better than guessing; nats whose exponential is still a number."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Over `num_tokens` tokens: perplexities of the text, the mean of KL(source || output) in nats for the token after
-    each, and the share of them where both rank the same token first. Acceptance is None where there is no head.
+    """What `num_tokens` tokens show: perplexities of the text, the mean of KL(source || output) in nats for the token
+    after each, and the share of them where both rank the same token first. Acceptance is None where there is no head.
     `vocab_size` is what a model that knows nothing has for a perplexity."""
 
     num_tokens: int
@@ -114,7 +114,7 @@ def _read(checkpoint: Checkpoint, ids: list[int]) -> tuple[torch.Tensor, AnyLine
 
 
 def load_model(checkpoint: Checkpoint, sizes: CacheSizes) -> Model:
-    """On the CPU, in the dtype that it is served in there."""
+    """The model on the CPU, in the dtype that it is served in there."""
     wide = checkpoint.config.dtype == "float32" or not cpu_multiplies_bf16()
     dtype = torch.float32 if wide else torch.bfloat16
     return build_model(load_weights(checkpoint, CPU), checkpoint.config, sizes, dtype, CPU)

@@ -58,7 +58,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Adapter:
-    """By normalised name of the matrix, experts one by one.
+    """An adapter's pairs by normalised name of the matrix, experts one by one.
 
     `bases`: copies of whole matrices from before the change, which PEFT adds for lm_head; they must be the source's.
     """

@@ -300,7 +300,7 @@ def _report_fidelity(source: Path, out: Path, ids: list[int]) -> None:
 
 
 def _read_tokens(source: Path, text: Path | None, num_tokens: int) -> list[int]:
-    """Before hours of work, so that a text that is not there is told at once; [] without one."""
+    """Tokens of the text, read before hours of work, so that one that is not there is told at once; [] without one."""
     if text is None:
         return []
     from pilotfish.engine.convert.fidelity import read_tokens

@@ -20,7 +20,7 @@ from pilotfish.engine.link.messages import Grammar
 
 MAX_SOURCE_BYTES = 256 << 10
 MAX_CALLS_BYTES = 1 << 20
-"""Of the grammar of a demanded call, which holds the schemas of all tools."""
+"""Bytes of the grammar of a demanded call, which holds the schemas of all tools."""
 
 SCHEMA_LIMITS = {
     "levels of nesting": 128,
@@ -35,14 +35,14 @@ SCHEMA_LIMITS = {
     "as the sum of all multipleOf, digits alone": 20_000,
     "as a least number of characters, items or properties": 100_000,
 }
-"""Of a JSON schema, over the whole of it unless it says otherwise."""
+"""Bounds of a JSON schema, over the whole of it unless it says otherwise."""
 REGEX_LIMITS = {
     "characters in a regular expression": 32 << 10,
     "levels of groups": 64,
     "parts once repetitions are written out": 20_000,
 }
 GRAMMAR_LIMITS = {"rules and terminals": 1000, "alternatives": 5000, "levels of brackets": 64, "repetitions": 20_000}
-"""Of a grammar in Lark or GBNF."""
+"""Bounds of a grammar in Lark or GBNF."""
 CHOICE_LIMITS = {"choices": 1900}
 
 QUANTIFIER = re.compile(r"\{(\d*)(?:,(\d*))?\}")

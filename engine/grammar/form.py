@@ -56,5 +56,5 @@ def first_words(error: str) -> str:
 
 
 def load_tokenizer(text: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """Of a tokenizer.json's text. Raises ValueError. Keeps the interpreter's lock meanwhile."""
+    """The matcher's tokenizer of a tokenizer.json's text. Raises ValueError. Keeps the interpreter's lock meanwhile."""
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))

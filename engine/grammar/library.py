@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 512
 MAX_KEPT_BYTES = 256 << 20
-"""Of compiled grammars that nobody waits for, as their trials measured them; one of more than a quarter is not kept."""
+"""Memory of compiled grammars that nobody waits for, as trials measured it; one of over a quarter is not kept."""
 NICE = 10
 """The compiling thread leaves the processors to rounds."""
 
@@ -91,7 +91,7 @@ class GrammarLibrary:
             self._read.set()
 
     def wait_read(self) -> None:
-        """Until the tokenizer is read, if end ids were given: other threads stand still meanwhile."""
+        """Waits until the tokenizer is read, if end ids were given: other threads stand still meanwhile."""
         self._read.wait()
 
     def _read_first(self, eos_token_ids: tuple[int, ...]) -> None:
@@ -155,7 +155,7 @@ class GrammarLibrary:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Until some ticket is done, or so long."""
+        """Waits until some ticket is done, or so long."""
         with self._news:
             self._news.wait(seconds)
 

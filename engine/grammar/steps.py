@@ -1,4 +1,4 @@
-"""From a round's tokens to the masks of the next round's rows, on threads beside the loop; no torch.
+"""The way from a round's tokens to the masks of the next round's rows, on threads beside the loop; no torch.
 
 A step takes what was committed, finds what must come, and the masks after the drafts that will then be verified. A
 round is launched with the sequences whose steps know what must come, and waits for their masks while the trunk runs. A
@@ -74,7 +74,7 @@ class Step:
             self.ended.set()
 
     def wait(self) -> bool:
-        """For its end; False if it has used up a round's time first: then it is given up."""
+        """Waits for the step's end; False if it has used up a round's time first: then it is given up."""
         while not self.ended.wait(LOOK_SECONDS):
             if self.is_late(ROUND_SECONDS):
                 return False
@@ -91,7 +91,7 @@ class Step:
 
 
 class Masks:
-    """Of one round: waits for the steps where it must."""
+    """Masks of one round: waits for the steps where it must."""
 
     def __init__(self, steps: list[Step | None], depth: int, num_words: int):
         self._steps, self._depth, self._num_words = steps, depth, num_words
@@ -147,12 +147,12 @@ class Steps:
         return step.forced
 
     def wait(self, slot: int, seconds: float) -> None:
-        """Until the slot's step has ended, or so long."""
+        """Waits until the slot's step has ended, or so long."""
         if (step := self._newest.get(slot)) is not None:
             step.ended.wait(seconds)
 
     def masks(self, slots: list[int], depth: int) -> Masks | None:
-        """Of a round over these slots; None where no grammar is among them."""
+        """Masks of a round over these slots; None where no grammar is among them."""
         steps = [self._newest.get(slot) for slot in slots]
         return Masks(steps, depth, self.num_words) if any(step is not None for step in steps) else None
 

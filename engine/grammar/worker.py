@@ -34,7 +34,7 @@ from pilotfish.engine.grammar.trial import PAGE_BYTES, Task, Verdict, attempt
 STACK_BYTES = 32 << 20
 """Less than the engine's own threads have (threads.py), so that what passes here has room there."""
 MEMORY_BYTES = 256 << 20
-"""Beside stack and what the process holds before it begins."""
+"""Memory beside the stack and what the process holds before it begins."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -114,7 +114,7 @@ class Worker:
         self._unread = bytearray()
 
     def run(self) -> None:
-        """Until stdin ends."""
+        """Works until stdin ends."""
         while True:
             for key, _ in self._selector.select(self._patience()):
                 if key.fd != self.inbox:

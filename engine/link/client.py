@@ -53,13 +53,13 @@ LAST_WORDS_SECONDS = 5.0
 """A failed engine that has not exited by then is killed."""
 
 PING_SECONDS = 1.0
-"""Between two questions, the first of which has been answered."""
+"""The time between two questions, the first of which has been answered."""
 STALLED_SECONDS = 20.0
-"""Without an answer for so long the engine takes no requests: a step takes milliseconds, a slow one a second."""
+"""The time without an answer after which the engine takes no requests: a slow step takes a second."""
 STACKS_SECONDS = 1.0
-"""For an engine that hangs to write where, before it is killed."""
+"""The time for an engine that hangs to write where, before it is killed."""
 UNDEAD_SECONDS = 60.0
-"""After which a killed process that is still there is given up: it waits in the kernel, most likely for its device."""
+"""The time after which a killed process is given up that waits in the kernel, most likely for its device."""
 
 ENGINE_FAILED = "engine failed"
 """Begins the error of requests that were open when it did; the part follows, and the reason."""
@@ -186,7 +186,7 @@ class EngineClient:
         return await asyncio.shield(self._ready)
 
     async def wait_ended(self) -> None:
-        """Until the engine has failed or is closed."""
+        """Waits until the engine has failed or is closed."""
         await self._ended.wait()
 
     async def restart(self) -> None:

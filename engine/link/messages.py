@@ -19,8 +19,8 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?", "coerce_one_of": True}
-"""Of grammars made from JSON schemas: at most one space between parts, or a small model could go on with white space
-for ever; of oneOf's alternatives more than one may fit, which the server tells where it may be so."""
+"""How grammars are made from JSON schemas: at most one space between parts, or a small model could go on with white
+space for ever; of oneOf's alternatives more than one may fit, which the server tells where it may be so."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,7 +39,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """After `num_tokens` of a thinking block, unless `end_token_id` was written by then, come the tokens of `closing`.
+    """A thinking block gets `num_tokens`; unless `end_token_id` was written by then, the tokens of `closing` follow.
 
     `start_token_id` opens the block; None: the prompt ends inside it. Goes before every other rule about tokens."""
 

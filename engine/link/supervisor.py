@@ -22,7 +22,7 @@ WINDOW_SECONDS = 600.0
 
 
 class RestartBudget:
-    """At most `limit` restarts in any `window` seconds."""
+    """Allows at most `limit` restarts in any `window` seconds."""
 
     def __init__(self, limit: int, window: float = WINDOW_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         if limit < 0:
@@ -102,7 +102,7 @@ class Supervisor:
             await self._serve_once()
 
     async def _serve_once(self) -> bool:
-        """Until the engine ends; whether it had loaded."""
+        """Serves until the engine ends; whether it had loaded."""
         try:
             ready = await self._client.wait_ready()
         except EngineUnavailable:

@@ -1,4 +1,4 @@
-"""From a checkpoint's weights to modules: fuses projections, applies the norm convention, checks nothing twice.
+"""Makes modules of a checkpoint's weights: fuses projections, applies the norm convention, checks nothing twice.
 
 Norm weights are stored as w; every norm but the gated one of GatedDeltaNet multiplies by 1 + w. Weights leave the
 dictionary as they are used, so that the two forms never stand in memory together.

@@ -33,7 +33,7 @@ def _nothing(phase: str) -> None:
 
 
 class RoundBody:
-    """Also what a draft head gets to record its part with: draft_heads.head.RoundPass.
+    """The round's parts; also what a draft head gets to record its part with: draft_heads.head.RoundPass.
 
     `trace` sees rows as they are computed, `mark` the end of each phase; both only while nothing is captured.
     """
@@ -104,7 +104,7 @@ class RoundBody:
         self._replace_drafts(count, depth)
 
     def _replace_drafts(self, count: int, depth: int) -> None:
-        """For measurements."""
+        """Puts other drafts in place of the head's, for measurements."""
         if self.batch_state.oracle is not None and depth:
             self.batch_state.oracle.replace(self.state.drafts, self.buffers.slots[:count], self.state.length, depth)
 

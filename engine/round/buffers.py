@@ -64,7 +64,7 @@ class RoundBuffers:
         self._first: dict[int, FirstRows] = {}
 
     def verdicts(self, count: int) -> Verdicts:
-        """Of the first `count` sequences."""
+        """Verdicts of the first `count` sequences."""
         accepted, committed, offered, stopped, done = self._counts[:, :count]
         return Verdicts(accepted, committed, offered, stopped, done, self._head_row[:count])
 
@@ -106,7 +106,7 @@ class FirstRows:
         return self._matrix("_mixed", width)
 
     def inner(self, width: int) -> torch.Tensor:
-        """Between the products of a dense MLP, [rows, width]."""
+        """What stands between the products of a dense MLP, [rows, width]."""
         return self._matrix("_inner", width)
 
     def router_logits(self, width: int) -> torch.Tensor:
@@ -124,7 +124,8 @@ def report_size(sizes: Sizes) -> int:
 
 
 def split_report(report: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the bytes: counts int64 [5, B] in the order of Verdicts, chosen tokens int64 [R], has_nan int32 [R]."""
+    """What the report's bytes hold: counts int64 [5, B] in the order of Verdicts, chosen tokens int64 [R], has_nan
+    int32 [R]."""
     counts, chosen, nan = report.split(_report_parts(sizes))
     return counts.view(torch.int64).view(5, -1), chosen.view(torch.int64), nan.view(torch.int32)
 

@@ -1,4 +1,4 @@
-"""Between the loop and the device: admits requests, reads prompts, launches rounds and collects them.
+"""Stands between the loop and the device: admits requests, reads prompts, launches rounds and collects them.
 
 Rounds of fixed shapes (kernels) are launched without a wait and read one behind: a batch runs in the smallest shape
 that holds it, filled up with the null slot, captured as a graph or operator by operator. Others run as they are
@@ -406,8 +406,8 @@ def make_executor(
     fast_rows: int,
     operators: Operators | None = None,
 ) -> RoundExecutor:
-    """For rounds of k = 0 and `depth` over up to max_num_seqs sequences; nothing is captured yet. `operators`: in place
-    of the model's own table.
+    """An executor for rounds of k = 0 and `depth` over up to max_num_seqs sequences; nothing is captured yet.
+    `operators`: in place of the model's own table.
 
     The null slot gets a state of its own, so that rows which fill up a batch are finite.
     """

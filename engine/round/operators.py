@@ -144,7 +144,8 @@ class Operators(Protocol):
         ...
 
     def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
-        """Of fp32 logits [R, E + 1]: weights fp32 and ids [R, k] in rank order, the shared expert's gate fp32 [R].
+        """What fp32 logits [R, E + 1] choose: weights fp32 and ids [R, k] in rank order, the shared expert's gate fp32
+        [R].
 
         Definition: kernels.moe.route; held by tests/support/small_operators.py (kernels.cuda.router.route_reference:
         the same but where probabilities of different logits round to equal ones).

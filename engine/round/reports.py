@@ -54,7 +54,7 @@ class SequenceReport:
 
 
 def prompt_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
-    """Of tokens that stand in a prompt, from the raw logits [n, V] of the rows before them."""
+    """Log-probabilities of tokens that stand in a prompt, from the raw logits [n, V] of the rows before them."""
     table = logits.log_softmax(-1)
     own = torch.tensor(tokens, device=logits.device)[:, None]
     chosen = table.gather(1, own)
@@ -72,7 +72,7 @@ def prompt_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> lis
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
-    """Of the raw logits, as vLLM's default is: before penalties and temperature."""
+    """Log-probabilities by the raw logits, as vLLM's default is: before penalties and temperature."""
     table = logits.log_softmax(-1)
     top = table.sort(dim=-1, descending=True, stable=True)
     return [

@@ -37,7 +37,7 @@ def sizes(depth: int, fast_rows: int, max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the largest round, and of what it may read."""
+    """Sizes of the largest round, and of what it may read."""
 
     num_slots: int
     max_sequences: int

@@ -83,8 +83,8 @@ class Window:
 
 @dataclass
 class TorchScratch:
-    """Between the operators of one pass: its window, the states that its rows start from, [L, B, ...], and the rows
-    that each linear layer leaves pending."""
+    """What goes between the operators of one pass: its window, the states that its rows start from, [L, B, ...], and
+    the rows that each linear layer leaves pending."""
 
     window: Window | None = None
     states: torch.Tensor | None = None

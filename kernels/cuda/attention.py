@@ -30,8 +30,8 @@ MERGED = 32
 """Chunks that the merge folds side by side."""
 MAX_SEQUENCES = 256
 STAGES = 5
-"""Of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152 KB), 7 three. Where
-multiprocessors have less shared memory, 4: one buffer. No bit depends on it."""
+"""Pipeline stages of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152
+KB), 7 three. Where multiprocessors have less shared memory, 4: one buffer. No bit depends on it."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -80,7 +80,8 @@ class AttentionScratch:
         cache_dtype: torch.dtype,
         device: torch.device,
     ) -> AttentionScratch:
-        """For every batch of up to max_sequences windows of up to max_width rows whose contexts fit the pages."""
+        """Memory for every batch of up to max_sequences windows of up to max_width rows whose contexts fit the
+        pages."""
         items = max_items(max_sequences, max_width, max_model_len, num_pages, num_heads, num_kv_heads)
         return cls(
             torch.zeros((max_rows, num_heads, head_dim), dtype=product_dtype(cache_dtype), device=device),

@@ -66,7 +66,7 @@ def _unary(asm: gl.constexpr, x):
 
 @gluon.jit
 def _sigmoid(x):
-    """Without the cases of denormal numbers: of exp(-x) they become 0 and infinity, the sigmoid 1 and 0."""
+    """The sigmoid without the cases of denormal numbers: of exp(-x) they become 0 and infinity, it is 1 and 0 there."""
     return _unary(_INVERSE, 1.0 + _unary(_EXP2, x * -1.4426950408889634))
 
 
@@ -88,7 +88,7 @@ def _sources(
 
 @gluon.jit
 def _inputs(sources, columns, mask):
-    """Of some channels, a tensor a tap. Past L1, which may hold what was there before."""
+    """Inputs of some channels, a tensor a tap. Past L1, which may hold what was there before."""
     found = ()
     for tap in gl.static_range(4):
         places = sources[tap][:, None] + columns[None, :]
@@ -267,7 +267,7 @@ def _steps_kernel(
 def _window_rows(
     source, w, W, column, head, d, live, C: tl.constexpr, COLUMNS: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr
 ):
-    """Of rows w of the window: u, beta, a and z of the head; zeros past W and where there is no value head."""
+    """What rows w of the window bring: u, beta, a and z of the head; zeros past W and where there is no value head."""
     mask, counted = (w < W) & live, (w < W) & (head >= 0)
     row = source + w * COLUMNS
     gates = row + C + HV * DV + head

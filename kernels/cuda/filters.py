@@ -24,7 +24,7 @@ from pilotfish.kernels.cuda.scores import key_of, pack, row_of, value_of
 from pilotfish.spec import slots
 
 COUNT_STEPS = 4
-"""Of 8 bits of a key: launches of `count_kernel`. A histogram looks at each score once for every 32 digits."""
+"""Launches of `count_kernel`, each for 8 bits of a key. A histogram looks at each score once for every 32 digits."""
 COUNT_DIGITS = 1 << 8
 MASS_STEPS = 7
 """Six of 5 bits, one of 2: launches of `mass_kernel`."""
@@ -32,10 +32,11 @@ MASS_DIGITS = 1 << 5
 FEW = 256
 """Candidates that `threshold_kernel` may list."""
 ENTRIES = 1 + COUNT_STEPS + MASS_STEPS
-"""Of `Scratch.cut`, four int64 each. First lowest key, largest key, top_k, top_p's bits; then for each step the key's
-digits so far, number or mass of what is above them, and of masses the limit (at the first one what top_k cuts off)."""
+"""Entries of `ChoiceScratch.cut`, four int64 each. First lowest key, largest key, top_k, top_p's bits; then for each
+step the key's digits so far, number or mass of what is above them, and of masses the limit (at the first one what top_k
+cuts off)."""
 OPEN = tl.constexpr(-1)
-"""As a row's threshold: not found yet."""
+"""A row's threshold that is not found yet."""
 
 _MIN_P = tl.constexpr(slots.MIN_P)
 _TOP_K = tl.constexpr(slots.TOP_K)
@@ -150,7 +151,7 @@ def threshold_kernel(
     BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of rows that use a filter, writes the least packed score that survives; or what other launches need to find it.
+    """Writes the least packed score that survives, for rows that use a filter; or what other launches need to find it.
     A row that uses none has no threshold to be found."""
     if PDL:
         gdc_launch_dependents()
@@ -230,8 +231,8 @@ def threshold_kernel(
 
 @triton.jit
 def _request(scratch, row, num_logits):
-    """Of a row: lowest key that may be kept, largest score, top_k, top_p, and which of both the row has still to be cut
-    by: neither if it is done."""
+    """What a row asks: lowest key that may be kept, largest score, top_k, top_p, and which of both the row has still to
+    be cut by: neither if it is done."""
     is_open = tl.load(scratch.threshold + row, cache_modifier=".cg") == OPEN
     top_k = _load_cut(scratch, row, 0, 2)
     top_p = _load_cut(scratch, row, 0, 3).to(tl.int32).to(tl.float32, bitcast=True)
@@ -299,8 +300,8 @@ def _weighed(scratch, row, step, top_p):
 
 @triton.jit(do_not_specialize=["step"])
 def count_kernel(scratch, step, num_logits, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Of rows that top_k has still to cut: how many scores have each digit, among those with the digits before it at
-    which top_k is reached."""
+    """Counts, for rows that top_k has still to cut, how many scores have each digit, among those with the digits before
+    it at which top_k is reached."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -326,8 +327,8 @@ def count_kernel(scratch, step, num_logits, CHUNKS: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit(do_not_specialize=["step"])
 def mass_kernel(scratch, step, num_logits, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Of rows that top_p has still to cut: the mass of each digit, among scores with the digits before it at which
-    top_p is reached; at first among those that top_k leaves and those that are equal to its last one."""
+    """Sums, for rows that top_p has still to cut, the mass of each digit, among scores with the digits before it at
+    which top_p is reached; at first among those that top_k leaves and those that are equal to its last one."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

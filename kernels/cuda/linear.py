@@ -56,7 +56,7 @@ class LaunchShape:
 
 
 def choose_shape(part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None) -> LaunchShape:
-    """For tiles of one format and a number of rows; `plain`: what is `beside` them.
+    """The shape for tiles of one format and a number of rows; `plain`: what is `beside` them.
 
     Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
     registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.
@@ -95,7 +95,8 @@ def fill(shape: LaunchShape, format: Format, num_units: int) -> LaunchShape:
 
 
 def beside(part: Packed, shape: LaunchShape) -> LaunchShape:
-    """For a few BF16 tiles in the launch of others, of `shape`; `warps`: the shares of K, as in a launch of their own.
+    """The shape for a few BF16 tiles in the launch of others, of `shape`; `warps`: the shares of K, as in a launch of
+    their own.
 
     A tile and 8 rows a program, and no more on its way than fits the registers that the others need anyway.
     """

@@ -20,7 +20,7 @@ from pilotfish.spec.slots import SlotState
 CHUNK = 1024
 """Places that a program compares at once."""
 PROGRAMS = 32
-"""Of one sequence, a power of two; texts of more than PROGRAMS chunks take several in turn."""
+"""Programs of one sequence, a power of two; texts of more than PROGRAMS chunks take several in turn."""
 
 
 class LookupScratch(NamedTuple):

@@ -29,7 +29,8 @@ from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, g
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 FAST_ROWS = 8
-"""Up to here programs find their rows by themselves: beyond, a second tile of rows would cost more than lists do."""
+"""The number of rows up to which programs find theirs by themselves: beyond, a second tile of rows would cost more than
+lists do."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class GroupedExperts:
 
     @staticmethod
     def of(groups: list[ExpertGroup], top_k: int, num_experts: int, hidden: int) -> GroupedExperts:
-        """Of what is packed already: the routed experts and the shared one in one group, or in one each."""
+        """Experts of what is packed already: the routed experts and the shared one in one group, or in one each."""
         made = GroupedExperts.__new__(GroupedExperts)
         made.groups, made.top_k, made.num_experts, made.hidden = groups, top_k, num_experts, hidden
         made.num_bytes = sum(group.num_bytes for group in groups)
@@ -111,7 +112,7 @@ class GroupedExperts:
 
     @property
     def width(self) -> int:
-        """Of an expert, the shared one or the others: what `ExpertScratch` needs."""
+        """The width of an expert, the shared one or the others: what `ExpertScratch` needs."""
         return max(group.width for group in self.groups)
 
     def rows(self, x: torch.Tensor, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool = False) -> torch.Tensor:
@@ -251,12 +252,13 @@ class GroupedExperts:
 
 
 def row_tiles(num_rows: int) -> int:
-    """Times 8 rows of a program. Of 64 rows an expert of many has two or three."""
+    """Rows of x that one program multiplies, in units of 8: with 64 rows an expert of many is chosen by two or
+    three."""
     return 2 if num_rows > 64 else 1
 
 
 def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
-    """At most so many: one begun by each expert, and those that are full."""
+    """The largest number of items: one begun by each expert, and those that are full."""
     pairs = num_rows * top_k
     return min(num_experts, pairs) + pairs // (8 * row_tiles(num_rows))
 
@@ -290,7 +292,8 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
 
 
 def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> LaunchShape:
-    """As linear.choose_shape, for the tiles of one expert: programs are many, and have few units."""
+    """The shape, as linear.choose_shape gives it, for the tiles of one expert: programs are many, and have few
+    units."""
     least = 1 if format is Format.BF16 else 2  # units a warp: of BF16 registers hold no more
     warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= least * warps))
     shape = fill(LaunchShape(warps, 2, row_tiles(num_rows), 0, 0), format, num_units)

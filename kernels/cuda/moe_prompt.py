@@ -22,9 +22,9 @@ from pilotfish.kernels.cuda.moe_kernels import list_kernel
 from pilotfish.kernels.cuda.packing import Format, Packed
 
 ROWS = 64
-"""For prompts of any length: kernels that a first short prompt has had compiled serve a long one."""
+"""Rows of a program for prompts of any length: kernels that a first short prompt has had compiled serve a long one."""
 COLUMNS = 64
-"""Of gate and of up each; of down twice as many."""
+"""Columns of gate and of up each; of down twice as many."""
 SPLIT = 4
 """Programs that share the rows of an expert, or two where one would do for most: one that many rows chose would else be
 waited for. No bit depends on it."""

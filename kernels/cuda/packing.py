@@ -239,7 +239,7 @@ def _by_rows(pack_rows: Any, *tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _pad(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """With zeros up to multiples of rows and columns."""
+    """The tensor with zeros up to multiples of rows and columns."""
     missing = (-tensor.shape[0] % rows, -tensor.shape[1] % columns)
     return torch.nn.functional.pad(tensor, (0, missing[1], 0, missing[0])) if any(missing) else tensor
 

@@ -50,7 +50,7 @@ from pilotfish.spec.slots import SlotState
 CHUNK = 2048
 """Logits of one program, more for over 128 chunks; no result depends on it."""
 PROGRAMS = 256
-"""Of the launches that most requests have no use for."""
+"""Programs of the launches that most requests have no use for."""
 _THINKING = tl.constexpr(slots.THINKING)
 
 

@@ -80,7 +80,8 @@ def noise(key, ids):
 
 @triton.jit
 def row_of(slots, s, W, first):
-    """Of the program's row: slot, flags, number of drafts before it, position of its token, temperature, filtered."""
+    """What the program's row is: slot, flags, number of drafts before it, position of its token, temperature,
+    filtered."""
     row = tl.program_id(0)
     slot = tl.load(slots + row // W).to(tl.int64)
     depth = first + row % W

@@ -6,7 +6,7 @@ import torch
 
 
 class BulkScratch:
-    """As large as the largest that asked."""
+    """Memory as large as the largest that asked."""
 
     def __init__(self, device: torch.device):
         self._memory = torch.empty(0, dtype=torch.bfloat16, device=device)

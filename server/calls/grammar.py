@@ -25,9 +25,9 @@ from pilotfish.server.text.schemas import Held, is_held_pattern
 from pilotfish.server.text.tokenizer import Tokenizer
 
 MAX_LENGTH = 2000
-"""Of a string, that is held: a longer one needs too large a grammar."""
+"""The longest string that is held: a longer one needs too large a grammar."""
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
-"""Of a schema: they allow and forbid nothing."""
+"""Keywords of a schema that allow and forbid nothing."""
 
 
 class Values:
@@ -38,7 +38,7 @@ class Values:
         self._num_bytes = 0
 
     def rule(self, schema: dict[str, Any], simpler: dict[str, Any]) -> str:
-        """Its name. Raises BadRequest once all of them together are too large."""
+        """The name of a schema's rule. Raises BadRequest once all of them together are too large."""
         key = json.dumps({**schema, "x-guidance": JSON_OPTIONS}), json.dumps({**simpler, "x-guidance": JSON_OPTIONS})
         if key not in self._rules:
             self._num_bytes += len(key[0]) + len(key[1])
@@ -199,7 +199,7 @@ def _embedded(parameters: Parameters, name: str) -> dict[str, Any]:
 
 
 def _renamed(schema: Any, function: dict[str, Any], names: dict[str, str]) -> Any:
-    """With references to definitions by number, which `names` holds; those that lead nowhere stay."""
+    """The schema with references to definitions by number, which `names` holds; those that lead nowhere stay."""
     if isinstance(schema, list):
         return [_renamed(part, function, names) for part in schema]
     if not isinstance(schema, dict):
@@ -287,7 +287,7 @@ def _regex(source: str) -> str:
 
 
 def _slashed(regex: str) -> str:
-    """As it stands between slashes."""
+    """A regular expression as it stands between slashes."""
     return re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], regex.replace("\n", "\\n"))
 
 

@@ -272,7 +272,7 @@ class AnswerParser:
         self._state = self._read_head
 
     def _read_head(self) -> bool:
-        """Up to the function's name."""
+        """Reads up to the function's name."""
         call = self._call
         if call.wrapped:
             call.add(self._take_space())
@@ -305,7 +305,7 @@ class AnswerParser:
         return True
 
     def _read_body(self) -> bool:
-        """Between parameters."""
+        """Reads what stands between parameters."""
         call = self._call
         call.add(self._take_space())
         for marker in (END_FUNCTION, END_CALL):
@@ -346,7 +346,8 @@ class AnswerParser:
             self._parts.append(CallArguments(self._call.index, text))
 
     def _odd(self) -> bool:
-        """Not as the form has it: the rest of the answer is read when all of it is there."""
+        """Takes text that is not as the form has it: the rest of the answer is read when all of it is
+        there."""
         self._state = self._keep
         return True
 
@@ -459,7 +460,7 @@ class _Call:
 
     @property
     def has_trail(self) -> bool:
-        """More than white space."""
+        """Whether there is more than white space."""
         return any(text.strip() for text in self._trail)
 
     def close(self, marker: str) -> None:
@@ -474,7 +475,7 @@ class _Call:
         self._written.append(key + '"' if self._is_text else key)
 
     def add_value(self, text: str) -> None:
-        """More of the value. Strings are written at once, but for a newline that may be the last."""
+        """Takes more of the value. Strings are written at once, but for a newline that may be the last."""
         self.add(text)
         if not text:
             return

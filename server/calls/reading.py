@@ -184,7 +184,7 @@ class _Search:
         return None
 
     def _pairs(self) -> dict[int, int]:
-        """For a tag that opens something: where its balanced content and its closing tag end."""
+        """The ends of each tag that opens something: where its balanced content and its closing tag end."""
         skips: dict[int, int] = {}
         for index in range(len(self._marks) - 1, -1, -1):
             wanted = _COUNTERPART.get(self._marks[index].kind)

@@ -47,7 +47,7 @@ class CalledFunction(Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """In a stream only the first delta of an index has id, type and name."""
+    """A tool call. In a stream only the first delta of an index has id, type and name."""
 
     index: int | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET

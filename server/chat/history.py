@@ -44,7 +44,7 @@ CALL_FIELDS = frozenset({"id", "type", "function", "custom", "index"})
 FUNCTION_FIELDS = frozenset({"name", "arguments", "input", "description", "parsed_arguments"})
 MAX_MESSAGES = 65536
 MAX_ARGUMENT_VALUES = 100_000
-"""Of one call, as protocol.py counts them."""
+"""Values of one call's arguments, as protocol.py counts them."""
 
 LateSystem = Literal["keep", "front"]
 

@@ -18,7 +18,7 @@ from pilotfish.server.text.tokenizer import Tokenizer
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Of an echoed prompt's first token nothing is known: null."""
+    """Log-probabilities by token. Nothing is known of an echoed prompt's first: null."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -114,7 +114,7 @@ class CompletionFormat(OpenAiFormat):
         )
 
     def _prompt_part(self, choice: Choice) -> CompletionLogprobs:
-        """Of an echoed prompt."""
+        """Log-probabilities of an echoed prompt."""
         ids, entries = self._prompt(choice.index).token_ids, choice.prompt_logprobs
         detokenizer, offsets, length = Detokenizer(self._tokenizer.token_bytes, frozenset()), [], 0
         for token_id in ids:

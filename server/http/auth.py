@@ -31,7 +31,7 @@ LOOK_SECONDS = 1.0
 LABEL = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 LINE = re.compile(rf"({LABEL.pattern})\s+sha256:([0-9a-f]{{64}})((?:\s+[a-z-]+=[0-9]+)*)")
 LIMITS = {"concurrent": "concurrent", "per-minute": "per_minute"}
-"""Their names in the file, and ours."""
+"""The limits' names in the file, and ours."""
 
 
 class KeyFileError(PilotfishError):

@@ -14,9 +14,9 @@ from pilotfish.server.errors import ApiError, BadRequest, Overloaded, TooManyReq
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
 FREE_BYTES = 65536
-"""Of each body: what is shorter is always read, whatever others hold. The cap on connections bounds these bytes."""
+"""Bytes of each body that are always read, whatever others hold. The cap on connections bounds them."""
 MOST_BYTES = 256 << 20
-"""Of all bodies that are being read or worked on, beyond the free ones."""
+"""Bytes of all bodies that are being read or worked on, beyond the free ones."""
 KEYS_SHARE = 4
 """One key may hold the fourth part of it."""
 BODY_SECONDS = 20.0
@@ -50,7 +50,8 @@ class Bodies:
 
     @contextlib.contextmanager
     def hold(self, label: str, on_end: Callable[[], None] = lambda: None) -> Iterator[HeldBytes]:
-        """For the bytes of one request, until it is worked out what it asks for; `on_end` hears if any were counted."""
+        """Holds the bytes of one request, until it is worked out what it asks for; `on_end` hears if any were
+        counted."""
         held = HeldBytes(self, label)
         try:
             yield held

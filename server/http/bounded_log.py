@@ -12,7 +12,8 @@ MAX_PLACES = 1000
 
 
 class Bounded(logging.Filter):
-    """For a handler. A place is a line of code and the beginning of its message, before values are put in."""
+    """A handler's filter that bounds lines by place. A place is a line of code and the beginning of its message, before
+    values are put in."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

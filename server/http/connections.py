@@ -22,20 +22,20 @@ from pilotfish.server.errors import from_status
 
 JSON = "application/json"
 HEAD_SECONDS = 20.0
-"""For the first request's head, from the connection on."""
+"""The time for the first request's head, from the connection on."""
 IDLE_SECONDS = 75.0
-"""Between two requests, the head of the second included: longer than relays keep connections to a server (60 s)."""
+"""The time between two requests, the second's head included: longer than relays keep connections to a server (60 s)."""
 MAX_HEAD_BYTES = 65536
-"""Of what waits for the end of a head; the parser bounds each line (8190) and their number (128)."""
+"""Bytes that wait for the end of a head; the parser bounds each line (8190) and their number (128)."""
 LINGERING_SECONDS = 5.0
-"""For the rest of a body that was refused, so that the client reads why."""
+"""The time for the rest of a body that was refused, so that the client reads why."""
 MAX_CONNECTIONS = 4096
 RESERVED_FILES = 128
 """Descriptors that connections leave for all else: the engine's socket, the key file, libraries."""
 BACKLOG = 1024
 """Connections that wait to be accepted: a burst of clients meets our queue and its 503, not the kernel's."""
 ACCEPTED_AT_ONCE = 16
-"""So many, then running streams have their turn."""
+"""Connections that are accepted at once; then running streams have their turn."""
 HANDSHAKE_SECONDS = 10.0
 
 

@@ -85,7 +85,7 @@ class Cors(msgspec.Struct, frozen=True, kw_only=True):
         return middleware
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For `on_response_prepare`."""
+        """Adds the headers; a signal of `on_response_prepare`."""
         if ANY not in self._origins:
             # whoever asked: a cache must not give the answer to one origin to another
             response.headers.add(hdrs.VARY, hdrs.ORIGIN)

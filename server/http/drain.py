@@ -51,7 +51,8 @@ class Drain:
         return middleware
 
     async def close_connections(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For `on_response_prepare`: a relay that keeps a connection open would send what is new to it."""
+        """Ends kept connections, by `on_response_prepare`: a relay that keeps a connection open would send what is new
+        to it."""
         if self.begun:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"

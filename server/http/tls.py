@@ -55,7 +55,8 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 async def refresh(context: ssl.SSLContext, files: TlsFiles, seconds: float = LOOK_SECONDS) -> None:
-    """For ever: new connections get the certificate that the files hold now; one that cannot be used is left out."""
+    """Looks for ever: new connections get the certificate that the files hold now; one that cannot be used is left
+    out."""
 
     def versions() -> list[tuple[int, ...]]:
         return [version_of(file) for file in (files.certfile, files.keyfile) if file]

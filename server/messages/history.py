@@ -81,7 +81,7 @@ def _said(role: str, blocks: list[Block], where: str, notes: FieldNotes, *, past
 
 
 def _result(content: Any, where: str, notes: FieldNotes) -> str:
-    """Of a tool whatever comes is shown."""
+    """The text of a tool's result: whatever comes is shown."""
     if isinstance(content, list) and all(isinstance(block, dict) for block in content):
         return "\n".join(_text(block, f"{where}[{index}]", notes, past=True) for index, block in enumerate(content))
     return content if isinstance(content, str) else "" if content is None else shown_json(content)

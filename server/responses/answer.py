@@ -61,7 +61,7 @@ class FunctionCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="fun
 
 
 class CustomCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    """Of a tool that takes a text, which is `input` as it stands."""
+    """A call of a tool that takes a text, which is `input` as it stands."""
 
     id: str
     call_id: str
@@ -293,7 +293,7 @@ class ResponsesFormat:
         return told.content if told is not None else []
 
     def _first_logprobs(self, text: str) -> list[ChatLogprob]:
-        """Of the tokens that begin in this text: a call's tokens may follow them."""
+        """Log-probabilities of the tokens that begin in this text: a call's tokens may follow them."""
         spoken = [token for token in self._tokens if self._told.text_of(token).strip()]
         end = spoken[0].start + len(text) if spoken else 0
         return self._logprobs([token for token in self._tokens if token.start < end])

@@ -71,7 +71,7 @@ class FunctionOutputItem(Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class ReasoningItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """Its content is what was thought; without it the summary is."""
+    """What was thought: the content, or without one the summary."""
 
     summary: list[dict[str, Any]] | None = None
     content: list[dict[str, Any]] | None = None

@@ -43,7 +43,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def chat_tools(tools: list[dict[str, Any]], notes: FieldNotes) -> list[dict[str, Any]]:
-    """As chat completions have them; hosted ones as they are. Raises BadRequest naming the field."""
+    """Tools as chat completions have them; hosted ones as they are. Raises BadRequest naming the field."""
     return [tool for index, given in enumerate(tools) for tool in _chat_tools(given, f"tools[{index}]", None, notes)]
 
 
@@ -86,7 +86,7 @@ def _name_of(tool: dict[str, Any], where: str) -> str:
 
 
 def places(tools: list[dict[str, Any]]) -> dict[str, ToolPlace]:
-    """By flat name, of tools that have been read."""
+    """Places by flat name, of tools that have been read."""
     found: dict[str, ToolPlace] = {}
     for tool in tools:
         namespace = tool.get("name") if tool.get("type") == "namespace" else None
@@ -98,7 +98,7 @@ def places(tools: list[dict[str, Any]]) -> dict[str, ToolPlace]:
 
 
 def chat_choice(choice: str | dict[str, Any] | None, notes: FieldNotes) -> Any:
-    """As chat completions have it. Raises BadRequest."""
+    """The choice as chat completions have it. Raises BadRequest."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":

@@ -26,9 +26,9 @@ MAX_SECONDS = 10.0
 MAX_TEXT = 128 << 20
 """Characters that are printed, or joined in one step; a body has at most 32 MiB."""
 MAX_NUMBER = 1 << 20
-"""Of a width, a repetition and their like."""
+"""The largest width, repetition and their like."""
 MAX_BITS = 4096
-"""Of a whole number."""
+"""Bits of a whole number."""
 GROWING = ("center", "format", "indent", "join", "replace", "truncate", "wordwrap", "batch", "slice")
 """Filters that give more than they get."""
 LONG_NUMBER = re.compile(r"\d{7}")
@@ -117,7 +117,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _call(name: str, args: list[jinja2.nodes.Expr], lineno: int) -> jinja2.nodes.Call:
-    """Of a method of the environment, which no variable of the template can hide."""
+    """A call of a method of the environment, which no variable of the template can hide."""
     method = jinja2.nodes.EnvironmentAttribute(name, lineno=lineno)
     return jinja2.nodes.Call(method, args, [], None, None, lineno=lineno)
 
@@ -133,7 +133,7 @@ def _with_calls_for_concat(node: Any) -> Any:
 
 
 def _count(value: Any) -> Any:
-    """Of everything that is printed, into variables too."""
+    """Counts everything that is printed, into variables too."""
     budget = _budget.get()
     if budget is not None and isinstance(value, str):
         budget.left -= len(value)

@@ -25,7 +25,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 def most_tokens(ready: Ready) -> int:
-    """Of a prompt and its answer: the cache holds all of them and one window of drafts, reserved before they start."""
+    """The most tokens of a prompt and its answer: the cache holds all of them and one window of drafts, reserved before
+    they start."""
     return min(ready.max_model_len, ready.kv_pages_total * ready.page_size - ready.num_speculative_tokens - 1)
 
 

@@ -58,7 +58,7 @@ class Held:
         self._tell = tell
 
     def schema(self, schema: dict[str, Any], where: str, *, strict: bool) -> dict[str, Any]:
-        """As much of it as can be held. Raises BadRequest naming `where` for a difference if `strict`, and for a
+        """As much of a schema as can be held. Raises BadRequest naming `where` for a difference if `strict`, and for a
         schema that is larger than a grammar may be."""
         try:
             bounds.check_schema(schema)
@@ -126,7 +126,7 @@ def _are_apart(members: list[Any], root: dict[str, Any]) -> bool:
 
 
 def _resolved(member: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Behind a reference to a definition."""
+    """The schema behind a reference to a definition."""
     for _ in range(8):
         reference = member.get("$ref") if isinstance(member, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):

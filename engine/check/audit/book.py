@@ -15,9 +15,9 @@ from pilotfish.engine.check.audit.matchers import Matcher
 from pilotfish.engine.link.messages import SamplingParams
 
 SLACK = 2e-3
-"""Of scores: fp32 logits divided by a temperature, with noise."""
+"""The slack of scores: fp32 logits divided by a temperature, with noise."""
 EDGE = 1e-4
-"""Of probabilities: a token this close to where a filter cuts may stand on either side."""
+"""The slack of probabilities: a token this close to where a filter cuts may stand on either side."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 GREEDY_BELOW = 1e-5
 

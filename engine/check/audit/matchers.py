@@ -79,7 +79,7 @@ class Matchers:
         """See GrammarLibrary: nobody waits."""
 
     def matcher(self, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> Matcher:
-        """For the book, at the start of its text."""
+        """A matcher for the book, at the start of its text."""
         if grammar.kind == "regex":
             source = LLMatcher.grammar_from_regex(grammar.source)
         else:

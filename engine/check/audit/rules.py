@@ -16,7 +16,7 @@ import msgspec
 from pilotfish.engine.link.messages import Grammar, SamplingParams, Submit, ThinkingBudget
 
 RULE_TOKENS = 12
-"""Of the longest request with a rule; most are shorter."""
+"""Tokens of the longest request with a rule; most are shorter."""
 NUM_ALLOWED = 12
 LITERAL = "the old harbour of the town"
 """What a grammar forces: several tokens with any tokenizer."""

@@ -209,8 +209,8 @@ class Auditor:
         return max(0, min(own_k, len(request.prompt_token_ids) + request.sampling.max_tokens - length - 2))
 
     def check_head(self) -> RunResult:
-        """After all runs: their drafts, and how many were accepted, against a head computed from scratch; and k = 0
-        against one pass over its text."""
+        """Compares, after all runs: their drafts, and how many were accepted, against a head computed from scratch; and
+        k = 0 against one pass over its text."""
         name = "from scratch"
         yardstick = Yardstick(self.model, self.scratch, self.requests)
         findings = yardstick.against_one_pass(name, self.reference, self._raw)

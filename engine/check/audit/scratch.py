@@ -58,7 +58,7 @@ class ScratchHead:
         return self._output(text.pairs[length - 1], rows, length - 1), rows
 
     def go_on(self, hidden: torch.Tensor, draft: int, rows: Rows) -> tuple[torch.Tensor, Rows]:
-        """Its own hidden after one more draft."""
+        """The head's own hidden after one more draft."""
         position = len(rows[0])
         pair = self._pair(torch.tensor([draft]), hidden[None])
         more = self._keys_and_values(pair, torch.tensor([position]))

@@ -184,7 +184,7 @@ class Compared:
         return count
 
     def digest(self, kind: str | None = None) -> str:
-        """Of all, or of one kind of tensor, in hex."""
+        """A digest of all rows, or of one kind of tensor, in hex."""
         whole = blake2b(digest_size=16)
         for entry in sorted(self._met):
             if kind in (None, entry[0]):
@@ -192,7 +192,7 @@ class Compared:
         return whole.hexdigest()
 
     def digests(self) -> dict[str, str]:
-        """By kind of tensor, layers taken together: where two engines differ, these say in what."""
+        """Digests by kind of tensor, layers taken together: where two engines differ, these say in what."""
         return {kind: self.digest(kind) for kind in sorted({entry[0] for entry in self._met})}
 
 

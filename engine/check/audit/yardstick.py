@@ -24,20 +24,21 @@ from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.kernels.attention import PAGE
 
 NUM_PLACES = 64
-"""Of all requests together, whose drafts are looked at."""
+"""Places of all requests together whose drafts are looked at."""
 MAX_ROUNDS = 200
 NEAR = {torch.float32: 2e-3, torch.bfloat16: 0.1}
 """How far below the best a draft may be for rounding, as a share of the logits' standard deviation."""
 MOST_FAR = {torch.float32: 0.02, torch.bfloat16: 0.1}
 """Share of the places whose draft may be farther: experts that are nearly equal change places, filters cut near by."""
 MAX_DISTANCE = {torch.float32: 0.01, torch.bfloat16: 0.2}
-"""Of k = 0's logits from those of one pass, as a share of what they vary by: the median over a request's rows."""
+"""How far k = 0's logits may be from those of one pass, as a share of what they vary by: the median over a request's
+rows."""
 MIN_SHARE = 0.75
-"""Of the drafts that a sound head has accepted, what the engine's must have."""
+"""The share of a sound head's accepted drafts that the engine's must have."""
 MIN_ACCEPTED = 30
 
 Drafts = Mapping[str, Mapping[int, list[int]]]
-"""By request and committed length."""
+"""Drafts by request and committed length."""
 
 
 @dataclass
@@ -68,7 +69,8 @@ class HeadReport:
 
 
 class Yardstick:
-    """Over the texts of k = 0; needs the model's slot 1 and first pages, when nobody runs."""
+    """Computes a sound head's drafts over the texts of k = 0; needs the model's slot 1 and first pages, when nobody
+    runs."""
 
     def __init__(self, model: Model, scratch: ScratchHead | None, requests: list[Submit]):
         self.model, self.scratch = model, scratch
