@@ -46,7 +46,7 @@ class SlotLayout:
         self.config = config
 
     def slots(self) -> list[Slot]:
-        """All slots, by name. Raises LayoutError."""
+        """All slots, by name. Raises SlotLayoutError."""
         found = []
         for file in sorted(self.config.glob("*.env")):
             environment = read_environment(file)
@@ -60,7 +60,7 @@ class SlotLayout:
         return found
 
     def check_version(self, version: str) -> None:
-        """Raises LayoutError unless the version can be started as far as its files tell."""
+        """Raises SlotLayoutError unless the version can be started as far as its files tell."""
         if not NAME.fullmatch(version):
             raise SlotLayoutError(f"want the name of a folder in {self.root / 'versions'}, got {version!r}")
         command = self.executable(version)
@@ -112,7 +112,7 @@ class SlotLayout:
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """A systemd environment file of NAME=VALUE lines, a value quoted or not. Raises LayoutError."""
+    """A systemd environment file of NAME=VALUE lines, a value quoted or not. Raises SlotLayoutError."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
