@@ -146,6 +146,11 @@ class Steps:
         step.is_settled = True
         return step.forced
 
+    def waits(self, slot: int) -> bool:
+        """Whether the slot's step has yet to be taken into a round."""
+        step = self._newest.get(slot)
+        return step is not None and not step.is_settled
+
     def wait(self, slot: int, seconds: float) -> None:
         """Waits until the slot's step has ended, or so long."""
         if (step := self._newest.get(slot)) is not None:

@@ -279,10 +279,16 @@ class Forcer:
         """Every sequence that has moved on since the last call."""
         for sequence in self.loop.scheduler.running:
             position = int(self.loop.executor.state.length[sequence.slot])
-            if sequence.is_prefilled and self._forced.get(sequence.request_id) != position:
+            if not sequence.is_prefilled or self._in_flight(sequence):
+                continue
+            if self._forced.get(sequence.request_id) != position:
                 self._forced[sequence.request_id] = position
                 self._force(sequence, position)
                 self._turns[sequence.request_id] += 1
+
+    def _in_flight(self, sequence: Sequence) -> bool:
+        """Whether a round has been launched with its masks: until it is read, its grammar does not know the text."""
+        return sequence.constraint is not None and not self.loop.executor.grammars.steps.waits(sequence.slot)
 
     def _force(self, sequence: Sequence, position: int) -> None:
         state, slot, depth = self.loop.executor.state, sequence.slot, self.depth
