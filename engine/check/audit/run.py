@@ -39,7 +39,7 @@ from pilotfish.engine.sequence import Sequence
 
 MAX_BOOK_ROWS = 64
 """Rows of logits of a request that are kept for the book."""
-MAX_RAW = 3
+MAX_RAW = 8
 """Requests whose rows are held against one pass over their text."""
 SPARE_STEPS = 64
 MAX_MASK_SECONDS = 60.0
