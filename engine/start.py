@@ -72,7 +72,11 @@ def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
     for cost in costs:
         logger.info(
             "%d at once: a round takes %.2f ms at k = %d, %.2f ms at k = 0: it must commit %.2f tokens to gain",
-            *(cost.batch, 1e3 * cost.seconds, cost.k, 1e3 * cost.plain_seconds, cost.break_even),
+            cost.batch,
+            1e3 * cost.seconds,
+            cost.k,
+            1e3 * cost.plain_seconds,
+            cost.break_even,
         )
     return {cost.batch: cost.break_even for cost in costs}
 

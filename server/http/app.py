@@ -106,7 +106,9 @@ def make_app(
     has_keys = bool(options.api_keys) or options.api_key_file is not None
     cors = msgspec.structs.replace(options.cors, keyless=not has_keys)
     middlewares = [
-        *(_errors(metrics, options.root_path), cors.guard(), _auth(keys, options.root_path)),
+        _errors(metrics, options.root_path),
+        cors.guard(),
+        _auth(keys, options.root_path),
         drain.middleware(),
     ]
     if options.log_requests:
@@ -210,7 +212,11 @@ def _on_ready(metrics: Collector) -> Callable[[Ready], None]:
         metrics.on_ready(ready)
         logger.info(
             "ready: %s on %s, up to %d sequences (%s), %d tokens each",
-            *(ready.model_type, ready.device, ready.max_num_seqs, ready.binding_limit, ready.max_model_len),
+            ready.model_type,
+            ready.device,
+            ready.max_num_seqs,
+            ready.binding_limit,
+            ready.max_model_len,
         )
         if ready.speculation_disabled_reason is not None:
             logger.warning("serving WITHOUT speculation: %s", ready.speculation_disabled_reason)
