@@ -50,11 +50,16 @@ class FairLines:
 
     def take(self, sequence: Sequence) -> None:
         """Removes what `next` gave: it runs now."""
-        self._drop(sequence)
+        key = sequence.request.key
+        line = self._lines[key]
+        line.remove(next(entry for entry in line if entry[2] is sequence))
+        heapq.heapify(line)
+        if not line:
+            del self._lines[key]
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended while it waited."""
-        self._drop(sequence)
+        self.take(sequence)
         self.leave(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -73,11 +78,3 @@ class FairLines:
     def least_served(self, sequences: list[Sequence]) -> Sequence:
         """The first, in order of admission, of the key that was served least."""
         return min(sequences, key=lambda sequence: self._served[sequence.request.key])
-
-    def _drop(self, sequence: Sequence) -> None:
-        key = sequence.request.key
-        line = self._lines[key]
-        line.remove(next(entry for entry in line if entry[2] is sequence))
-        heapq.heapify(line)
-        if not line:
-            del self._lines[key]

@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 
 from pilotfish.draft_heads.mtp.head import MtpHead
-from pilotfish.engine.check.teacher_forcing import Reader, logits, trunk_rows
+from pilotfish.engine.check.teacher_forcing import Reader, logits
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.link.messages import HeadCheck
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.trunk import Norm
+from pilotfish.engine.round.prompt import read_text
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import TILE_ROWS
 
@@ -83,7 +84,7 @@ def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
         return HeadCheck(verdict="untested", reason="no text to test with: no tokenizer.json, or too short a context")
     tokens = torch.tensor(ids, device=model.device)
     reader = Reader(model)
-    hidden = trunk_rows(model, tokens)
+    hidden = read_text(model, tokens)
     trunk_ranks = _ranks(model, hidden[1:-1], tokens[2:])
     rows = reader.head_rows(tokens, hidden)
     ranks = [_ranks(model, rows, tokens[2:]), *_later_ranks(reader, tokens, rows, depth)]
@@ -107,7 +108,7 @@ def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
 def trunk_share(model: Model, ids: list[int]) -> tuple[int, float]:
     """Places of the text, and the share of them whose token the trunk ranks first; writes to slot 1 and page 1."""
     tokens = torch.tensor(ids, device=model.device)
-    ranks = _ranks(model, trunk_rows(model, tokens)[1:-1], tokens[2:])
+    ranks = _ranks(model, read_text(model, tokens)[1:-1], tokens[2:])
     return len(ranks), _share(ranks)
 
 

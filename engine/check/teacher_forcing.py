@@ -31,11 +31,6 @@ def pages_of(num_tokens: int) -> list[int]:
     return list(range(1, 1 + pages_for(num_tokens)))
 
 
-def trunk_rows(model: Model, tokens: torch.Tensor) -> torch.Tensor:
-    """The trunk's hidden [T, H], chunk by chunk as prompts run."""
-    return read_text(model, tokens)
-
-
 def logits(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
     """fp32 logits of any number of rows, a tile at a time."""
     prompt = PromptPass(model)
@@ -127,7 +122,7 @@ def agreement(model: Model, ids: list[int], depth: int, tell: Callable[[int], ob
     since."""
     assert len(ids) >= depth + 2, "want depth + 2 tokens"
     reader, tokens = Reader(model), torch.tensor(ids, device=model.device)
-    hidden = trunk_rows(model, tokens)
+    hidden = read_text(model, tokens)
     trunk = reader.choices(hidden[:-1]).tolist()
     rows = reader.head_rows(tokens, hidden)
     first = reader.choices(rows).tolist()
