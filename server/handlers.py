@@ -28,7 +28,7 @@ from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.http.bodies import JSON, Bodies, read_body
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.request_log import note_choices, note_error
-from pilotfish.server.lane import Lane, run_steps
+from pilotfish.server.lane import WorkLane, run_steps
 from pilotfish.server.messages import request as messages_request
 from pilotfish.server.messages.answer import MessagesFormat, TokenCount
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
@@ -87,7 +87,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     items: ItemMemory = msgspec.field(default_factory=ItemMemory)
     limiter: Limiter = msgspec.field(default_factory=Limiter)
     bodies: Bodies = msgspec.field(default_factory=lambda: Bodies(shared=False))
-    lane: Lane = msgspec.field(default_factory=Lane)
+    lane: WorkLane = msgspec.field(default_factory=WorkLane)
 
     def engine(self) -> Ready:
         """Raises Unavailable unless the engine can take requests."""

@@ -54,7 +54,7 @@ def _run_alone(function: Callable[[], Result]) -> Result:
             _thread.holds = False
 
 
-class Lane:
+class WorkLane:
     """Work that has begun keeps its thread until it ends, waited for or not; what waits for a thread can be dropped."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:

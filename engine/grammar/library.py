@@ -22,7 +22,7 @@ from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar.constraint import Constraint
 from pilotfish.engine.grammar.form import compile_form, load_tokenizer
 from pilotfish.engine.grammar.threads import Threads
-from pilotfish.engine.grammar.trial import Verdict
+from pilotfish.engine.grammar.trial import TrialVerdict
 from pilotfish.engine.grammar.trials import Trials
 from pilotfish.engine.guard import reason
 from pilotfish.engine.link.messages import Grammar
@@ -169,7 +169,7 @@ class GrammarLibrary:
 
     # -- on other threads --------------------------------------------------------------------------------------------
 
-    def _on_verdict(self, verdict: Verdict) -> None:
+    def _on_verdict(self, verdict: TrialVerdict) -> None:
         with self._news:
             entry = self._numbered.get(verdict.number)
             if entry is None:

@@ -42,7 +42,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class TrialVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """`form` is the grammar in the library's own form, or `error` says why it is refused.
 
     `seconds` of CPU and `num_bytes` of memory is what compiling took.
@@ -59,7 +59,7 @@ class TooSlow(Exception):
     """A step of a walk took longer than it may."""
 
 
-def attempt(task: Task, tokenizer: LLTokenizer, vocab_size: int) -> Verdict:
+def attempt(task: Task, tokenizer: LLTokenizer, vocab_size: int) -> TrialVerdict:
     """Raises nothing that a grammar can cause, but may never return: see the worker's limits."""
     assert task.grammar is not None
     kind = task.grammar.kind
@@ -71,12 +71,12 @@ def attempt(task: Task, tokenizer: LLTokenizer, vocab_size: int) -> Verdict:
         seconds = time.thread_time() - began
         _walk_all(matcher, vocab_size, random.Random(0))
     except RequestError as error:
-        return Verdict(number=task.number, error=str(error))
+        return TrialVerdict(number=task.number, error=str(error))
     except MemoryError:
-        return Verdict(number=task.number, error=f"{kind}: it needs more memory than a grammar may")
+        return TrialVerdict(number=task.number, error=f"{kind}: it needs more memory than a grammar may")
     except BaseException as error:  # the library's converters raise plain Exception, its panics no Exception at all
-        return Verdict(number=task.number, error=f"{kind}: {first_words(str(error))}")
-    return Verdict(number=task.number, form=form, seconds=seconds, num_bytes=max(0, resident_bytes() - before))
+        return TrialVerdict(number=task.number, error=f"{kind}: {first_words(str(error))}")
+    return TrialVerdict(number=task.number, form=form, seconds=seconds, num_bytes=max(0, resident_bytes() - before))
 
 
 def resident_bytes() -> int:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from pilotfish.engine.grammar.trial import Task, Verdict
+from pilotfish.engine.grammar.trial import Task, TrialVerdict
 from pilotfish.engine.link.messages import Grammar
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Open:
     """A task without a verdict, and how many workers have had it."""
 
     task: Task
-    on_verdict: Callable[[Verdict], None]
+    on_verdict: Callable[[TrialVerdict], None]
     tries: int = 1
 
 
@@ -55,7 +55,7 @@ class Trials:
         return self._process.pid if self._process is not None else None
 
     def start(
-        self, grammar: Grammar, eos_token_ids: tuple[int, ...], key: str, on_verdict: Callable[[Verdict], None]
+        self, grammar: Grammar, eos_token_ids: tuple[int, ...], key: str, on_verdict: Callable[[TrialVerdict], None]
     ) -> int:
         """The trial's number."""
         with self._lock:
@@ -135,7 +135,7 @@ class Trials:
             if len(body := stream.read(size)) < size:
                 break
             try:
-                verdict = msgspec.msgpack.decode(body, type=Verdict)
+                verdict = msgspec.msgpack.decode(body, type=TrialVerdict)
             except msgspec.DecodeError as error:
                 logger.error("the process that tries grammars cannot be understood: %s", error)
                 process.kill()
@@ -162,10 +162,10 @@ class Trials:
             if known.tries <= NUM_TRIES:
                 self._todo.put(known.task)
             else:
-                known.on_verdict(Verdict(number=known.task.number, error="grammar: its trial was lost, twice"))
+                known.on_verdict(TrialVerdict(number=known.task.number, error="grammar: its trial was lost, twice"))
 
     def _refuse(self, number: int, why: str) -> None:
         with self._lock:
             known = self._open.pop(number, None)
         if known is not None:
-            known.on_verdict(Verdict(number=number, error=f"grammar: the process that tries it: {why}"))
+            known.on_verdict(TrialVerdict(number=number, error=f"grammar: the process that tries it: {why}"))

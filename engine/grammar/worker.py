@@ -29,7 +29,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from pilotfish.engine.grammar.form import load_tokenizer
-from pilotfish.engine.grammar.trial import PAGE_BYTES, Task, Verdict, attempt
+from pilotfish.engine.grammar.trial import PAGE_BYTES, Task, TrialVerdict, attempt
 
 STACK_BYTES = 32 << 20
 """Less than the engine's own threads have (threads.py), so that what passes here has room there."""
@@ -39,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Lane:
+class TrialLane:
     """Seconds of CPU time, and by the clock, that a trial may take; how many run at a time; how far they give way to
     rounds, which need every processor where there is no GPU."""
 
@@ -49,15 +49,15 @@ class Lane:
     nice: int
 
 
-QUICK = Lane(0.15, 15.0, 1, 10)
-SLOW = Lane(1.0, 30.0, 1, 19)
+QUICK = TrialLane(0.15, 15.0, 1, 10)
+SLOW = TrialLane(1.0, 30.0, 1, 19)
 
 
 @dataclass
 class Child:
     pid: int
     task: Task
-    lane: Lane
+    lane: TrialLane
     deadline: float
     answer: bytearray = field(default_factory=bytearray)
 
@@ -96,7 +96,7 @@ class Line:
                 del self._by_key[key]
 
 
-def frame(message: Task | Verdict) -> bytes:
+def frame(message: Task | TrialVerdict) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
@@ -158,13 +158,13 @@ class Worker:
                 os.kill(child.pid, signal.SIGKILL)
                 self._reap(fd)
 
-    def _fill(self, lane: Lane) -> None:
+    def _fill(self, lane: TrialLane) -> None:
         while sum(child.lane is lane for child in self._children.values()) < lane.num_places:
             if (task := self._waiting[lane].next()) is None:
                 return
             self._start(task, lane)
 
-    def _start(self, task: Task, lane: Lane) -> None:
+    def _start(self, task: Task, lane: TrialLane) -> None:
         read = write = -1
         try:
             tokenizer = self._tokenizer(task.eos_token_ids)
@@ -174,7 +174,7 @@ class Worker:
             for fd in (read, write):
                 with contextlib.suppress(OSError):
                     os.close(fd)
-            self._tell(Verdict(number=task.number, error=f"grammar: it cannot be tried: {error}"))
+            self._tell(TrialVerdict(number=task.number, error=f"grammar: it cannot be tried: {error}"))
             return
         if pid == 0:
             _be_child(task, lane, tokenizer, self.vocab_size, write)
@@ -218,9 +218,9 @@ class Worker:
                 os.kill(child.pid, signal.SIGKILL)
                 self._reap(fd)
                 seconds = child.lane.wall_seconds
-                self._tell(Verdict(number=child.task.number, error=f"grammar: not tried within {seconds:g} s"))
+                self._tell(TrialVerdict(number=child.task.number, error=f"grammar: not tried within {seconds:g} s"))
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, verdict: TrialVerdict) -> None:
         self._write(frame(verdict))
 
     def _write(self, data: bytes | bytearray) -> None:
@@ -229,7 +229,7 @@ class Worker:
             view = view[os.write(self.outbox, view) :]
 
 
-def _death(child: Child, status: int) -> Verdict:
+def _death(child: Child, status: int) -> TrialVerdict:
     assert child.task.grammar is not None
     kind, ended = child.task.grammar.kind, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if ended == signal.SIGPROF:
@@ -238,14 +238,14 @@ def _death(child: Child, status: int) -> Verdict:
         why = "its parts are nested or follow one another too deeply to compile"
     else:
         why = f"it needs more than the {MEMORY_BYTES >> 20} MiB that a grammar may to compile"
-    return Verdict(number=child.task.number, error=f"{kind}: {why}")
+    return TrialVerdict(number=child.task.number, error=f"{kind}: {why}")
 
 
-def _be_child(task: Task, lane: Lane, tokenizer: LLTokenizer, vocab_size: int, answer: int) -> None:
+def _be_child(task: Task, lane: TrialLane, tokenizer: LLTokenizer, vocab_size: int, answer: int) -> None:
     """Never returns."""
     try:
         _limit(lane)
-        verdicts: list[Verdict] = []
+        verdicts: list[TrialVerdict] = []
         threading.stack_size(STACK_BYTES)
         thread = threading.Thread(target=lambda: verdicts.append(attempt(task, tokenizer, vocab_size)))
         thread.start()
@@ -258,7 +258,7 @@ def _be_child(task: Task, lane: Lane, tokenizer: LLTokenizer, vocab_size: int, a
         os._exit(1)
 
 
-def _limit(lane: Lane) -> None:
+def _limit(lane: TrialLane) -> None:
     """What this process may take from here on, and that it dies with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # what the library says when it panics is of no use to anybody

@@ -19,7 +19,7 @@ from pilotfish.engine.grammar import bounds
 from pilotfish.engine.link.messages import JSON_OPTIONS, Grammar
 from pilotfish.server.calls.parameters import Parameters, resolve
 from pilotfish.server.calls.parser import CALL, END_CALL, END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
-from pilotfish.server.calls.tools import INPUT, Custom, Tool, Tools
+from pilotfish.server.calls.tools import INPUT, Custom, FunctionTool, Tools
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.text.schemas import Held, is_held_pattern
 from pilotfish.server.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def call_grammar(
     return Grammar(kind="lark", source="\n".join(rules), schemas=values.all(), after_token_id=after)
 
 
-def _check_sizes(tools: dict[str, Tool]) -> None:
+def _check_sizes(tools: dict[str, FunctionTool]) -> None:
     try:
         bounds.check_schema([tool.parameters.schema for tool in tools.values()])
         for tool in tools.values():
@@ -127,7 +127,7 @@ def _answer(grammar: Grammar, values: Values) -> str:
 # -- one function --------------------------------------------------------------------------------------------------
 
 
-def _body(number: int, name: str, tool: Tool, held: Held, values: Values) -> list[str]:
+def _body(number: int, name: str, tool: FunctionTool, held: Held, values: Values) -> list[str]:
     """The rules of a function's parameters."""
     rules, parts = [], []
     for index, parameter in enumerate(tool.parameters.properties):
@@ -141,7 +141,7 @@ def _body(number: int, name: str, tool: Tool, held: Held, values: Values) -> lis
     return [*rules, f"body{number}: {' '.join(parts) or _literal('')}"]
 
 
-def _parameter(rule: str, name: str, tool: Tool, held: Held, values: Values, where: str) -> list[str]:
+def _parameter(rule: str, name: str, tool: FunctionTool, held: Held, values: Values, where: str) -> list[str]:
     parameters = tool.parameters
     begin, end = _literal(f"{PARAMETER}{name}>\n"), _literal(f"\n{END_PARAMETER}\n")
     schema = _own(parameters, name)

@@ -44,7 +44,7 @@ class Custom(msgspec.Struct, frozen=True):
     definition: str = ""
 
 
-class Tool(msgspec.Struct, frozen=True):
+class FunctionTool(msgspec.Struct, frozen=True):
     """`custom` of one that takes a text: then the parameters are INPUT alone."""
 
     parameters: Parameters
@@ -52,7 +52,7 @@ class Tool(msgspec.Struct, frozen=True):
     custom: Custom | None = None
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class ToolDemand(msgspec.Struct, frozen=True):
     """`named` only with mode "named"."""
 
     mode: Literal["none", "auto", "required", "named"]
@@ -63,8 +63,8 @@ class Tools(msgspec.Struct, frozen=True):
     """`shown` is what the template prints, `offered` what may be called, by name."""
 
     shown: list[dict[str, Any]]
-    offered: dict[str, Tool]
-    choice: ToolChoice
+    offered: dict[str, FunctionTool]
+    choice: ToolDemand
 
     @property
     def parameters(self) -> dict[str, Parameters]:
@@ -136,7 +136,7 @@ def read_tools(tools: list[Any] | None, choice: Any, notes: FieldNotes) -> Tools
     if len(tools or ()) > MAX_TOOLS:
         raise BadRequest(f"Want at most {MAX_TOOLS} tools, got {len(tools or ())}.", param="tools")
     shown: dict[str, dict[str, Any]] = {}
-    offered: dict[str, Tool] = {}
+    offered: dict[str, FunctionTool] = {}
     for index, given in enumerate(tools or ()):
         if isinstance(given, dict) and is_hosted(given.get("type")):
             leave_out(given["type"], notes)
@@ -152,7 +152,7 @@ def read_tools(tools: list[Any] | None, choice: Any, notes: FieldNotes) -> Tools
     return Tools([shown[name] for name in allowed], {name: offered[name] for name in allowed}, chosen)
 
 
-def _read_tool(tool: Any, where: str, notes: FieldNotes) -> tuple[dict[str, Any], Tool]:
+def _read_tool(tool: Any, where: str, notes: FieldNotes) -> tuple[dict[str, Any], FunctionTool]:
     """What the model is shown, and what it is."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in ("function", "custom"):
@@ -177,10 +177,12 @@ def _read_tool(tool: Any, where: str, notes: FieldNotes) -> tuple[dict[str, Any]
     check_names(parameters, f"{where_inner}.parameters")
     # only what is for the model to read: strict is a promise about the decoder
     printed = {"type": "function", "function": {field: inner[field] for field in inner if field in SHOWN_FIELDS}}
-    return printed, Tool(parameters, strict=bool(inner.get("strict")))
+    return printed, FunctionTool(parameters, strict=bool(inner.get("strict")))
 
 
-def _read_custom(name: str, given: dict[str, Any], where: str, notes: FieldNotes) -> tuple[dict[str, Any], Tool]:
+def _read_custom(
+    name: str, given: dict[str, Any], where: str, notes: FieldNotes
+) -> tuple[dict[str, Any], FunctionTool]:
     """Shown as a function of one text: the form has no other."""
     custom = _read_format(given.get("format"), f"{where}.format", notes)
     description = given.get("description") or ""
@@ -188,7 +190,7 @@ def _read_custom(name: str, given: dict[str, Any], where: str, notes: FieldNotes
         kind = "grammar in Lark" if custom.syntax == "lark" else "regular expression"
         description += f"\n\nThe {INPUT} must match this {kind}:\n{custom.definition}"
     schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-    return function_tool(name, description.strip() or None, schema), Tool(Parameters(schema), custom=custom)
+    return function_tool(name, description.strip() or None, schema), FunctionTool(Parameters(schema), custom=custom)
 
 
 def _read_format(given: dict[str, Any] | None, where: str, notes: FieldNotes) -> Custom:
@@ -213,17 +215,17 @@ def _read_format(given: dict[str, Any] | None, where: str, notes: FieldNotes) ->
     return Custom(syntax, definition)
 
 
-def _read_choice(choice: Any, offered: dict[str, Tool], notes: FieldNotes) -> tuple[ToolChoice, list[str]]:
+def _read_choice(choice: Any, offered: dict[str, FunctionTool], notes: FieldNotes) -> tuple[ToolDemand, list[str]]:
     """The choice, and the names of what may be called."""
     names = list(offered)
     if choice is None or choice == "auto":
-        return ToolChoice("auto"), names
+        return ToolDemand("auto"), names
     if choice == "none":
-        return ToolChoice("none"), []
+        return ToolDemand("none"), []
     if choice == "required":
         if not names:
             raise BadRequest("'tool_choice' wants 'tools'.", param="tool_choice")
-        return ToolChoice("required"), names
+        return ToolDemand("required"), names
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return _read_allowed(choice, offered, notes)
     name = _chosen(choice, "tool_choice", notes)
@@ -231,7 +233,7 @@ def _read_choice(choice: Any, offered: dict[str, Tool], notes: FieldNotes) -> tu
         raise BadRequest("Want 'none', 'auto', 'required', allowed_tools, or a function by name.", param="tool_choice")
     if name not in offered:
         raise BadRequest(f"No tool is called {name[:100]!r}.", param="tool_choice.function.name")
-    return ToolChoice("named", name), names
+    return ToolDemand("named", name), names
 
 
 def _chosen(choice: Any, where: str, notes: FieldNotes) -> str | None:
@@ -245,7 +247,9 @@ def _chosen(choice: Any, where: str, notes: FieldNotes) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _read_allowed(choice: dict[str, Any], offered: dict[str, Tool], notes: FieldNotes) -> tuple[ToolChoice, list[str]]:
+def _read_allowed(
+    choice: dict[str, Any], offered: dict[str, FunctionTool], notes: FieldNotes
+) -> tuple[ToolDemand, list[str]]:
     """Those that are not allowed are not shown either. Hosted ones may be in the list: they are left out."""
     given = choice.get("allowed_tools")
     given = given if isinstance(given, dict) else {}
@@ -266,4 +270,4 @@ def _read_allowed(choice: dict[str, Any], offered: dict[str, Tool], notes: Field
     names = [name for name in offered if name in allowed]
     if mode == "required" and not names:
         raise BadRequest("No tool that is allowed can be called here.", param="tool_choice.allowed_tools")
-    return ToolChoice(mode), names
+    return ToolDemand(mode), names

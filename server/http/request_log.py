@@ -33,7 +33,7 @@ CLIENT_GONE = 499
 """nginx's status for a client that left before its answer was whole."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     """What is written. Everything after `error` is null for a request that was refused before it was planned.
 
     `client_id` is the client's own X-Request-Id; `finish_reasons` has one entry a choice; seconds are counted from the
@@ -120,7 +120,7 @@ class RequestLog:
                 raise
             finally:
                 self._write(
-                    Line(
+                    LogLine(
                         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                         endpoint=request.path,
                         key=self._key(),
@@ -158,7 +158,7 @@ class RequestLog:
             fields["prompts"] = [decode(prompt.token_ids, skip_special_tokens=False) for prompt in plan.prompts]
         return fields
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: LogLine) -> None:
         try:
             self._output.write(self._encode(line) + b"\n")
             self._output.flush()

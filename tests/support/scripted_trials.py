@@ -9,10 +9,10 @@ import threading
 import time
 
 from pilotfish.engine.grammar import worker
-from pilotfish.engine.grammar.trial import Task, Verdict
+from pilotfish.engine.grammar.trial import Task, TrialVerdict
 
 
-def attempt(task: Task, tokenizer: object, vocab_size: int) -> Verdict:
+def attempt(task: Task, tokenizer: object, vocab_size: int) -> TrialVerdict:
     assert task.grammar is not None
     words = task.grammar.source.split()
     if words[0] == "sleep":
@@ -23,7 +23,7 @@ def attempt(task: Task, tokenizer: object, vocab_size: int) -> Verdict:
             pass
     elif words[0] == "allocate":
         held = bytearray(int(words[1]) << 20)
-        return Verdict(number=task.number, form=str(len(held)))
+        return TrialVerdict(number=task.number, form=str(len(held)))
     elif words[0] == "signal":
         os.kill(os.getpid(), signal.Signals[words[1]])
         time.sleep(60)
@@ -38,7 +38,7 @@ def attempt(task: Task, tokenizer: object, vocab_size: int) -> Verdict:
     elif words[0] == "shout":
         os.write(1, b"\xff" * 100)
         os.write(2, b"not to be seen")
-    return Verdict(number=task.number, form=threading.current_thread().name)
+    return TrialVerdict(number=task.number, form=threading.current_thread().name)
 
 
 worker.attempt = attempt

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from pilotfish.server.lane import Lane, run_steps, without_lock
+from pilotfish.server.lane import WorkLane, run_steps, without_lock
 
 
 class Held:
@@ -25,7 +25,7 @@ async def settle():
 
 def test_work_is_done_in_another_thread_and_errors_come_back():
     async def story():
-        lane = Lane(1)
+        lane = WorkLane(1)
         assert await lane.run("a", threading.get_ident) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
             await lane.run("a", lambda: 1 / 0)
@@ -37,7 +37,7 @@ def test_work_is_done_in_another_thread_and_errors_come_back():
 
 def test_keys_take_turns_however_much_one_of_them_sends():
     async def story():
-        lane, held = Lane(1), Held()
+        lane, held = WorkLane(1), Held()
         tasks = [asyncio.create_task(lane.run("a", held, f"a{i}")) for i in range(4)]
         await settle()
         tasks += [asyncio.create_task(lane.run(label, held, f"{label}0")) for label in ("b", "c")]
@@ -52,7 +52,7 @@ def test_keys_take_turns_however_much_one_of_them_sends():
 
 def test_who_leaves_the_queue_is_dropped_and_who_leaves_work_keeps_its_thread_until_it_ends():
     async def story():
-        lane, held = Lane(1), Held()
+        lane, held = WorkLane(1), Held()
         begun, waiting, last = (asyncio.create_task(lane.run("a", held, name)) for name in ("begun", "waiting", "last"))
         await settle()
         waiting.cancel()
@@ -70,7 +70,7 @@ def test_who_leaves_the_queue_is_dropped_and_who_leaves_work_keeps_its_thread_un
 
 def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next():
     async def story():
-        lane, held = Lane(1), Held()
+        lane, held = WorkLane(1), Held()
         held.go.set()
         first, second, third = (asyncio.create_task(lane.run("a", held, i)) for i in range(3))
         first.add_done_callback(lambda _: second.cancel())
@@ -83,7 +83,7 @@ def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next():
 
 def test_only_one_thread_runs_python_code_and_gives_way_where_no_lock_is_needed():
     async def story():
-        lane, held = Lane(2), Held()
+        lane, held = WorkLane(2), Held()
         inside = []
 
         def tokenise():
@@ -107,7 +107,7 @@ def test_only_one_thread_runs_python_code_and_gives_way_where_no_lock_is_needed(
 
 def test_others_have_their_turn_between_the_steps_of_one():
     async def story():
-        lane, held = Lane(1), Held()
+        lane, held = WorkLane(1), Held()
 
         def steps():
             for number in range(3):
