@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PUBLIC = frozenset({"/health", "/ready", "/metrics", "/version", "/ping"})
+PUBLIC = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/ping"})
 """Probes and scrapes come without keys; everything else wants one, whether it exists or not."""
 
 MESSAGES = "/v1/messages"
@@ -180,6 +180,8 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
         web.get(root + "/health", status.health),
         web.get(root + "/ready", status.ready),
         web.get(root + "/metrics", status.metrics),
+        # clients ask for the address itself before they begin (Claude Code's HEAD /)
+        web.get(root + "/", status.version),
         web.get(root + "/version", status.version),
         web.get(root + "/ping", status.ping),
         web.get(root + "/openapi.json", openapi.openapi),

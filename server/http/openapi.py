@@ -99,6 +99,7 @@ OPERATIONS = (
     Operation(path="/health", summary="Which part fails, if one does", answer=status.Health, also=(503,)),
     Operation(path="/ready", summary="Whether requests are taken", answer=status.Readiness, also=(503,)),
     Operation(path="/metrics", summary="Prometheus metrics", answer="text/plain"),
+    Operation(path="/", summary="The same as /version", answer=status.Version),
     Operation(path="/version", summary="The server's version", answer=status.Version),
     Operation(path="/ping", summary="pong", answer="text/plain"),
     Operation(path="/openapi.json", summary="This document", answer=dict[str, Any]),

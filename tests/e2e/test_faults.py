@@ -263,9 +263,10 @@ def test_keys_guard_the_api_and_nothing_else(folder):
             ):
                 async with http.get(server.url + "/v1/models", headers=headers) as response:
                     assert response.status == status
-            for path in ("/health", "/ready", "/metrics", "/version", "/ping"):
-                async with http.get(server.url + path) as response:
-                    assert response.status == 200
+            for path in ("/health", "/ready", "/metrics", "/version", "/ping", "/"):
+                for method in ("GET", "HEAD"):
+                    async with http.request(method, server.url + path) as response:
+                        assert response.status == 200, (method, path)
 
     run(story())
 
