@@ -2,9 +2,11 @@
 
 Not part of the test suite: the clients are installed in environments of their own.
 `python tests/clients/check_agents.py agents_openai.py=PYTHON agents_ai_sdk.mjs=FOLDER ...` names for each program the
-Python that has its client, or the folder with node_modules. The model's text is scripted: each tool's result says what
-the model writes next. Prints a line a run and exits 1 if one ran what it should not, or was refused.
-Last run on 2026-11-30: openai-agents 0.24, pydantic-ai 2.68, langchain 1.5, langgraph 1.2 and ai 6.0 pass.
+Python that has its client, the folder with node_modules, or for agents_commands.py the folder with the programs. The
+model's text is scripted: each tool's result says what the model writes next. Prints a line a run and exits 1 if one ran
+what it should not, or was refused, but for the one question below.
+Last run on 2026-11-30: openai-agents 0.24, pydantic-ai 2.68, langchain 1.5, langgraph 1.2, ai 6.0, openai 6.49 (Node),
+anthropic 2.14, Claude Code 2.1.197, Codex 0.171, qwen-code 0.15.10, opencode 1.18.33 and aider 0.86.2 pass.
 """
 
 from __future__ import annotations
@@ -16,12 +18,34 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "support")]
 
+import serving  # noqa: E402
+from aiohttp import web  # noqa: E402
 from byte_model import write_model  # noqa: E402
-from serving import script, serving_in_thread  # noqa: E402
+from serving import make_app, script, serving_in_thread  # noqa: E402
+
+REFUSED: list[str] = []
+ASKED = "thread_unsupported_request"
+"""The tool runner of `anthropic` asks whether the server keeps the conversation, and goes on without when told no."""
+
+
+@web.middleware
+async def watch(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Writes down what was refused, the probes that clients send of themselves included."""
+    response = await handler(request)
+    if response.status >= 400:
+        REFUSED.append(f"{request.method} {request.rel_url} {response.status} {getattr(response, 'body', b'')!r:.300}")
+    return response
+
+
+def make_watched_app(*arguments: Any) -> web.Application:
+    app = make_app(*arguments)
+    app.middlewares.insert(0, watch)
+    return app
 
 
 def call(name: str, **arguments: object) -> str:
@@ -61,8 +85,11 @@ def check(program: str, place: str, server_url: str) -> bool:
         source = Path(place) / program
         source.write_text(path.read_text())
         command = ["node", str(source)]
+    elif program == "agents_commands.py":
+        command = [sys.executable, str(source), place]
     environment = {**os.environ, "DATA": json.dumps(given), "OPENAI_API_KEY": "k", "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    REFUSED.clear()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     good = done.returncode == 0
     for line in done.stdout.splitlines():
         name, ran, final = json.loads(line)
@@ -71,19 +98,31 @@ def check(program: str, place: str, server_url: str) -> bool:
         elif name.endswith("typed"):
             fine = ran == TYPED and json.loads(final) == {"total": 5}
         else:
-            fine = ran == STEPS and final.endswith("It is 5.")
+            fine = ran == STEPS * (3 if name.endswith("turns") else 1) and final.endswith("It is 5.")
         good &= fine
         print("ok " if fine else "BAD", program, name, "" if fine else (ran, final))
     if done.returncode:
         print("BAD", program, done.stderr[-1500:])
-    return good
+    refused = [line for line in REFUSED if ASKED not in line]
+    print(program, "was told", len(REFUSED) - len(refused), "times that no threads are kept")
+    for line in refused:
+        print("BAD", program, line)
+    return good and not refused
 
 
 def main() -> int:
     good = True
+    serving.make_app = make_watched_app
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        server = stack.enter_context(serving_in_thread(write_model(folder), engine={"max_model_len": 32768}))
+        server = stack.enter_context(
+            serving_in_thread(
+                write_model(folder),
+                core="scripted_core:make_core_with_room",
+                engine={"max_model_len": 2_000_000},
+                any_model_name=True,
+            )
+        )
         for argument in sys.argv[1:]:
             program, _, place = argument.partition("=")
             good &= check(program, place, server.v1)

@@ -1,4 +1,5 @@
 """An engine core that needs no model: each prompt carries, as JSON between `@` signs, what will be generated.
+`«` and `»` do as well, for clients that take `@` for the name of a file.
 
 `"text @{"reply": "Hello", "runs": [1, 3], "drafted": 3}@ more"` generates the tokens of "Hello", first one token, then
 rounds of 1, 3, 1, 3, ... tokens, each drafting 3. Keys: reply (text, one token a byte), ids (token ids instead),
@@ -115,7 +116,7 @@ class ScriptedCore:
 
     def _read_script(self, request: Submit) -> Sequence:
         prompt = b"".join(self._bytes.get(token, b"") for token in request.prompt_token_ids).decode("utf-8", "replace")
-        found = re.findall(r"@(\{.*?\})@", prompt, re.DOTALL)
+        found = re.findall(r"[@«](\{.*?\})[@»]", prompt, re.DOTALL)
         try:
             script = json.loads(found[-1]) if found else {}
         except ValueError:
@@ -194,6 +195,13 @@ class ScriptedCore:
 
 def make_core(options) -> ScriptedCore:
     return ScriptedCore(options)
+
+
+def make_core_with_room(options) -> ScriptedCore:
+    """For agents, whose first prompt has a hundred thousand bytes."""
+    core = ScriptedCore(options)
+    core.ready = msgspec.structs.replace(core.ready, kv_pages_total=core.ready.max_model_len // 256 + 1)
+    return core
 
 
 def make_core_that_fails(options) -> ScriptedCore:
