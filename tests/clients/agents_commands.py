@@ -115,13 +115,16 @@ def qwen(program: str, folder: Folder) -> None:
 
 
 def opencode(program: str, folder: Folder) -> None:
+    """By each of the packages that it speaks the three APIs with."""
     options = {"baseURL": ROOT + "/v1", "apiKey": "k"}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "local", "options": options, "models": {"scripted": {}}}
-    folder.work.joinpath("opencode.json").write_text(json.dumps({"provider": {"local": provider}}))
     calls = own_tools(folder, "bash", "command", "read", "filePath", description="Looks")
-    turn = [program, "run", "-m", "local/scripted"]
-    # an argument it would put into quotes, and change those that are in it
-    folder.run("opencode", turn, [*turn, "-c"], [*turn, "-c"], given=folder.prompt(calls))
+    for package in ("openai-compatible", "openai", "anthropic"):
+        provider = {"npm": f"@ai-sdk/{package}", "name": "local", "options": options, "models": {"scripted": {}}}
+        folder.work.joinpath("opencode.json").write_text(json.dumps({"provider": {"local": provider}}))
+        turn = [program, "run", "-m", "local/scripted"]
+        # an argument it would put into quotes, and change those that are in it
+        folder.run(f"opencode {package}", turn, [*turn, "-c"], [*turn, "-c"], given=folder.prompt(calls))
+        folder.ran.unlink()
 
 
 def codex(program: str, folder: Folder) -> None:
