@@ -33,9 +33,6 @@ SURVIVORS: dict[str, str] = {
     "LaunchedRound._report: any(is_nan[:committed]) -> all(is_nan[:committed])": ("no logits here hold NaN"),
     "MtpHead.reads_history: return False -> return True": ("positions are kept that nobody reads"),
     "MtpHead.record: round.mark('repair') -> pass": ("seconds of a phase"),
-    "MtpHead.record: round.see('head', b.x[:num_rows]) -> pass": (
-        "nobody is shown the head's rows, at k = 0 either; its drafts are compared"
-    ),
     "RoundExecutor._fit: if not self.ops.fixed_shapes: return Work(Shape(count, batch.depth), next_depth if self.head_on else None, flags) -> if self.ops.fixed_shapes: return Work(Shape(count, batch.depth), next_depth if self.head_on else None, flags)": (
         "shapes are fixed on a GPU alone: here a batch is its own"
     ),
@@ -57,9 +54,6 @@ SURVIVORS: dict[str, str] = {
         "no logits here hold NaN"
     ),
     "TorchOperators.embed_rows: width - 1 -> width + 1": ("more drafts are read than rows are made of"),
-    "TorchOperators.plan_rows: (start + width - 1) // PAGE + 1 -> (start + width - 1) // PAGE + 2": (
-        "one page more is looked at, and masked"
-    ),
     "TorchOperators.take_compiled: return 0 -> return 1": ("what is told of compilations"),
     "_choose_freely: flags & BIASED -> flags | BIASED": ("a bias of 0 is added"),
     "banned_rows: flags & bit -> flags | bit": ("rules are looked at that no request of the batch has"),

@@ -206,7 +206,7 @@ BAD = {
     "stop_token_ids: want token ids": {"stop_token_ids": (VOCAB_SIZE,)},
     "stop_token_ids: want at most": {"stop_token_ids": tuple(range(MAX_STOP_IDS + 1))},
     "logit_bias: want token ids": {"logit_bias": {-1: 1.0}},
-    "max_tokens: want at least 1": {"max_tokens": 0},
+    "max_tokens: want at least 0": {"max_tokens": -1},
     "seed: want a 64-bit integer": {"seed": 1 << 63},
     "top_k: want a number": {"top_k": 1 << 64},
     "min_tokens: want a number": {"min_tokens": 1 << 64},
