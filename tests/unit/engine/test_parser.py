@@ -50,7 +50,8 @@ def test_wrong_flags_and_values_are_told_in_a_line(name, monkeypatch, capsys):
         if action.nargs == 0:
             assert flag in refused([*needed, f"{flag}=what?"], capsys)
             continue
-        assert flag in refused([*needed, flag], capsys)
+        if action.nargs != "?":
+            assert flag in refused([*needed, flag], capsys)
         if action.choices or getattr(action.type, "__name__", None) not in TAKES_ANY_TEXT:
             said = refused([*needed, flag, "what?"], capsys)
             assert flag in said and "what?" in said
