@@ -61,6 +61,7 @@ class Folder:
             "OPENAI_API_KEY": "k",
             "ANTHROPIC_BASE_URL": ROOT,
             "ANTHROPIC_API_KEY": "k",
+            "ANTHROPIC_MODEL": "scripted",
         }
 
     def next(self, number: int) -> str:

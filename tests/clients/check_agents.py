@@ -120,7 +120,6 @@ def main() -> int:
                 write_model(folder),
                 core="scripted_core:make_core_with_room",
                 engine={"max_model_len": 2_000_000},
-                any_model_name=True,
             )
         )
         for argument in sys.argv[1:]:
