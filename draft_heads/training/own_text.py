@@ -49,7 +49,6 @@ class Lockstep(TorchOperators):
     """The prompt's operators for one token of each of many pieces, all at one position, from memory of its own."""
 
     def __init__(self, model: Model, batch: int, length: int, num_tokens: int):
-        super().__init__(model.dtype)
         trunk = model.trunk
         self.keys = {id(cache): _Keys.empty(cache, batch, length, num_tokens) for cache in trunk.kv}
         mixers = [layer.mixer for layer in trunk.layers if isinstance(layer.mixer, GatedDeltaNet)]

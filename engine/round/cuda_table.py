@@ -66,7 +66,7 @@ class CudaOperators:
         self.on_device = model.device.type == "cuda" if on_device is None else on_device
         self._compilations = Compilations.now()
         # what no kernel does
-        self.plain = TorchOperators(model.dtype)
+        self.plain = TorchOperators()
 
     def use_pdl(self, pdl: bool) -> None:
         """What has been captured stays as it was."""

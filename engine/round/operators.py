@@ -253,4 +253,4 @@ def operators_of(model: Model) -> Operators:
         return CudaOperators(model)
     from pilotfish.engine.round.torch_table import TorchOperators
 
-    return TorchOperators(model.dtype)
+    return TorchOperators()

@@ -103,9 +103,6 @@ class TorchOperators:
     fixed_shapes = False
     index_dtype = torch.int64
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-
     def padded(self, num_rows: int) -> int:
         """See Operators."""
         return padded_rows(num_rows)

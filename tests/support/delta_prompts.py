@@ -53,7 +53,7 @@ def test_a_prompt_matches_the_torch_table(device, dtype, sizes, rule, num_rows):
     state, history, _ = (part[1] for part in layer.memory)
     rows = layer.rows(num_rows, 60)
     wanted_state, wanted_history = (t.to("cpu", copy=True) for t in (state, history))
-    wanted = TorchOperators(dtype).gdn_prompt(cpu_layer(layer), rows, wanted_state, wanted_history)
+    wanted = TorchOperators().gdn_prompt(cpu_layer(layer), rows, wanted_state, wanted_history)
     after, newest = state.clone(), history.clone()
     got = gdn_prompt(rows.to(device), after, newest, *layer.weights, EPS, rule)
     assert torch.equal(newest.cpu(), wanted_history)

@@ -17,7 +17,7 @@ class Reference:
 
     def __init__(self, state: BatchState):
         self.state, self.slots = state, state.fields
-        self.ops = TorchOperators(torch.float32)
+        self.ops = TorchOperators()
 
     def choose(
         self,

@@ -46,7 +46,7 @@ def fixed_engine(
     if look_up is not None:
         model, history_length = dataclasses.replace(model, head=look_up), longest + MAX_DEPTH + 1
     state = BatchState(seqs + 1, max(1, depth), model.config.vocab_size, CPU, history_length)
-    executor = make_executor(model, state, depth, seqs, longest, FAST_ROWS, FixedShapes(model.dtype))
+    executor = make_executor(model, state, depth, seqs, longest, FAST_ROWS, FixedShapes())
     if captured:
         with torch.inference_mode():
             executor.capture(progress=False)

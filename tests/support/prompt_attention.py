@@ -37,7 +37,7 @@ def test_a_prompt_s_attention_matches_the_torch_table(start, rows, cache_dtype, 
     inv_freq = inverse_frequencies(rotary, 1e4)
     own = [cache.clone() for cache in caches]
     span = Span.build(1, start, rows, table, inv_freq)
-    want = TorchOperators(dtype).attention_prompt(layer, projected, span, KvCache(*own, *scales))
+    want = TorchOperators().attention_prompt(layer, projected, span, KvCache(*own, *scales))
     moved = [cache.to(device) for cache in caches]
     span = Span.build(1, start, rows, table, inv_freq.to(device))
     place = (span.positions, start, span.cos, span.sin, span.table, *moved)

@@ -26,9 +26,7 @@ def step_torch(layer, projected, slots, width):
     mixer = GatedAttention(None, None, layer.qk_norm, layer.heads, layer.kv, layer.dim, EPS, layer.dtype)
     out = torch.empty(len(projected), layer.heads * layer.dim, dtype=layer.dtype)
     cache = KvCache(*layer.caches, *layer.scales)
-    TorchOperators(layer.dtype).attention_window(
-        mixer, projected, torch.tensor(slots), width, layer.tables, cache, scratch, out
-    )
+    TorchOperators().attention_window(mixer, projected, torch.tensor(slots), width, layer.tables, cache, scratch, out)
     return out[: len(slots) * width]
 
 

@@ -27,7 +27,7 @@ class TorchLayer:
 
         pending = Pending(rows(heads, dk), rows(heads, dv), rows(heads), rows(heads), rows(layer.channels))
         self.state = RecurrentState(state[None].clone(), history[None].clone(), pending)
-        self.layer, self.ops = cpu_layer(layer), TorchOperators(torch.float32)
+        self.layer, self.ops = cpu_layer(layer), TorchOperators()
 
     def step(self, projected, slots, counts, width):
         """A round: replay, window, pending rows."""
