@@ -82,12 +82,23 @@ def score(
     banned += list(stops) if len(before) < params.min_tokens else []
     scores[banned] = -np.inf
     if matcher is not None:
-        scores[~matcher.allowed(len(scores))] = -np.inf
+        scores[~_allowed(params, len(before), matcher, len(scores))] = -np.inf
     scores = _penalised(scores, prompt, before, params)
     if params.temperature < GREEDY_BELOW:
         return scores
     drawn = noise(params.seed, params.choice, len(prompt) + len(before), np.arange(len(scores)))
     return _filtered(scores / params.temperature, params) + drawn
+
+
+def _allowed(params: SamplingParams, num_tokens: int, matcher: Matcher, vocab: int) -> np.ndarray:
+    """What the grammar allows; before min_tokens no end, unless nothing else may come."""
+    allowed = matcher.allowed(vocab)
+    assert params.grammar is not None
+    if num_tokens >= params.grammar.min_tokens:
+        return allowed
+    others = allowed.copy()
+    others[list(params.grammar.ends)] = False
+    return others if others.any() else allowed
 
 
 def _ends_with(before: Sequence[int], wanted: Sequence[int]) -> bool:

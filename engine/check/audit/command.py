@@ -20,8 +20,8 @@ import torch
 
 from pilotfish.engine.check.audit.matchers import Matchers
 from pilotfish.engine.check.audit.report import Report
-from pilotfish.engine.check.audit.requests import load_prompts, make_requests
-from pilotfish.engine.check.audit.rules import derive
+from pilotfish.engine.check.audit.requests import load_prompts, long_prompt, make_requests
+from pilotfish.engine.check.audit.rules import RULE_TOKENS, derive
 from pilotfish.engine.check.audit.run import Auditor, audit
 from pilotfish.engine.check.audit.scratch import ScratchHead
 from pilotfish.engine.checkpoint.hub import resolve_model
@@ -81,6 +81,11 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
     longest = max(map(len, prompts)) + args.max_tokens + args.max_depth
     if longest > config.max_position_embeddings:
         raise OptionError(f"--max-tokens: {longest} tokens in all, the model takes {config.max_position_embeddings}")
+    # one more request is written across the end of a page
+    pages = long_prompt(prompts)
+    with_pages = len(pages) + RULE_TOKENS + args.max_depth
+    has_pages = with_pages <= config.max_position_embeddings
+    longest = max(longest, with_pages if has_pages else 0)
     options = EngineOptions(
         model=args.model,
         num_speculative_tokens=args.max_depth if has_head else 0,
@@ -103,7 +108,7 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         model = dataclasses.replace(model, head=plan.lookup)
     eos, vocab = config.eos_token_ids, config.vocab_size
     matchers = Matchers(Path(args.model), vocab)
-    make_rules = partial(derive, prompts, args.max_tokens, eos, vocab, matchers.usable)
+    make_rules = partial(derive, prompts, pages if has_pages else None, args.max_tokens, eos, vocab, matchers.usable)
     scratch = ScratchHead(kept, config, model.inv_freq) if kept else None
     return Auditor(model, plan, make_requests(prompts, args.max_tokens, eos, vocab), make_rules, matchers, scratch)
 

@@ -8,6 +8,7 @@ import torch
 
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudget
+from pilotfish.kernels.attention import PAGE
 
 TEXTS = (
     'def fibonacci(n: int) -> int:\n    """The n-th Fibonacci number."""\n    ',
@@ -45,6 +46,12 @@ def make_requests(prompts: list[list[int]], max_tokens: int, eos: tuple[int, ...
             sampling = SamplingParams(**fields)
             requests.append(Submit(request_id=f"{number}-{mode}", prompt_token_ids=prompt, sampling=sampling))
     return requests
+
+
+def long_prompt(prompts: list[list[int]]) -> list[int]:
+    """The prompts one after the other, again and again, up to just before a page ends."""
+    joined = [token for prompt in prompts for token in prompt]
+    return (joined * (PAGE // len(joined) + 1))[: PAGE - 4]
 
 
 def load_prompts(folder: Path, count: int, vocab: int) -> list[list[int]]:

@@ -18,19 +18,25 @@ from pilotfish.engine.link.messages import Grammar, SamplingParams, Submit, Thin
 RULE_TOKENS = 12
 """Tokens of the longest request with a rule; most are shorter."""
 NUM_ALLOWED = 12
+LIFTED = 100.0
+"""A bias with which an id comes wherever it may."""
+MIN_TOKENS = 5
+"""Of requests whose end would come at once."""
 LITERAL = "the old harbour of the town"
 """What a grammar forces: several tokens with any tokenizer."""
 GRAMMARS = {
     # which letters may follow depends on the digit before: a draft changes the next row's mask
     "regex": Grammar(kind="regex", source="([0-4][a-m]|[5-9][n-z]){8,40}"),
     "forced-run": Grammar(kind="regex", source=f"[0-9]{LITERAL}[0-9]{{2,30}}"),
-    "grammar-end": Grammar(kind="regex", source="[0-9][a-z][0-9][a-z][0-9]"),
+    # whole before min_tokens: then nothing but an end may come
+    "grammar-end": Grammar(kind="regex", source="[0-9][a-z][0-9][a-z][0-9]", min_tokens=9),
     "json-schema": Grammar(
         kind="json_schema",
         source='{"type":"object","properties":{"a":{"enum":["x","y"]},"b":{"type":"array","items":{"type":"integer"}}},'
         '"required":["a","b"],"additionalProperties":false}',
     ),
 }
+TWO_LETTERS = Grammar(kind="regex", source="[ab]{9,40}", min_tokens=MIN_TOKENS)
 DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 60, "top_p": 0.97})
 
 Decode = Callable[[Submit], list[int]]
@@ -65,9 +71,11 @@ class Base:
 
 
 def derive(
-    prompts: list[list[int]], num_tokens: int, eos: tuple[int, ...], vocab: int, grammars: bool, decode: Decode
-) -> Rules:
-    """Requests of at most RULE_TOKENS; `decode` gives what a request writes alone at k = 0."""
+    prompts: list[list[int]], long_prompt: list[int] | None, num_tokens: int, eos: tuple[int, ...], vocab: int,
+    grammars: bool, decode: Decode,
+) -> Rules:  # fmt: skip
+    """Requests of at most RULE_TOKENS; `decode` gives what a request writes alone at k = 0. `long_prompt` ends just
+    before a page does; None where the model takes none as long."""
     num_tokens = min(num_tokens, RULE_TOKENS)
     bases = []
     for number in range(4):
@@ -78,6 +86,11 @@ def derive(
         text = decode(Submit(request_id="free", prompt_token_ids=prompt, sampling=sampling))
         bases.append(Base(prompt, sampling, text))
     rules = Rules()
+    if long_prompt is None:
+        rules.silent.append("pages")
+    else:
+        sampling = msgspec.structs.replace(bases[0].sampling, max_tokens=num_tokens)
+        rules.requests.append(Submit(request_id="pages", prompt_token_ids=long_prompt, sampling=sampling))
     for name, request in _requests(bases, eos or (vocab - 1,), vocab, grammars, decode):
         if request is None:
             rules.silent.append(name)
@@ -109,24 +122,52 @@ def _requests(
 ) -> Iterator[tuple[str, Submit | None]]:
     greedy, sampled, greedy_2, sampled_2 = bases
     yield from (_stop("stop-1", greedy, 3), _stop("stop-2", sampled, 6), _stop("stop-3", sampled_2, 1))
-    yield from (_min_tokens("min-tokens-1", sampled, decode), _min_tokens("min-tokens-2", greedy_2, decode))
+    yield _min_tokens("min-tokens-1", sampled, decode)
+    # id 0 would come at once, and must not be taken for what fills up a list
+    first: dict[str, Any] = {"logit_bias": {0: LIFTED}, "stop_token_ids": (0,), "min_tokens": MIN_TOKENS}
+    yield "min-tokens-2", greedy_2.with_rule("min-tokens-2", **first)
     yield from (_bad_words("bad-words-1", greedy, decode), _bad_words("bad-words-2", sampled_2, decode))
-    yield from _thinking(greedy_2, sampled, vocab)
+    yield from _thinking(greedy_2, greedy, vocab)
     yield "bias", sampled.with_rule("bias", logit_bias=_bias(sampled.text), bad_words_token_ids=((sampled.text[1],),))
     yield "allowed", greedy.with_rule("allowed", allowed_token_ids=_allowed(greedy.text, vocab))
     strong: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "repetition_penalty": 1.5}
     yield "penalties", greedy_2.with_rule("penalties", logit_bias=_lifted(greedy_2.text), **strong)
     yield "choice-1", sampled.with_rule("choice-1", 8, choice=1)
-    yield "choice-2", sampled_2.with_rule("choice-2", 7, choice=2)
-    # limits that end a request in a window, beside ones that go on
-    yield "short-1", greedy.with_rule("short-1", 5)
+    # limits that end a request in a window, beside ones that go on; a filter that leaves one token
+    yield "short-1", greedy.with_rule("short-1", 5, temperature=0.9, min_p=1.0)
     yield "short-2", sampled_2.with_rule("short-2", 2)
-    yield "own-k", msgspec.structs.replace(greedy_2.with_rule("own-k", 9), speculative_k=1)
-    for number, (name, grammar) in enumerate(GRAMMARS.items() if grammars else ()):
-        yield name, bases[number % 4].with_rule(name, grammar=grammar, eos_token_ids=eos)
     if grammars:
-        after = msgspec.structs.replace(GRAMMARS["regex"], after_token_id=sampled.text[2])
-        yield "grammar-after", sampled.with_rule("grammar-after", grammar=after, eos_token_ids=eos)
+        yield from _grammars(bases, eos, vocab, decode)
+    # the last to end: rounds of these two alone are narrower than the drafts that a slot holds
+    own_k = (
+        greedy_2.with_rule("own-k", 9, temperature=0.9, top_p=0.002),
+        sampled_2.with_rule("choice-2", 9, choice=2),
+    )
+    yield from ((request.request_id, msgspec.structs.replace(request, speculative_k=1)) for request in own_k)
+
+
+def _grammars(
+    bases: list[Base], eos: tuple[int, ...], vocab: int, decode: Decode
+) -> Iterator[tuple[str, Submit | None]]:
+    greedy, sampled = bases[:2]
+    for number, (name, grammar) in enumerate(GRAMMARS.items()):
+        grammar = msgspec.structs.replace(grammar, ends=eos)
+        yield name, bases[number % 4].with_rule(name, grammar=grammar, eos_token_ids=eos)
+    # a letter that ends the text would come at once
+    fields: dict[str, Any] = {"eos_token_ids": eos, "grammar": TWO_LETTERS}
+    letter = decode(greedy.with_rule("free", **fields))[0]
+    fields["grammar"] = msgspec.structs.replace(TWO_LETTERS, ends=(*eos, letter))
+    lifted: dict[str, Any] = {"stop_token_ids": (letter,), "logit_bias": {letter: LIFTED}}
+    yield "grammar-least", greedy.with_rule("grammar-least", **fields, **lifted)
+    # ids that are the first of a mask's word come while the grammar waits
+    waiting = dict.fromkeys(range(128, min(256, vocab), 32), LIFTED)
+    text = decode(sampled.with_rule("free", logit_bias=waiting))
+    after = next((token for token in text[1:] if token != text[0]), None)
+    if after is None:
+        yield "grammar-after", None
+        return
+    grammar = msgspec.structs.replace(GRAMMARS["regex"], after_token_id=after)
+    yield "grammar-after", sampled.with_rule("grammar-after", grammar=grammar, logit_bias=waiting, eos_token_ids=eos)
 
 
 def _stop(name: str, base: Base, place: int) -> tuple[str, Submit | None]:
@@ -162,8 +203,11 @@ def _thinking(base: Base, other: Base, vocab: int) -> Iterator[tuple[str, Submit
     end, closing = free[1], tuple(free[:3])
     opened = ThinkingBudget(num_tokens=3, start_token_id=base.text[1], end_token_id=end, closing=closing)
     yield "thinking-opened", base.with_rule("thinking-opened", 10, thinking=opened)
-    inside = ThinkingBudget(num_tokens=4, start_token_id=None, end_token_id=end, closing=closing)
-    yield "thinking-prompt", other.with_rule("thinking-prompt", 10, thinking=inside)
+    # its end would come at once, but is banned after what the text says: a row after a wrong draft chooses it
+    inside = ThinkingBudget(num_tokens=4, start_token_id=None, end_token_id=end, closing=(free[0], end))
+    bad = tuple((token, end) for token in dict.fromkeys(other.text[:4]))
+    lifted: dict[str, Any] = {"logit_bias": {end: LIFTED}, "stop_token_ids": (end,), "min_tokens": 1}
+    yield "thinking-prompt", other.with_rule("thinking-prompt", thinking=inside, bad_words_token_ids=bad, **lifted)
     # closed by itself one token before the budget's end; but for that, other tokens would follow
     at = base.new_from(3)
     if at is not None:

@@ -85,7 +85,7 @@ def test_the_verdict_says_what_was_compared_and_its_digest(folder, capsys):
     small = ("--max-depth", "2", "--max-batch", "1", "--num-prompts", "1", "--max-tokens", "6")
     assert main([str(folder), *small]) == 0
     out = capsys.readouterr().out
-    assert "6 runs over k = 1 .. 2 and 1 at once" in out and "requests: greedy, sampled, penalised, stop, " in out
+    assert "6 runs over k = 1 .. 2 and 1 at once" in out and "greedy, sampled, penalised, pages, stop, " in out
     assert main([str(folder), *small, "--json"]) == 0
     *runs, summary = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert f"digest: {summary['digest']}\n" in out and len(summary["digest"]) == 32
@@ -264,6 +264,10 @@ def test_rules_fire_in_what_the_checkpoint_itself_writes(folder):
     letters = Tokenizer.from_str(auditor.matchers.text)
     assert letters.decode(texts["forced-run"])[1:] == LITERAL[: len(texts["forced-run"]) - 1]
     assert re.fullmatch("([0-4][a-m]|[5-9][n-z])+", letters.decode(texts["regex"]))
+    assert 0 not in texts["min-tokens-2"][:5] and texts["min-tokens-2"][5:] == [0]
+    least = texts["grammar-least"]
+    assert least[-1] not in least[:-1] and len(least) == 6
+    assert len(texts["thinking-prompt"]) == 6 and texts["choice-2"] != texts["own-k"]
     # its end, and with it the request's, comes inside windows
     assert len(texts["grammar-end"]) == 6
 
