@@ -19,7 +19,7 @@ from tests.mutation.mutants import AREAS, generate, with_code
 from tests.mutation.subject import Subject, quiet
 from tests.mutation.survivors import SURVIVORS
 
-NUM_JUDGED = {"spec": 10, "round": 27, "caches": 8, "rules": 11, "grammar": 4, "heads": 3}
+NUM_JUDGED = {"spec": 10, "round": 25, "caches": 8, "rules": 10, "grammar": 4, "heads": 3}
 SEED = 5
 
 
@@ -98,11 +98,13 @@ def instead(function, fault):
         yield
 
 
+STOPPED = {"stop-1", "stop-3", "min-tokens-1", "min-tokens-2", "thinking-prompt", "grammar-end", "grammar-least"}
+GRAMMARS = {"regex", "forced-run", "grammar-end", "grammar-least", "grammar-after"}
 PLANTED = {
-    "stop": (accept, past_the_stop, {"stop-1", "stop-3", "min-tokens-1", "grammar-end"}),
-    "grammar": (Constraint.mask_rows, with_the_first_mask, {"regex", "forced-run", "grammar-end", "grammar-after"}),
-    "bad words": (banned_words, without_drafts, {"bad-words-1"}),
-    "min tokens": (early_stops, by_the_first_row, {"min-tokens-1"}),
+    "stop": (accept, past_the_stop, STOPPED),
+    "grammar": (Constraint.mask_rows, with_the_first_mask, GRAMMARS),
+    "bad words": (banned_words, without_drafts, {"bad-words-1", "thinking-prompt"}),
+    "min tokens": (early_stops, by_the_first_row, {"min-tokens-1", "min-tokens-2", "thinking-prompt"}),
 }
 
 
