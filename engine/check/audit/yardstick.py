@@ -18,6 +18,7 @@ from pilotfish.engine.check.audit import book
 from pilotfish.engine.check.audit.scratch import ScratchHead, Written
 from pilotfish.engine.check.audit.transcript import Finding, Transcript
 from pilotfish.engine.check.teacher_forcing import SLOT, logits, pages_of
+from pilotfish.engine.ledger import caches_of
 from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round.prompt import PromptPass
@@ -77,6 +78,9 @@ class Yardstick:
 
     def __init__(self, model: Model, scratch: ScratchHead | None, requests: list[Submit]):
         self.model, self.scratch = model, scratch
+        # keys and values in FP8 round what an fp32 model computes, and the scratch head keeps them as they are
+        coarse = any(cache.k.dtype.itemsize == 1 for cache in caches_of(model))
+        self.rounding = torch.bfloat16 if coarse else model.dtype
         # what a grammar forces stands among its drafts
         self.requests = [request for request in requests if request.sampling.grammar is None]
         self._written: dict[str, Written] = {}
@@ -98,9 +102,9 @@ class Yardstick:
             start = len(request.prompt_token_ids) - 1
             far = self._distances(request, reference, rows)
             everything += far
-            if not np.median(far) <= MAX_OWN_DISTANCE[self.model.dtype]:
+            if not np.median(far) <= MAX_OWN_DISTANCE[self.rounding]:
                 found.append(Finding(run, request.request_id, start, f"logits, from one pass by {np.median(far):.2f},"))
-        if not found and everything and not np.median(everything) <= MAX_DISTANCE[self.model.dtype]:
+        if not found and everything and not np.median(everything) <= MAX_DISTANCE[self.rounding]:
             found.append(Finding(run, "all", 0, f"logits, from one pass by {np.median(everything):.2f},"))
         return found
 
@@ -119,12 +123,12 @@ class Yardstick:
             request, length = places[number]
             made = drafts[request.request_id][length]
             for depth, (scores, spread) in enumerate(self._drafting(request, reference, length, made), 1):
-                is_far = not scores[made[depth - 1]] >= scores.max() - NEAR[self.model.dtype] * spread
+                is_far = not scores[made[depth - 1]] >= scores.max() - NEAR[self.rounding] * spread
                 report.looked[depth] = report.looked.get(depth, 0) + 1
                 report.far[depth] = report.far.get(depth, 0) + is_far
                 if is_far:
                     first.setdefault(depth, (request.request_id, length))
-        most = MOST_FAR[self.model.dtype]
+        most = MOST_FAR[self.rounding]
         return [
             Finding(run, *first[depth], f"draft {depth}, as {far} of {report.looked[depth]} looked at,")
             for depth, far in report.far.items()
