@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine_reference
 from pilotfish.kernels.norm import rms_norm
+from tests.support.interpreter import run_interpreted
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
 
 H, WIDTH, E, TOP_K = 256, 48, 6, 2
@@ -152,13 +148,4 @@ def test_names_the_expert_that_does_not_fit(change, error):
 
 
 def test_small_kernels_in_the_interpreter():
-    """In a process of its own: Triton chooses its interpreter when it is imported."""
-    file = Path(__file__).with_name("interpret_experts.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout and "skipped" not in done.stdout
+    run_interpreted(__file__, "interpret_experts.py")
