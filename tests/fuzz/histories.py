@@ -10,6 +10,7 @@ import copy
 import http.client
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,22 +72,22 @@ STRANGE_ITEMS: tuple[Entry, ...] = (
 # -- the three APIs ------------------------------------------------------------------------------------------------
 
 
-class Api:
+class Api(ABC):
     """How one API is asked, and how its clients put an answer into their history."""
 
     name = ""
     path = ""
 
-    def ask(self, history: list[Entry], rng: random.Random) -> Entry:
-        raise NotImplementedError
+    @abstractmethod
+    def ask(self, history: list[Entry], rng: random.Random) -> Entry: ...
 
+    @abstractmethod
     def keep(self, answer: Any) -> list[Entry]:
         """The answer as it goes back, and results of what it called."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_events(self, events: list[Any]) -> Any:
         """What a client makes of a stream."""
-        raise NotImplementedError
 
 
 class Chat(Api):
