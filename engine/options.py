@@ -32,6 +32,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ready, which would hold up every stream later.
     `kernels`: "fused" multiplies packed weights on the GPU and runs rounds from captured graphs, "torch" expands each
     weight for each product; "auto" is fused wherever that runs. `enforce_eager` captures no graphs.
+    `enable_prefix_caching`: keep what was read of prompts, for later ones that begin with the same tokens.
     """
 
     model: str
@@ -56,3 +57,4 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     cost_table: bool = False
     kernels: Literal["auto", "torch", "fused"] = "auto"
     enforce_eager: bool = False
+    enable_prefix_caching: bool = True

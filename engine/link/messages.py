@@ -98,7 +98,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """One sequence to decode. `speculative_k` lowers the served draft depth for it (None: the served k). `key` is the
-    label of its API key: keys are served in turn. Of one key lower `priority` comes first."""
+    label of its API key: keys are served in turn. Of one key lower `priority` comes first.
+
+    Prompts share what was read of them only under the same `cache_salt`. `system_tokens`: so many of the prompt's first
+    tokens are system prompt and tools, which other conversations are likely to begin with too (None: not known)."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -106,6 +109,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     speculative_k: int | None = None
     key: str = ""
     priority: int = 0
+    cache_salt: str = ""
+    system_tokens: int | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -139,6 +144,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_drafted / num_accepted count this step's drafts really offered and accepted.
     `round` is False for the token that prefill chose. `queue_seconds`, once: from submission to admission.
     `looped`: finish_reason "stop", because the text repeats itself. `prompt_logprobs`: of the prompt's next tokens.
+    `num_cached_tokens`, once, with the first output of a request that was admitted: the prompt's first tokens that were
+    not read, because the prefix cache had them.
     `error_code` says whose fault an error is: "queue_full" (503, try again), "invalid" (400), "nan" (500, the
     model's logits hold NaN), None (500).
     """
@@ -156,6 +163,51 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     queue_seconds: float | None = None
     looped: bool = False
     prompt_logprobs: list[TokenLogprob] | None = None
+    num_cached_tokens: int | None = None
+
+
+MissReason = Literal["short", "new", "differs", "evicted", "salt", "unread", "logprobs"]
+"""Why more of a prompt was read than the grid requires. "short": it ends before the first boundary. "new": no kept
+prompt begins like it. "differs": it leaves the nearest kept prompt at a token. "evicted": it was kept, and gave way.
+"salt": it is kept under another salt. "unread": another request is reading the same tokens just now. "logprobs": those
+of its own tokens were asked for, so it is read whole."""
+MAX_MISSES = 16
+"""Misses that one report may tell of."""
+
+
+class CacheMiss(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt of which less was cached than the grid allows, and why.
+
+    `num_allowed_tokens` is the last boundary at or below its end. Where it "differs", `first_difference` is the index
+    of the first token that does, and `here` and `there` are a few tokens from it on in this prompt and in the nearest
+    kept one of the same salt.
+    """
+
+    request_id: str
+    reason: MissReason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_allowed_tokens: int = 0
+    first_difference: int | None = None
+    here: tuple[int, ...] = ()
+    there: tuple[int, ...] = ()
+
+
+class PrefixCacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The prefix cache. Since the last report: prompt tokens of admitted requests (`num_queried_tokens`), those of them
+    that were not read again (`num_hit_tokens`), snapshots evicted, and the newest `misses`, at most MAX_MISSES.
+
+    Now: snapshots kept, their bytes with those of the pages that nothing but the cache holds, and the most bytes that
+    they may take.
+    """
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evictions: int = 0
+    misses: tuple[CacheMiss, ...] = ()
+    num_snapshots: int = 0
+    num_bytes: int = 0
+    capacity_bytes: int = 0
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -168,6 +220,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     while requests run.
     `graph` is True where a round replayed a captured graph, False where it was launched operator by operator.
     `num_compiled` kernels had to be compiled since the report before.
+    `prefix_cache` is None where nothing of it has changed since the report before, or it is off.
     """
 
     phases: dict[str, float] = {}
@@ -184,6 +237,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_pages_total: int = 0
     state_slots_used: int = 0
     state_slots_total: int = 0
+    prefix_cache: PrefixCacheStats | None = None
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -251,7 +305,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     `speculation_disabled_reason` says why. `binding_limit` names what set `max_num_seqs`; `limits` has the sequences
     that each limit would allow (KV pages: sequences of the full context). `ledger` is engine/ledger.py's, in bytes.
     `draft_head` says what drafts, and from where; `head_check` how it did on a known text, `trunk_check` how the trunk
-    did; `execution` what runs.
+    did; `execution` what runs. `prefill_chunk` is the largest chunk of a prompt: with the prompt's length it says where
+    prompts are cut (engine/cache/grid.py). `prefix_caching`: what was read of prompts is kept, in snapshots of
+    `snapshot_bytes` each at such cuts and in KV pages.
     """
 
     model_type: str
@@ -275,6 +331,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     head_check: HeadCheck | None = None
     trunk_check: TrunkCheck | None = None
     execution: Execution | None = None
+    prefill_chunk: int = 0
+    prefix_caching: bool = False
+    snapshot_bytes: int = 0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
