@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 TILE_ROWS = 8
-"""Chosen by measurement (docs/benchmarks.md): with AVX-512 but no AMX a bf16 product of 16 rows costs 1.5-2x one of 8,
-one of 4 hardly less than one of 8."""
+"""Chosen by measurement (docs/measurements.md): with AVX-512 but no AMX a bf16 product of 16 rows costs 1.5-2x one of
+8, one of 4 hardly less than one of 8."""
 
 
 def cpu_multiplies_bf16() -> bool:
