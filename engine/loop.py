@@ -390,6 +390,7 @@ class EngineLoop:
             stop_token_id=report.token_ids[-1] if report.stopped else None,
             num_drafted=report.num_drafted,
             num_accepted=report.num_accepted,
+            num_forced=report.num_forced,
             round=after_round,
             queue_seconds=sequence.take_queue_seconds(),
             looped=report.looped,

@@ -12,9 +12,17 @@ from msgspec import UNSET
 from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.server.calls.parser import Part, Said, merge
 from pilotfish.server.errors import ApiError
-from pilotfish.server.generation import Choice, Piece
+from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import GenerationPlan
-from pilotfish.server.protocol import Response, ResponseMetrics, SpeculationMetrics, TokensDetails, Usage, encode
+from pilotfish.server.protocol import (
+    Response,
+    ResponseMetrics,
+    SpeculationMetrics,
+    TokensDetails,
+    TracedToken,
+    Usage,
+    encode,
+)
 from pilotfish.server.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -71,6 +79,18 @@ def prompt_logprobs_of(
         top = entry.top[:wanted]
         found.append({str(id): shown(id, value, rank) for rank, (id, value) in enumerate(top, 1)} | own)
     return found
+
+
+def trace_of(tokens: Sequence[ShownToken]) -> list[TracedToken]:
+    return [
+        TracedToken(
+            text=token.text,
+            round=token.round,
+            origin="grammar" if token.forced else "draft" if token.draft else "trunk",
+            draft=token.draft or None,
+        )
+        for token in tokens
+    ]
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
@@ -172,6 +192,9 @@ class OpenAiFormat:
 
     def _token_ids(self, piece: Piece) -> list[int] | msgspec.UnsetType:
         return [token.token_id for token in piece.tokens] if self._plan.return_token_ids else UNSET
+
+    def _trace(self, piece: Piece) -> list[TracedToken] | msgspec.UnsetType:
+        return trace_of(piece.tokens) if self._plan.traces else UNSET
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, PromptLogprob] | None] | msgspec.UnsetType:
         wanted = self._plan.prompt_logprobs

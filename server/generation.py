@@ -29,11 +29,18 @@ LOOP = "loop"
 
 
 class ShownToken(msgspec.Struct, frozen=True):
-    """A token of the answer, its text from character `start` on. `drafted`: it was an accepted draft."""
+    """A token of the answer, its text from character `start` on, as far as the token makes it certain.
+
+    `round`: the round of its sequence that wrote it, from 1 on; the prompt wrote the token of round 0. `draft`: the
+    place, from 1 on, of the accepted draft that it was, 0 for the trunk's own. `forced`: its grammar allowed no other.
+    """
 
     token_id: int
     start: int
-    drafted: bool
+    text: str
+    round: int
+    draft: int
+    forced: bool
     logprob: TokenLogprob | None
 
 
@@ -73,7 +80,7 @@ class Choice:
         self.looped = False
         self.prompt_logprobs: list[TokenLogprob] = []
         self.num_tokens = self.num_drafted = self.num_accepted = self.num_reasoning_tokens = 0
-        self._num_generated = 0
+        self._num_generated = self._num_rounds = 0
         self.committed_per_round: Counter[int] = Counter()
         self.num_round_accepted = 0
         self._detokenizer = Detokenizer(tokenizer.token_bytes, _hidden_ids(tokenizer, rules))
@@ -141,14 +148,17 @@ class Choice:
         The first call of a request that wants no second ends it as a stop string does, text included.
         """
         last = len(output.token_ids) - 1
+        number = self._num_rounds + 1 if output.round else 0
         for position, token_id in enumerate(output.token_ids):
             stops_here = position == last and output.stop_token_id is not None
             text = "" if stops_here and not self.rules.include else self._detokenizer.push(token_id)
             armed = self._num_generated + position >= self.rules.min_tokens
             matched = self._match(text, armed=armed)
             logprob = output.logprobs[position] if output.logprobs else None
-            drafted = position < output.num_accepted
-            self._unsettled.append(ShownToken(token_id, self._num_chars, drafted, logprob))
+            draft = position + 1 if position < output.num_accepted else 0
+            forced = position < output.num_forced
+            shown = ShownToken(token_id, self._num_chars, text, number, draft, forced, logprob)
+            self._unsettled.append(shown)
             self._num_chars += len(text)
             if matched is not None or self._is_complete():
                 return position + 1, matched
@@ -216,7 +226,7 @@ class Choice:
         while self._unsettled and (ended or self._unsettled[0].start < self._num_shown):
             token = self._unsettled.popleft()
             self.num_tokens += 1
-            self.num_accepted += token.drafted
+            self.num_accepted += token.draft > 0
             if self.rules.keep_tokens:
                 self._settled.append(token)
             if self._parser is not None:
@@ -238,6 +248,7 @@ class Choice:
         self._num_generated += len(output.token_ids)
         self.num_drafted += output.num_drafted
         if output.round and output.token_ids:
+            self._num_rounds += 1
             self.committed_per_round[len(output.token_ids)] += 1
             self.num_round_accepted += output.num_accepted
         if output.token_ids:
@@ -295,7 +306,7 @@ class Choice:
                 seconds=time.monotonic() - self._arrived,
                 num_prompt_tokens=len(self.submit.prompt_token_ids),
                 num_tokens=self._num_generated,
-                num_rounds=self.committed_per_round.total(),
+                num_rounds=self._num_rounds,
                 num_round_tokens=sum(size * count for size, count in self.committed_per_round.items()),
             )
         )
@@ -330,6 +341,7 @@ def _trim(output: RequestOutput, kept: int) -> RequestOutput:
         token_ids=output.token_ids[:kept],
         logprobs=output.logprobs[:kept] if output.logprobs is not None else None,
         num_accepted=min(output.num_accepted, kept),
+        num_forced=min(output.num_forced, kept),
         finish_reason="stop",
         stop_token_id=None,
         looped=False,

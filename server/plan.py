@@ -72,6 +72,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     include_reasoning: bool = True
     include_metrics: bool = False
+    traces: bool = False
     speculative_k: int
     priority: int = 0
     prompt_logprobs: int | None = None
@@ -210,6 +211,7 @@ def _plan(
         continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         include_metrics=bool(request.include_metrics),
+        traces=_traces(request),
         speculative_k=_speculative_k(request, context.ready),
         priority=request.priority or 0,
         prompt_logprobs=request.prompt_logprobs,
@@ -236,6 +238,10 @@ def _speculative_k(request: SamplingFields, ready: Ready) -> int:
         reason = f" ({ready.speculation_disabled_reason})" if ready.speculation_disabled_reason else ""
         raise BadRequest(f"This server speculates with k = {served}{reason}, got {asked}.", param="speculation.k")
     return served if asked is None else asked
+
+
+def _traces(request: SamplingFields) -> bool:
+    return request.speculation is not None and bool(request.speculation.trace)
 
 
 def _grammar(request: SamplingFields, context: Context, after_token_id: int | None = None) -> Grammar | None:
@@ -308,7 +314,7 @@ def _stop_rules(request: SamplingFields, sampling: SamplingParams) -> StopRules:
         include=bool(request.include_stop_str_in_output),
         min_tokens=sampling.min_tokens,
         skip_special_tokens=request.skip_special_tokens is not False,
-        keep_tokens=sampling.logprobs is not None or bool(request.return_token_ids),
+        keep_tokens=sampling.logprobs is not None or bool(request.return_token_ids) or _traces(request),
     )
 
 

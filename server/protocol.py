@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Set
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -120,9 +120,18 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
 
 
 class SpeculationField(Struct, frozen=True):
-    """`k` drafted tokens a round for this request, at most those served."""
+    """`k` drafted tokens a round for this request, at most those served. `trace`: the answer says of each token which
+    round wrote it, and whose it was."""
 
     k: Count | None = None
+    trace: bool | None = None
+
+
+def without_trace(field: SpeculationField | None) -> SpeculationField | None:
+    """The field where answers have no place for a trace. Raises BadRequest where one is asked for."""
+    if field is not None and field.trace:
+        raise unsupported_field("speculation.trace")
+    return field
 
 
 class LoopGuardField(Struct, frozen=True):
@@ -368,6 +377,17 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     completion_tokens_details: TokensDetails
+
+
+class TracedToken(Struct, frozen=True, kw_only=True):
+    """A token of the answer: its text, as far as it makes characters certain, and the round that wrote it, 0 for the
+    prompt. `draft`: the place, from 1 on, of the accepted draft that it was. `origin`: "draft"; "trunk", its own
+    choice; "grammar" where nothing else could follow, drafted or not."""
+
+    text: str
+    round: int
+    origin: Literal["trunk", "draft", "grammar"]
+    draft: int | None
 
 
 class SpeculationMetrics(Struct, frozen=True, kw_only=True):

@@ -146,6 +146,11 @@ class Steps:
         step.is_settled = True
         return step.forced
 
+    def forced(self, slot: int) -> list[int]:
+        """What must come next by the grammar, as far as the newest step knows."""
+        step = self._newest.get(slot)
+        return step.forced if step is not None and step.knows_forced.is_set() else []
+
     def waits(self, slot: int) -> bool:
         """Whether the slot's step has yet to be taken into a round."""
         step = self._newest.get(slot)

@@ -141,7 +141,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """What one step added to one request.
 
     `token_ids` are committed tokens in order, a stop id included as the last one (`stop_token_id` names it).
-    num_drafted / num_accepted count this step's drafts really offered and accepted.
+    num_drafted / num_accepted count this step's drafts really offered and accepted; the first num_forced tokens were
+    known beforehand to be all that the grammar allows, drafts or not.
     `round` is False for the token that prefill chose. `queue_seconds`, once: from submission to admission.
     `looped`: finish_reason "stop", because the text repeats itself. `prompt_logprobs`: of the prompt's next tokens.
     `num_cached_tokens`, once, with the first output of a request that was admitted: the prompt's first tokens that were
@@ -159,6 +160,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     error_code: ErrorCode | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    num_forced: int = 0
     round: bool = True
     queue_seconds: float | None = None
     looped: bool = False

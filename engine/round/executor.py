@@ -26,7 +26,7 @@ from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
 from pilotfish.engine.round.operators import Operators, operators_of
 from pilotfish.engine.round.prompt import PromptPass, Span
-from pilotfish.engine.round.reports import Batch, SequenceReport, token_logprobs
+from pilotfish.engine.round.reports import Batch, SequenceReport, num_forced, token_logprobs
 from pilotfish.engine.round.shapes import Shape, Shapes, Sizes
 from pilotfish.engine.round.torch_table import forbidden_of
 from pilotfish.spec import accept
@@ -187,7 +187,10 @@ class RoundExecutor:
         tokens = chosen[0, : int(verdict.num_committed[0])].tolist()
         is_nan = bool(logits.gather(1, chosen)[0, : len(tokens)].isnan().any())
         found = None if logprobs is None else token_logprobs(logits[: len(tokens)], tokens, logprobs)
-        return SequenceReport(slot, tokens, 0, 0, bool(verdict.stopped[0]), bool(verdict.done[0]), is_nan, found)
+        forced = num_forced(tokens, *self.grammars.forced([slot]))
+        return SequenceReport(
+            slot, tokens, 0, 0, bool(verdict.stopped[0]), bool(verdict.done[0]), is_nan, found, num_forced=forced
+        )
 
     def _first_drafts(
         self, slot: int, slots: torch.Tensor, table: list[int], hidden: torch.Tensor, depth: int, length: int
@@ -207,6 +210,7 @@ class RoundExecutor:
         work = self._fit(batch, next_depth, flags)
         shape = work.shape
         self._placement.place(batch.slots, batch.tables, shape.num_sequences)
+        forced = self.grammars.forced(batch.slots)
         masks = self.grammars.start_masks(batch.slots, shape.depth)
         body.mark = clock.mark
         if masks is None:
@@ -222,7 +226,7 @@ class RoundExecutor:
         rows = body.buffers.logits[: shape.num_rows].unflatten(0, (-1, shape.width))
         logits = {b: rows[b].clone() for b, wanted in enumerate(batch.logprobs) if wanted is not None}
         phases = {"launch": clock.elapsed} if self.ops.fixed_shapes else clock.seconds
-        return LaunchedRound(self, batch, shape, letter, logits, graph, phases)
+        return LaunchedRound(self, batch, shape, letter, logits, forced, graph, phases)
 
     def _fit(self, batch: Batch, next_depth: int, flags: int) -> Work:
         count = len(batch.slots)
@@ -344,13 +348,15 @@ class RoundExecutor:
 
 @dataclass(frozen=True)
 class LaunchedRound:
-    """See Launched. `logits` has the rows of sequences that asked for log-probabilities, by place in the batch."""
+    """See Launched. `logits` has the rows of sequences that asked for log-probabilities, by place in the batch;
+    `forced` what each sequence's grammar said must come."""
 
     executor: RoundExecutor
     batch: Batch
     shape: Shape
     letter: Letter
     logits: dict[int, torch.Tensor]
+    forced: list[list[int]]
     graph: bool
     phases: dict[str, float]
 
@@ -375,8 +381,9 @@ class LaunchedRound:
         logprobs = None if wanted is None else token_logprobs(self.logits[b][:committed], kept, wanted)
         has_nan = any(is_nan[:committed])
         return SequenceReport(
-            slot, kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs
-        )
+            slot, kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs,
+            num_forced=num_forced(kept, self.forced[b]),
+        )  # fmt: skip
 
 
 class PhaseClock:

@@ -34,6 +34,10 @@ class SlotGrammars:
             self.state.force_drafts(slot, self.steps.settle(slot))
         return ready
 
+    def forced(self, slots: list[int]) -> list[list[int]]:
+        """The tokens that each of these settled slots must write next by its grammar."""
+        return [self.steps.forced(slot) if slot in self.constraints else [] for slot in slots]
+
     def start_masks(self, slots: list[int], depth: int) -> Masks | None:
         """What grammars allow each row of a window over settled slots, computed while the trunk runs. None without a
         grammar."""

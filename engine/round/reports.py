@@ -24,7 +24,8 @@ class SequenceReport:
     """What a round added to one sequence. Drafts that were accepted but lie past a stop are not counted.
 
     `has_nan`: a committed token was chosen from logits with a NaN, so it means nothing. `looped`: the host ends the
-    text here, because it repeats itself.
+    text here, because it repeats itself. `num_forced`: so many of the first tokens were known, before the round, to be
+    all that the grammar allows.
     """
 
     slot: int
@@ -37,6 +38,7 @@ class SequenceReport:
     logprobs: list[TokenLogprob] | None
     looped: bool = False
     prompt_logprobs: list[TokenLogprob] | None = None
+    num_forced: int = 0
 
     @classmethod
     def of_prompt(cls, slot: int, logprobs: list[TokenLogprob] | None, done: bool) -> SequenceReport:
@@ -46,11 +48,17 @@ class SequenceReport:
     def cut(self, count: int) -> SequenceReport:
         """The first `count` tokens, with which the text has begun to loop."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
-        accepted = min(self.num_accepted, count)
+        accepted, forced = min(self.num_accepted, count), min(self.num_forced, count)
         return replace(
-            self, token_ids=self.token_ids[:count], num_accepted=accepted, logprobs=logprobs, done=True, stopped=False,
-            looped=True,
+            self, token_ids=self.token_ids[:count], num_accepted=accepted, num_forced=forced, logprobs=logprobs,
+            done=True, stopped=False, looped=True,
         )  # fmt: skip
+
+
+def num_forced(tokens: list[int], forced: list[int]) -> int:
+    """How many of the first tokens are those that had to come."""
+    same = [token == other for token, other in zip(tokens, forced, strict=False)]
+    return same.index(False) if False in same else len(same)
 
 
 def prompt_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:

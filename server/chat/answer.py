@@ -11,7 +11,7 @@ from pilotfish.server.answer import LOWEST_LOGPROB, OpenAiFormat, usage_of
 from pilotfish.server.calls.parser import Call, CallArguments, CallOpened, Part, Said
 from pilotfish.server.calls.tools import input_of
 from pilotfish.server.generation import Choice, Piece, ShownToken
-from pilotfish.server.protocol import Response
+from pilotfish.server.protocol import Response, TracedToken
 
 
 class TopLogprob(Struct, frozen=True):
@@ -82,6 +82,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    trace: list[TracedToken] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
@@ -91,6 +92,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    trace: list[TracedToken] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatFormat(OpenAiFormat):
@@ -117,6 +119,7 @@ class ChatFormat(OpenAiFormat):
             choices[0],
             logprobs=self.logprobs(piece.tokens) if piece.tokens else None,
             token_ids=self._token_ids(piece),
+            trace=self._trace(piece),
         )
         choices[-1] = msgspec.structs.replace(
             choices[-1], finish_reason=piece.finish_reason, stop_reason=piece.stop_reason
@@ -168,6 +171,7 @@ class ChatFormat(OpenAiFormat):
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
                 token_ids=self._token_ids(piece),
+                trace=self._trace(piece),
             )
             for index, piece in enumerate(pieces)
         ]

@@ -11,7 +11,7 @@ from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.server.answer import LOWEST_LOGPROB, OpenAiFormat, PromptLogprob, usage_of
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import GenerationPlan
-from pilotfish.server.protocol import Response
+from pilotfish.server.protocol import Response, TracedToken
 from pilotfish.server.text.detokenize import Detokenizer
 from pilotfish.server.text.prompts import Prompt
 from pilotfish.server.text.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    trace: list[TracedToken] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
@@ -111,6 +112,7 @@ class CompletionFormat(OpenAiFormat):
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=self._token_ids(piece),
+            trace=self._trace(piece),
         )
 
     def _prompt_part(self, choice: Choice) -> CompletionLogprobs:

@@ -25,6 +25,7 @@ from pilotfish.server.protocol import (
     Temperature,
     TopK,
     TopP,
+    without_trace,
 )
 
 Name = Annotated[str, Meta(min_length=1)]
@@ -151,7 +152,7 @@ def chat_request(request: CountTokensRequest, context: Context) -> ChatRequest:
             "stop": request.stop_sequences,
             "stream": request.stream,
             "seed": request.seed,
-            "speculation": request.speculation,
+            "speculation": without_trace(request.speculation),
         }
     choice = request.tool_choice
     return ChatRequest(

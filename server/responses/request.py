@@ -16,7 +16,17 @@ from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.plan import Context
-from pilotfish.server.protocol import MAX_LOGPROBS, Body, PositiveCount, Seed, SpeculationField, Temperature, TopK, TopP
+from pilotfish.server.protocol import (
+    MAX_LOGPROBS,
+    Body,
+    PositiveCount,
+    Seed,
+    SpeculationField,
+    Temperature,
+    TopK,
+    TopP,
+    without_trace,
+)
 from pilotfish.server.responses.tools import chat_choice, chat_tools, flat_name
 
 Name = Annotated[str, Meta(min_length=1)]
@@ -226,7 +236,7 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
         top_logprobs=request.top_logprobs if logprobs else None,
         stream=request.stream,
         seed=request.seed,
-        speculation=request.speculation,
+        speculation=without_trace(request.speculation),
         reasoning_effort=_effort(request.reasoning, context),
         chat_template_kwargs=request.chat_template_kwargs,
         stream_tool_arguments=False,

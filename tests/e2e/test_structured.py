@@ -58,6 +58,23 @@ def test_vllm_s_fields(demo_client, written):
         assert re.fullmatch(pattern, text)
 
 
+def test_a_trace_says_what_the_grammar_had_forced(demo_client, written):
+    """The literal part, from the prompt's own token on, at every k; what is free never."""
+    answer = demo_client.completions.create(
+        model="scripted",
+        prompt="Answer: ",
+        temperature=0,
+        max_tokens=40,
+        extra_body={"structured_outputs": {"regex": r"The total of all is \d{2}"}, "speculation": {"trace": True}},
+    )
+    trace = answer.choices[0].model_extra["trace"]
+    text = same(written, "trace", answer.choices[0].text)
+    assert "".join(token["text"] for token in trace) == text
+    # the last space may yet be a part of a token with a digit
+    forced = ["The", " total", " of", " all", " is"]
+    assert [token["text"] for token in trace if token["origin"] == "grammar"] == forced
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [

@@ -3,8 +3,8 @@
 
 `"text @{"reply": "Hello", "runs": [1, 3], "drafted": 3}@ more"` generates the tokens of "Hello", first one token, then
 rounds of 1, 3, 1, 3, ... tokens, each drafting 3. Keys: reply (text, one token a byte), ids (token ids instead),
-times (how often the reply is repeated), runs, drafted, delay (seconds a step), fault ("raise", "exit", "hang" or
-"refuse") with at (generated tokens before it).
+times (how often the reply is repeated), runs, drafted, forced (tokens of each round that a grammar had forced), delay
+(seconds a step), fault ("raise", "exit", "hang" or "refuse") with at (generated tokens before it).
 A prompt without a script gets "Hello, world!".
 
 Obeys the engine's contract: never past max_tokens, ends at stop ids, aborts within a step, bounded queue.
@@ -151,6 +151,7 @@ class ScriptedCore:
             stop_token_id=stop,
             num_drafted=drafted,
             num_accepted=min(len(tokens) - 1, drafted),
+            num_forced=min(len(tokens), script.get("forced", 0)) if sequence.prefilled else 0,
             round=sequence.prefilled,
         )
         sequence.prefilled = True

@@ -10,6 +10,7 @@ from pilotfish.engine.grammar import steps as steps_module
 from pilotfish.engine.grammar.steps import TOO_SLOW, Steps
 from pilotfish.engine.guard import Guarded
 from pilotfish.engine.link.messages import Grammar
+from pilotfish.engine.round.reports import num_forced
 from tests.support.grammars import MadeGrammars
 from tests.support.loops import LoopDriver, assert_alone
 
@@ -152,3 +153,22 @@ def test_a_slot_s_grammar_is_let_go_when_its_request_ends():
     driver.loop.abort("a")
     assert not driver.loop.executor.grammars.constraints and not driver.loop.executor.grammars.steps._newest
     driver.run()
+
+
+def test_what_is_forced_is_known_of_the_newest_step_alone():
+    steps = Steps(64)
+    assert steps.forced(1) == []
+    for forces in ([7, 8], []):
+        steps.begin(1, Guarded(Rule(forces=forces), "x"), [], [1])
+        assert steps.ready(1) and steps.settle(1) == forces
+        assert steps.forced(1) == forces
+    steps.release(1)
+    assert steps.forced(1) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "forced", "count"),
+    [([7, 8, 9], [7, 8], 2), ([7], [7, 8], 1), ([7, 1], [7, 8], 1), ([1], [7], 0), ([], [7], 0)],
+)
+def test_forced_tokens_are_the_first_that_came_as_they_had_to(tokens, forced, count):
+    assert num_forced(tokens, forced) == count
