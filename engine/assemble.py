@@ -60,7 +60,7 @@ def assemble(
     state = BatchState(*slots_and_depth, vocab_size, plan.device, history_length)
     executor = _make_executor(model, state, plan)
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
-    scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.prefill_chunk)
+    scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.grid)
     account = ledger.measure(model, state, executor, plan.device) | {"checkpoint_bytes": weight_bytes}
     ready = Ready(
         model_type=model.config.model_type,
@@ -76,6 +76,7 @@ def assemble(
         device=str(plan.device),
         dtype=str(plan.dtype).removeprefix("torch."),
         load_seconds=load_seconds,
+        prefill_chunk=plan.prefill_chunk,
         ledger=account,
         limits=limits(plan, slots.capacity, executor),
         kv_bytes_per_token=ledger.bytes_per_token(model),

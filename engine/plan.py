@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pilotfish.draft_heads.lookup.head import LookupHead
+from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.checkpoint.kv_scales import KvScales, load_kv_scales
 from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.config import ModelConfig
@@ -24,7 +25,8 @@ DEFAULT_DEPTH = 3
 DEFAULT_NGRAM = 5
 DEFAULT_CHUNK = 256
 FUSED_CHUNK = 2048
-"""Prompt tokens of a chunk on a GPU, where expanding a layer's weights costs the same for few tokens as for many."""
+"""Prompt tokens of the largest chunk on a GPU, where expanding a layer's weights costs the same for few tokens as for
+many."""
 GPU_RESERVE_BYTES = 2 << 30
 """GPU memory beside weights, KV cache and `buffer_bytes`: graphs, libraries, prompts."""
 SLOT_TABLE_BYTES = 128 << 10
@@ -38,9 +40,9 @@ MAX_ROWS = 256
 @dataclass(frozen=True)
 class Plan:
     """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
-    with in place of the checkpoint's. `prefill_chunk` is part of the exactness contract: prompts are cut at its
-    multiples, whatever the load. `fused`: the kernels of kernels.cuda, `captured` in graphs. `kv_dtype`: of keys and
-    values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones."""
+    with in place of the checkpoint's. `prefill_chunk`, the largest chunk of a prompt, is part of the exactness
+    contract: prompts are cut as `grid` says, whatever the load. `fused`: the kernels of kernels.cuda, `captured` in
+    graphs. `kv_dtype`: of keys and values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones."""
 
     device: torch.device
     dtype: torch.dtype
@@ -56,6 +58,10 @@ class Plan:
     captured: bool = False
     kv_dtype: torch.dtype | None = None
     kv_scales: KvScales = field(default_factory=dict)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.prefill_chunk, PAGE)
 
     @property
     def cache_sizes(self) -> CacheSizes:
@@ -159,7 +165,7 @@ def choose_kv_dtype(wanted: str, dtype: torch.dtype, device: torch.device, fused
 
 
 def default_chunk(fused: bool) -> int:
-    """Prompt tokens of a chunk that a server reads at a time."""
+    """Prompt tokens that a server reads at a time, at most."""
     return FUSED_CHUNK if fused else DEFAULT_CHUNK
 
 

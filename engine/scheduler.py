@@ -2,8 +2,8 @@
 
 Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted. Prompt chunks
 and rounds alternate, so that a long prompt does not starve the running sequences. The cut of a prompt depends on its
-length and `prefill_chunk` alone: full chunks on the absolute grid, then the tail. Places and turns to read go to the
-API key that was served least (waiting.py).
+length and the grid alone (cache/grid.py). Places and turns to read go to the API key that was served least
+(waiting.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.waiting import FairLines
@@ -40,11 +41,11 @@ class Scheduler:
     """`waiting` in lines by key; `running` in order of admission, at most `max_num_seqs`; `retired` have ended, but
     a launched round still reads what they hold."""
 
-    def __init__(self, pages: Pool, slots: Pool, max_num_seqs: int, max_waiting: int, prefill_chunk: int):
+    def __init__(self, pages: Pool, slots: Pool, max_num_seqs: int, max_waiting: int, grid: Grid):
         if not 1 <= max_num_seqs <= slots.capacity:
             raise ValueError(f"max_num_seqs: want 1..{slots.capacity} (state slots), got {max_num_seqs}")
         self.pages, self.slots = pages, slots
-        self.max_num_seqs, self.max_waiting, self.prefill_chunk = max_num_seqs, max_waiting, prefill_chunk
+        self.max_num_seqs, self.max_waiting, self.grid = max_num_seqs, max_waiting, grid
         self.waiting = FairLines()
         self.running: list[Sequence] = []
         self.retired: list[Sequence] = []
@@ -91,7 +92,7 @@ class Scheduler:
             self._last_was_prefill = True
             sequence = self.waiting.least_served(prompts)
             start = sequence.num_prefilled
-            end = min(start + self.prefill_chunk, len(sequence.prompt))
+            end = self.grid.next_cut(start, len(sequence.prompt))
             self.waiting.serve(sequence, end - start)
             return PrefillStep(sequence, start, end)
         self._last_was_prefill = False

@@ -15,6 +15,7 @@ import torch
 
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.bench.oracle import Oracle
+from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.check import driver
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.loop import EngineLoop
@@ -50,9 +51,9 @@ class AdmissionTimes:
         }
 
 
-def stream_tokens(depth: int, length: int, chunk: int) -> int:
+def stream_tokens(depth: int, length: int, grid: Grid) -> int:
     """Tokens that outlast the prompt, whatever is accepted."""
-    return (SETTLE + 2 * (STREAMS + -(-length // chunk)) + 8) * (depth + 1)
+    return (SETTLE + 2 * (STREAMS + grid.num_chunks(length)) + 8) * (depth + 1)
 
 
 def measure_admission(loop: EngineLoop, context: int, length: int) -> AdmissionTimes:
@@ -98,7 +99,7 @@ def _read(loop: EngineLoop, prompt: list[int], wait: bool) -> list[float]:
 
 def _beside(loop: EngineLoop, prompt: list[int], streams: list[list[int]]) -> tuple[float, float, float]:
     """The longest gap, the usual one, and the time to the prompt's first token."""
-    num_tokens = stream_tokens(loop.depth, len(prompt), loop.scheduler.prefill_chunk)
+    num_tokens = stream_tokens(loop.depth, len(prompt), loop.scheduler.grid)
     names = [f"s{number}" for number in range(len(streams))]
     times: dict[str, list[float]] = {name: [] for name in (*names, LONG)}
     driver.submit(loop, dict(zip(names, streams, strict=True)), driver.greedy(num_tokens))

@@ -40,6 +40,7 @@ from pilotfish.engine.bench.profile import profile
 from pilotfish.engine.bench.roof import Frame, distinct_experts, memory_rate, round_bytes
 from pilotfish.engine.bench.show import ADMISSION, ROUND, show
 from pilotfish.engine.bench.sizes import SIZES, released_config
+from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.check import probe
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.load import Weight, load_weights
@@ -64,6 +65,7 @@ from pilotfish.engine.plan import (
 )
 from pilotfish.engine.round.executor import PLAIN, VERIFY, WHOLE
 from pilotfish.engine.round.shapes import Shape, Shapes
+from pilotfish.kernels.attention import PAGE
 
 REPLAYS = 16
 """How often each captured part is replayed over a live batch."""
@@ -165,12 +167,13 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     if args.profile and device.type != "cuda":
         raise OptionError("profile: want a CUDA device, whose kernels it traces")
     chunk = args.prefill_chunk or default_chunk(fused)
+    grid = Grid(chunk, PAGE)
     # the most rounds that anything looks at while a batch is live
-    live = live_tokens(2 * REPLAYS, depth, batch, -(-max(args.context) // chunk))
+    live = live_tokens(2 * REPLAYS, depth, batch, grid.num_chunks(max(args.context)))
     longest = max(args.context) + max(args.tokens, live)
     pages = reserved_pages(longest, depth) * batch
     if args.admission is not None:
-        stream = min(args.context) + stream_tokens(depth, args.admission, chunk)
+        stream = min(args.context) + stream_tokens(depth, args.admission, grid)
         lengths = [stream] * STREAMS + [args.admission + 2]
         pages = max(pages, sum(reserved_pages(length, depth) for length in lengths))
         longest, batch = max(longest, *lengths), max(batch, len(lengths))
@@ -245,7 +248,7 @@ def _admission_row(args: argparse.Namespace, loop: EngineLoop, depth: int) -> di
         "streams": STREAMS,
         "context": context,
         "prompt": args.admission,
-        "prefill_chunk": loop.scheduler.prefill_chunk,
+        "prefill_chunk": loop.scheduler.grid.chunk,
         **measure_admission(loop, context, args.admission).as_row(),
     }
 

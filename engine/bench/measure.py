@@ -120,7 +120,7 @@ def live_tokens(num_rounds: int, depth: int, num_prompts: int, chunks: int) -> i
 def live_batch(loop: EngineLoop, prompts: list[list[int]], num_rounds: int) -> Iterator[None]:
     """All prompts have been read, some rounds have run, and `num_rounds` more can before a request ends. They are
     aborted afterwards: what has been committed by then need not be what the loop has read."""
-    chunks = -(-max(map(len, prompts)) // loop.scheduler.prefill_chunk)
+    chunks = loop.scheduler.grid.num_chunks(max(map(len, prompts)))
     num_tokens = live_tokens(num_rounds, loop.depth, len(prompts), chunks)
     named = {f"live{number}": prompt for number, prompt in enumerate(prompts)}
     driver.submit(loop, named, driver.greedy(num_tokens))

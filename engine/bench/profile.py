@@ -40,7 +40,7 @@ def profile_prompt(loop: EngineLoop, prompt: list[int]) -> dict[str, Any]:
     """What the device does from a prompt's arrival to its first token, and its first drafts where there are any."""
     read_prompt(loop, prompt)
     found = traced(lambda: read_prompt(loop, prompt), 1)
-    return {"tokens": len(prompt), "chunks": -(-len(prompt) // loop.scheduler.prefill_chunk), **found}
+    return {"tokens": len(prompt), "chunks": loop.scheduler.grid.num_chunks(len(prompt)), **found}
 
 
 def traced(work: Callable[[], object], times: int) -> dict[str, Any]:

@@ -84,9 +84,12 @@ def warm_up(loop: EngineLoop) -> None:
     """Reads prompts of several lengths, the longest one more than a chunk, each by itself, and writes a few tokens: a
     library loads a kernel, and memory is asked for, when a length first wants it. No kernel that is compiled depends on
     a prompt's length, so the first one has all of them. Sampled with filters, which torch chooses a first token by."""
-    ready, chunk = loop.ready, loop.scheduler.prefill_chunk
+    ready, grid = loop.ready, loop.scheduler.grid
     room = ready.max_model_len - NUM_TOKENS - 1
-    wanted = [*(tail for tail in TAILS if tail <= chunk), chunk, chunk + min(TAILS[0], chunk)]
+    tails = [tail for tail in TAILS if tail <= grid.chunk]
+    # the first chunk is a smaller one where the grid has a cut at half of one
+    whole = grid.chunk if grid.half is None else 2 * grid.chunk
+    wanted = [*tails, whole, whole + min(TAILS[0], grid.chunk)]
     sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, max_tokens=NUM_TOKENS, ignore_eos=True)
     for length in sorted({min(length, room) for length in wanted} - {0}) if room > 0 else ():
         prompt = [(7 * i + 1) % ready.vocab_size for i in range(length)]

@@ -100,7 +100,7 @@ class Driver:
         self.executor: RoundExecutor = engine.executor
         self.state = engine.executor.state
         self.trunk = engine.executor.model.trunk
-        self.chunk = engine.scheduler.prefill_chunk
+        self.grid = engine.scheduler.grid
         self.tables: dict[int, list[int]] = {}
         self.prompts: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -129,9 +129,9 @@ class Driver:
         self.prompts[slot], self.tables[slot] = prompt, table
         self.tokens[slot], self.logits[slot] = [], {}
         self.executor.admit(slot, prompt, params, len(prompt) + max_tokens, own_k)
-        report = None
-        for start in range(0, len(prompt), self.chunk):
-            end = min(start + self.chunk, len(prompt))
+        report, end = None, 0
+        while end < len(prompt):
+            start, end = end, self.grid.next_cut(end, len(prompt))
             report = self.executor.prefill(slot, table, prompt, start, end, depth, logprobs)
         assert report is not None
         self.tokens[slot] += report.token_ids

@@ -241,7 +241,7 @@ class Auditor:
         for request in requests:
             loop.submit(_at_most(request, depth))
         most = SPARE_STEPS + sum(
-            2 * r.sampling.max_tokens + 2 * len(r.prompt_token_ids) // plan.prefill_chunk + 2 for r in requests
+            2 * r.sampling.max_tokens + 2 * plan.grid.num_chunks(len(r.prompt_token_ids)) for r in requests
         )
         forcer = Forcer(self, loop, depth, requests) if forced else None
         while loop.has_work() and recorder.num_steps < most:

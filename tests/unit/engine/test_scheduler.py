@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
@@ -20,9 +21,9 @@ def make_sequence(name, prompt_length=10, num_pages=1):
     return Sequence(request, prompt_length + 16, 3, num_pages)
 
 
-def make_scheduler(num_pages=100, num_slots=8, max_num_seqs=4, max_waiting=3, prefill_chunk=CHUNK):
+def make_scheduler(num_pages=100, num_slots=8, max_num_seqs=4, max_waiting=3, chunk=CHUNK):
     pools = Pool("KV pages", num_pages + 1), Pool("state slots", num_slots + 1)
-    return Scheduler(*pools, max_num_seqs, max_waiting, prefill_chunk)
+    return Scheduler(*pools, max_num_seqs, max_waiting, Grid(chunk, 256))
 
 
 def add(scheduler, *sequences):

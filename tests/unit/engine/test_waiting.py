@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.scheduler import PrefillStep, RoundStep, Scheduler
@@ -21,7 +22,7 @@ class Simulation:
     def __init__(self, seed=0, places=PLACES, pages=1000):
         self.random = random.Random(seed)
         pools = Pool("KV pages", pages + 1), Pool("state slots", places + 1)
-        self.scheduler = Scheduler(*pools, places, 10_000, CHUNK)
+        self.scheduler = Scheduler(*pools, places, 10_000, Grid(CHUNK, 256))
         self.now = 0
         self.left: dict[str, int] = {}
         self.arrived: dict[str, int] = {}
