@@ -43,7 +43,8 @@ def main() -> int:
     args = parser.parse_args()
     port = free_port()
     command = [sys.executable, "-P", "-m", "pilotfish.server.cli", "serve", str(args.model), "--port", str(port)]
-    command += ["--num-speculative-tokens", str(args.k), *args.server_flags]
+    # rounds are timed for dashboards, and nobody looks at one here
+    command += ["--num-speculative-tokens", str(args.k), "--no-cost-table", *args.server_flags]
     say(f"$ pilotfish serve {args.model} --port {port} --num-speculative-tokens {args.k}")
     with running(command) as server:
         url = f"http://127.0.0.1:{port}"

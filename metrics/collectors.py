@@ -7,6 +7,7 @@ are not in them, and a run cut by a stop string arrives cut, so nothing over-pro
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,6 +39,8 @@ class Collector:
         self._series: dict[str, Any] = {**build(registry)}
         self._rounds = _RoundSeries(self._series)
         self._phases = {name: self._series["round_seconds"].labels(name) for name in PHASES}
+        self._break_even: list[tuple[int, float]] = []
+        """Sequences at once, and tokens a round must commit to each of them; empty where no rounds were timed."""
         self._paths = {name: self._series["rounds"].labels(name) for name in ROUND_PATHS}
         self._first_token = self._series["time_to_first_token_seconds"]
         self._inter_token = self._series["inter_token_latency_seconds"]
@@ -62,7 +65,8 @@ class Collector:
         series["engine_load_seconds"].set(ready.load_seconds)
         series["engine_ready_timestamp_seconds"].set(time.time())
         if ready.execution is not None:
-            for sequences, tokens in ready.execution.break_even.items():
+            self._break_even = sorted(ready.execution.break_even.items())
+            for sequences, tokens in self._break_even:
                 series["spec_decode_break_even_acceptance_length"].labels(str(sequences)).set(tokens)
         for part, check in (("trunk", ready.trunk_check), ("head", ready.head_check)):
             if check is not None and check.verdict != "untested":
@@ -118,6 +122,14 @@ class Collector:
                 self._phases[phase].observe(seconds)
         for output in report.outputs:
             self._on_output(output)
+        if self._break_even:
+            self._on_round([output for output in report.outputs if output.round])
+
+    def _on_round(self, outputs: list[RequestOutput]) -> None:
+        """What the round's sequences had to commit; a round without drafts is plain decoding."""
+        drafting = any(output.num_drafted for output in outputs)
+        needed = _between(self._break_even, len(outputs)) if drafting else 1.0
+        self._series["spec_decode_break_even_tokens"].inc(needed * sum(bool(o.token_ids) for o in outputs))
 
     def _on_output(self, output: RequestOutput) -> None:
         if output.token_ids:
@@ -163,6 +175,15 @@ class Collector:
 
     def on_rejection(self, reason: str) -> None:
         self._series["request_rejected"].labels(reason).inc()
+
+
+def _between(points: list[tuple[int, float]], x: int) -> float:
+    """The value at x on the lines between points in order; beyond the first and the last their own."""
+    x = min(max(x, points[0][0]), points[-1][0])
+    for (left, low), (right, high) in pairwise(points):
+        if x <= right:
+            return low + (high - low) * (x - left) / (right - left)
+    return points[0][1]
 
 
 class _RoundSeries:

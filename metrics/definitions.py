@@ -124,6 +124,11 @@ DEFINITIONS = (
         "Tokens a round must commit to a sequence to gain over k = 0, timed at the start (--cost-table), by sequences.",
         ("sequences",),
     ),
+    Definition(
+        SPEC + "break_even_tokens_total",
+        "counter",
+        "Tokens that the rounds so far had to commit to be as fast as k = 0, by those timed at the start; else 0.",
+    ),
     Definition(SPEC + "disabled", "gauge", "1 while the engine decodes without speculation, by reason.", ("reason",)),
     Definition(PREFIX + "num_requests_running", "gauge", "Sequences that take part in rounds or prefill."),
     Definition(PREFIX + "num_requests_waiting", "gauge", "Sequences queued in the engine."),

@@ -196,8 +196,10 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument(
         "--cost-table",
-        action="store_true",
-        help="time rounds at k = 0 and k before serving: seconds of start for a measured break-even in metrics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time rounds at k = 0 and k before serving: some seconds of start for a break-even that is measured"
+        " (default: on)",
     )
     group.add_argument(
         "--restart-engine",

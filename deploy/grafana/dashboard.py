@@ -138,7 +138,7 @@ def _overrides(panel: Panel) -> list[dict[str, Any]]:
 def _options(panel: Panel) -> dict[str, Any]:
     last = {"calcs": ["lastNotNull"], "fields": "", "values": False}
     if panel.kind == "stat":
-        return _stat_options(last)
+        return _stat_options(last, named=bool(panel.queries[0].legend))
     if panel.kind == "bargauge":
         return _bargauge_options(last)
     if panel.kind == "heatmap":
@@ -149,14 +149,14 @@ def _options(panel: Panel) -> dict[str, Any]:
     }
 
 
-def _stat_options(last: dict[str, Any]) -> dict[str, Any]:
+def _stat_options(last: dict[str, Any], named: bool) -> dict[str, Any]:
     return {
         "reduceOptions": last,
         "orientation": "auto",
         "colorMode": "value",
         "graphMode": "area",
         "justifyMode": "auto",
-        "textMode": "value",
+        "textMode": "value_and_name" if named else "value",
         "wideLayout": True,
         "showPercentChange": False,
         "percentChangeColorMode": "standard",

@@ -1,4 +1,4 @@
-"""Writes what is generated from panels.py and rules.py, or says what is stale.
+"""Writes what is generated from panels.py, rules.py and the table of metrics, or says what is stale.
 
 python -m pilotfish.deploy.grafana.generate [--check]
 """
@@ -10,15 +10,30 @@ from pathlib import Path
 
 from pilotfish.deploy.grafana import dashboard
 from pilotfish.deploy.prometheus import rules
+from pilotfish.metrics.definitions import DEFINITIONS, PREFIX
 
 DEPLOY = Path(__file__).resolve().parents[1]
+METRICS_PAGE = DEPLOY.parent / "docs" / "server.md"
+BEGIN = "<!-- generated from metrics/definitions.py by python -m pilotfish.deploy.grafana.generate -->\n"
+END = "<!-- end -->"
 
 
 def files() -> dict[Path, str]:
     return {
+        METRICS_PAGE: metrics_page(METRICS_PAGE.read_text(encoding="utf-8")),
         DEPLOY / "grafana" / "dashboards" / "pilotfish.json": dashboard.text(),
         DEPLOY / "prometheus" / "pilotfish.rules.yml": rules.rules_text(),
     }
+
+
+def metrics_page(page: str) -> str:
+    """The page with the table of metrics as it is now between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    rows = ["", "| name | kind | |", "|---|---|---|"]
+    for entry in DEFINITIONS:
+        labels = f"{{{','.join(entry.labels)}}}" if entry.labels else ""
+        rows.append(f"| `{entry.name.removeprefix(PREFIX)}{labels}` | {entry.kind} | {entry.help} |")
+    return before + BEGIN + "\n".join(rows) + "\n\n" + END + rest.partition(END)[2]
 
 
 def stale() -> list[Path]:

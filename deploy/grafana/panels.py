@@ -41,8 +41,8 @@ class Row:
     panels: tuple[Panel, ...]
 
 
-def stat(title: str, tells: str, unit: str, expression: str, decimals: int | None = None) -> Panel:
-    return Panel(title, tells, unit, (Query(expression),), "stat", 4, decimals=decimals)
+def stat(title: str, tells: str, unit: str, expression: str, decimals: int | None = None, legend: str = "") -> Panel:
+    return Panel(title, tells, unit, (Query(expression, legend),), "stat", 4, decimals=decimals)
 
 
 def quantiles(title: str, tells: str, unit: str, key: str, *matchers: str) -> Panel:
@@ -52,8 +52,8 @@ def quantiles(title: str, tells: str, unit: str, key: str, *matchers: str) -> Pa
 
 LENGTH = q.acceptance_length(PANEL)
 CEILING = Query(f"1 + {PANEL.select('spec_decode_k')}", "ceiling, k + 1", dashed=True)
-BREAK_EVEN = Query(q.break_even(PANEL), "break-even, modelled", dashed=True)
-MEASURED_BREAK_EVEN = Query(
+BREAK_EVEN = Query(q.break_even(PANEL), "break-even, by {{by}}", dashed=True)
+BREAK_EVEN_BY_BATCH = Query(
     PANEL.gauge("spec_decode_break_even_acceptance_length", by=("sequences",)),
     "break-even, {{sequences}} at once (timed at the start)",
     dashed=True,
@@ -71,10 +71,12 @@ NOW = Row(
         ),
         stat(
             "Speed-up over k = 0",
-            "Tokens per round over the break-even. Below 1 speculation costs speed.",
+            "Tokens per round over the break-even. Below 1 speculation costs speed. By rounds timed at the start, or, "
+            "without them (--no-cost-table), by a model that is rather too kind.",
             "none",
             q.speed_up(PANEL),
             2,
+            "by {{by}}",
         ),
         stat("Drafted tokens a round (k)", "0 is plain decoding.", "none", f"max({PANEL.select('spec_decode_k')})"),
         stat("Tokens/s", "Tokens generated and counted, all requests.", "none", q.tokens_per_second(PANEL), 1),
@@ -88,10 +90,10 @@ ACCEPTANCE = Row(
     (
         Panel(
             "Acceptance length over time",
-            "Between break-even and the ceiling speculation pays; above the ceiling it cannot go. The modelled one is "
-            "rather too low; --cost-table adds what rounds at k = 0 and k took at the start, by sequences at once.",
+            "Between break-even and the ceiling speculation pays; above the ceiling it cannot go. Break-even is what "
+            "rounds at k = 0 and k took at the start, for as many sequences as ran; without them a model, rather low.",
             "none",
-            (Query(LENGTH, "acceptance length"), CEILING, BREAK_EVEN, MEASURED_BREAK_EVEN),
+            (Query(LENGTH, "acceptance length"), CEILING, BREAK_EVEN, BREAK_EVEN_BY_BATCH),
             width=12,
             decimals=2,
         ),
@@ -130,14 +132,14 @@ PAYING = Row(
     "Is speculation paying?",
     (
         Panel(
-            "Tokens/s, and the modelled k = 0",
-            "Modelled: the same load with rounds that take only verify, choose, accept and report. It supposes that a "
-            "window of k + 1 rows costs what one row costs; where it costs more, the modelled line is too low. The "
-            "sweep measures k = 0 itself.",
+            "Tokens/s, and those of k = 0",
+            "At k = 0: the same load, with rounds that take what those timed at the start took. By model, where none "
+            "were timed: with rounds of verify, choose, accept and report alone, as if k + 1 rows cost what one costs; "
+            "where they cost more, that line is too low. The sweep measures k = 0 itself.",
             "none",
             (
                 Query(q.tokens_per_second(PANEL), "measured"),
-                Query(q.plain_tokens_per_second(PANEL), "modelled at k = 0", dashed=True),
+                Query(q.plain_tokens_per_second(PANEL), "at k = 0, by {{by}}", dashed=True),
             ),
         ),
         Panel(
@@ -269,9 +271,9 @@ CAPACITY = Row(
         ),
         Panel(
             "Memory ledger",
-            "As counted at the start; the parts add up to all there is.",
+            "As counted at the start, but for what is free, beside which the others would be hairlines.",
             "bytes",
-            (Query(PANEL.gauge("memory_bytes", by=("part",)), "{{part}}"),),
+            (Query(PANEL.gauge("memory_bytes", 'part!="free"', by=("part",)), "{{part}}"),),
             kind="bargauge",
         ),
         Panel(

@@ -96,14 +96,32 @@ def seconds_by_phase(scope: Scope) -> str:
 
 
 def break_even(scope: Scope) -> str:
-    """The tokens per round above which speculation pays: time of a round over that of its plain part."""
+    """The tokens per round above which speculation pays; its label `by` says whether rounds were timed for it."""
+    rounds = scope.rate("spec_decode_committed_tokens_per_round", suffix="count")
+    return _timed_or_modelled(scope, f"{_timed_need(scope)} / {rounds}", _modelled_break_even(scope))
+
+
+def speed_up(scope: Scope) -> str:
+    """Decoding speed over the speed at k = 0, timed at the start or modelled: the label `by` says which."""
+    committed = scope.rate("spec_decode_committed_tokens_per_round", suffix="sum")
+    modelled = f"({committed_per_round(scope)}) / ({_modelled_break_even(scope)})"
+    return _timed_or_modelled(scope, f"{committed} / {_timed_need(scope)}", modelled)
+
+
+def _timed_need(scope: Scope) -> str:
+    """Tokens that rounds had to commit, a second; no series where none were timed or none ran."""
+    return f"({scope.rate('spec_decode_break_even_tokens_total')} > 0)"
+
+
+def _modelled_break_even(scope: Scope) -> str:
+    """Time of a round over that of its plain part: as if k + 1 rows cost what one costs."""
     whole = scope.rate("round_seconds", 'phase!="prefill"', suffix="sum")
     return f"{whole} / {scope.rate('round_seconds', PLAIN_PHASES, suffix='sum')}"
 
 
-def speed_up(scope: Scope) -> str:
-    """Decoding speed over the modelled speed at k = 0."""
-    return f"({committed_per_round(scope)}) / ({break_even(scope)})"
+def _timed_or_modelled(scope: Scope, timed: str, modelled: str) -> str:
+    named = (f'label_replace({it}, "by", "{by}", "", "")' for it, by in ((timed, "timed rounds"), (modelled, "model")))
+    return f" or on({', '.join(scope.by)}) ".join(named)
 
 
 def tokens_per_second(scope: Scope) -> str:
@@ -111,8 +129,8 @@ def tokens_per_second(scope: Scope) -> str:
 
 
 def plain_tokens_per_second(scope: Scope) -> str:
-    """What the same load would give at k = 0 if a plain round took the plain phases' time."""
-    return f"{tokens_per_second(scope)} / ({speed_up(scope)})"
+    """What the same load would give at k = 0, by timed rounds or by the model."""
+    return f"{tokens_per_second(scope)} / on({', '.join(scope.by)}) group_right() ({speed_up(scope)})"
 
 
 def graph_share(scope: Scope) -> str:

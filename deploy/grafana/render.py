@@ -117,6 +117,9 @@ def _stat(axes: Any, panel: Panel, reader: PanelReader) -> None:
     shown = f"{scale * values[-1]:.{decimals}f}{unit}" if values else "no data"
     axes.axis("off")
     axes.text(0, 0.6, shown, fontsize=20, color=COLOURS[0], va="center", transform=axes.transAxes)
+    for query in panel.queries:
+        for series in reader.last(query):
+            axes.text(0, 0.1, _legend(query, series), fontsize=7, va="center", transform=axes.transAxes)
 
 
 def _bars(axes: Any, panel: Panel, reader: PanelReader) -> None:

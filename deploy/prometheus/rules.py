@@ -91,7 +91,8 @@ ALERTS = (
         "< 1",
         "15m",
         "ticket",
-        "{{ $labels.instance }} would decode faster at k = 0 (now {{ $value | printf `%.2f` }} times its speed).",
+        "{{ $labels.instance }} would decode faster at k = 0 (now {{ $value | printf `%.2f` }} times its speed, by "
+        "{{ $labels.by }}).",
         DRAFTING,
     ),
     Alert(

@@ -38,7 +38,9 @@ def started(model: str, flags: Sequence[str], log: Path, port: int | None = None
         # whoever answers there would be taken for the server that could not start
         raise StartError(f"port {port} is taken: another process listens there")
     port = port or free_port()
-    command = [sys.executable, "-m", "pilotfish.server.cli", "serve", model, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "pilotfish.server.cli", "serve", model, "--port", str(port)]
+    # what runs at once and at which k is measured by whoever starts it
+    command += ["--no-cost-table", *flags]
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("wb") as output,

@@ -23,7 +23,7 @@ from pilotfish.engine.model.build import Model
 from pilotfish.engine.plan import Plan, reserved_pages
 from pilotfish.kernels.attention import PAGE, pages_for
 
-ROUNDS, BLOCKS = 8, 3
+ROUNDS, BLOCKS = 5, 3
 """Each depth is timed over BLOCKS times ROUNDS rounds, the depths in turn, so that all meet the same machine."""
 WARM_UPS = 2
 
@@ -111,9 +111,9 @@ def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float
 
 def at_boot(model: Model, plan: Plan, folder: Path) -> list[Cost]:
     """Costs of the served depth, over a text where the checkpoint has a tokenizer: for one sequence, two, four, .. and
-    as many as may run, at a page of context or less."""
+    as many as may run, at a quarter of a page of context or less: on a CPU prompts would take longer than rounds."""
     counts = sorted({1 << n for n in range(plan.max_num_seqs.bit_length())} | {plan.max_num_seqs})
-    for context in (PAGE, PAGE // 4, PAGE // 16):
+    for context in (PAGE // 4, PAGE // 16):
         places = [(count, context) for count in counts if fits(plan, count, context)]
         if places:
             vocab_size = model.config.vocab_size

@@ -68,6 +68,39 @@ def test_acceptance_series_equal_the_transcript(registry, seed):
         assert value(registry, name + "_bucket", le=f"{bound}.0") == expected
 
 
+def test_each_round_needs_what_timed_rounds_of_its_size_did(registry):
+    timed = {1: 1.5, 2: 1.75, 4: 2.5}
+    execution = Execution(num_layers=1, kv_dtype="bfloat16", state_dtype="float32", break_even=timed)
+    collector = Collector(registry)
+    collector.on_ready(ready(num_speculative_tokens=3, execution=execution))
+    name = SPEC + "break_even_tokens_total"
+
+    def after(num_sequences, num_drafted=3, token_ids=(1,), is_round=True):
+        """What a round of so many sequences adds."""
+        before = value(registry, name)
+        outputs = [
+            RequestOutput(request_id=str(n), token_ids=list(token_ids), num_drafted=num_drafted, round=is_round)
+            for n in range(num_sequences)
+        ]
+        collector.on_report(StepReport(outputs=outputs, stats=StepStats()))
+        return value(registry, name) - before
+
+    assert after(1) == 1.5 and after(2) == 3.5 and after(4) == 10
+    # between and beyond what was timed
+    assert after(3) == pytest.approx(3 * 2.125) and after(6) == 15
+    # plain rounds must commit one token; a prompt's end is no round, and who committed nothing is not counted
+    assert after(2, num_drafted=0) == 2
+    assert after(2, is_round=False) == after(2, token_ids=()) == 0
+
+
+def test_no_round_needs_anything_where_none_was_timed(registry):
+    collector = Collector(registry)
+    collector.on_ready(ready(num_speculative_tokens=3))
+    output = RequestOutput(request_id="r", token_ids=[1, 2], num_drafted=3, num_accepted=1, round=True)
+    collector.on_report(StepReport(outputs=[output], stats=StepStats()))
+    assert value(registry, SPEC + "break_even_tokens_total") == 0
+
+
 def test_prefill_tokens_are_in_no_round(registry):
     output = RequestOutput(request_id="r", token_ids=[1], round=False)
     Collector(registry).on_report(StepReport(outputs=[output], stats=StepStats()))
