@@ -137,13 +137,26 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             )
         return name
 
+    def check_place(self, label: str) -> None:
+        """Refuses a request for text that could not be taken whatever it asks for: before it is read, so that a refusal
+        costs little. Raises Unavailable, Overloaded or TooManyRequests."""
+        ready = self.engine()
+        num_taken = self.client.num_open + self.limiter.num_held
+        if num_taken >= ready.max_num_seqs + ready.max_waiting:
+            raise _queue_full(num_taken)
+        self.limiter.check_place(label)
+
     def check_room(self, ready: Ready, num_new: int) -> None:
         """Refuses what the engine's queue could not hold. Raises Overloaded."""
         capacity = ready.max_num_seqs + ready.max_waiting
         if num_new > capacity:
             raise BadRequest(f"Want at most {capacity} sequences a request, got {num_new}.", param="n")
         if self.client.num_open + num_new > capacity:
-            raise Overloaded(f"The queue is full: {self.client.num_open} sequences run or wait. Try again later.")
+            raise _queue_full(self.client.num_open)
+
+
+def _queue_full(num_taken: int) -> Overloaded:
+    return Overloaded(f"The queue is full: {num_taken} sequences run or wait. Try again later.")
 
 
 NOTES: web.RequestKey[FieldNotes] = web.RequestKey("notes", FieldNotes)
@@ -156,7 +169,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         plan = yield from completion_steps(wanted, context)
         return plan, CompletionFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
 
-    return await _answer(request, *await _prepared(request, prepare))
+    return await _answer(request, *await _prepared(request, prepare, generates=True))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -165,7 +178,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         plan = plan_chat(wanted, context)
         return plan, ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
 
-    return await _answer(request, *await _prepared(request, prepare))
+    return await _answer(request, *await _prepared(request, prepare, generates=True))
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -182,7 +195,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         told = ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
         return plan, ResponsesFormat(wanted, plan, told, *([] if wanted.store is False else [keep]))
 
-    return await _answer(request, *await _prepared(request, prepare))
+    return await _answer(request, *await _prepared(request, prepare, generates=True))
 
 
 async def count_input(request: web.Request) -> web.Response:
@@ -211,7 +224,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
             plan = plan_chat(_chat_of(request, wanted, context), context, "msg_")
         return plan, MessagesFormat(plan)
 
-    return await _answer(request, *await _prepared(request, prepare))
+    return await _answer(request, *await _prepared(request, prepare, generates=True))
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -251,31 +264,49 @@ async def detokenize(request: web.Request) -> web.Response:
 
 @overload
 async def _prepared(
-    request: web.Request, prepare: Callable[[bytearray, Context], Generator[None, None, Prepared]]
+    request: web.Request,
+    prepare: Callable[[bytearray, Context], Generator[None, None, Prepared]],
+    generates: bool = False,
 ) -> Prepared: ...
 
 
 @overload
-async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Prepared]) -> Prepared: ...
+async def _prepared(
+    request: web.Request, prepare: Callable[[bytearray, Context], Prepared], generates: bool = False
+) -> Prepared: ...
 
 
-async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Any]) -> Any:
+async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Any], generates: bool = False) -> Any:
     """What `prepare` makes of the body: a small one here, others off the event loop, where keys take turns.
 
-    The request is counted before anything of it is read, so that one that is refused counts too. Raises ApiError.
+    The request is counted before anything of it is read, so that one that is refused counts too. One that `generates`
+    wants a place: it is refused unread where there is none, and holds one once it has come whole. Raises ApiError.
     """
     arrived, service, label = time.monotonic(), request.app[SERVICE], KEY.get()
     service.limiter.count(label)
+    if generates:
+        service.check_place(label)
     with service.bodies.hold(label, on_end=service.lane.tidy_soon) as held:
         body = await read_body(request, held)
         context = service.context(arrived, label)
         request[NOTES] = context.notes
-        if len(body) <= SMALL_BODY:
-            prepared = prepare(body, context)
-            return run_steps(prepared) if isinstance(prepared, Generator) else prepared
-        turn = label if len(body) <= LARGE_BODY else f"{label}, large"
-        prepared = await service.lane.run(turn, prepare, body, context)
-        return await service.lane.run_steps(turn, prepared) if isinstance(prepared, Generator) else prepared
+        if not generates:
+            return await _worked_out(service, label, prepare, body, context)
+        # others may have come while it was read; who sends slowly holds none meanwhile
+        service.check_place(label)
+        with service.limiter.hold_place(label):
+            return await _worked_out(service, label, prepare, body, context)
+
+
+async def _worked_out(
+    service: Service, label: str, prepare: Callable[[bytearray, Context], Any], body: bytearray, context: Context
+) -> Any:
+    if len(body) <= SMALL_BODY:
+        prepared = prepare(body, context)
+        return run_steps(prepared) if isinstance(prepared, Generator) else prepared
+    turn = label if len(body) <= LARGE_BODY else f"{label}, large"
+    prepared = await service.lane.run(turn, prepare, body, context)
+    return await service.lane.run_steps(turn, prepared) if isinstance(prepared, Generator) else prepared
 
 
 def _decode(

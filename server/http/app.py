@@ -30,6 +30,7 @@ from pilotfish.server.http.connections import MAX_CONNECTIONS, Runner, note_know
 from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.drain import DRAIN, Drain
 from pilotfish.server.http.limits import Limiter
+from pilotfish.server.http.pace import Pace
 from pilotfish.server.http.request_log import REQUEST_ID, RequestLog, client_id, note_error
 from pilotfish.server.http.routing import check_target, guarded
 from pilotfish.server.http.throughput import ThroughputLog
@@ -105,7 +106,9 @@ def make_app(
     drain = Drain()
     has_keys = bool(options.api_keys) or options.api_key_file is not None
     cors = msgspec.structs.replace(options.cors, keyless=not has_keys)
+    probes = PUBLIC | {options.root_path + path for path in PUBLIC}
     middlewares = [
+        Pace().middleware(handlers.KEY.get, exempt=probes),
         _errors(metrics, options.root_path),
         cors.guard(),
         _auth(keys, options.root_path),

@@ -43,6 +43,8 @@ class Limiter:
         self._limits_of = limits_of
         self._clock = clock
         self._running: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+        self.num_held = 0
         self._buckets: dict[str, _Bucket] = {}
 
     @contextlib.contextmanager
@@ -66,6 +68,24 @@ class Limiter:
 
     def _leave(self, label: str, num_sequences: int = 1) -> None:
         self._running[label] -= num_sequences
+
+    def check_place(self, label: str) -> None:
+        """Raises TooManyRequests where the key's places are taken or held: it cannot have one more."""
+        most = self._limits_of(label).concurrent
+        if most is not None and self._running[label] + self._held[label] >= most:
+            raise TooManyRequests(f"This key may run {most} sequences at a time.", CONCURRENCY_RETRY_SECONDS)
+
+    @contextlib.contextmanager
+    def hold_place(self, label: str) -> Iterator[None]:
+        """Holds a place while it is worked out how many sequences a request asks for: of many that come while one place
+        is free, one is worked on. What has been worked out is judged by `admit` alone."""
+        self._held[label] += 1
+        self.num_held += 1
+        try:
+            yield
+        finally:
+            self._held[label] -= 1
+            self.num_held -= 1
 
     def check(self, label: str, num_sequences: int) -> None:
         """Raises what `admit` would raise for a key that has sent nothing else, and for one whose places are taken."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 from serving import script, serving
 
+from pilotfish.server import handlers
 from pilotfish.server.http.auth import key_line
 
 
@@ -119,5 +120,98 @@ def test_what_only_counts_tokens_and_what_is_refused_count_too(folder):
             # more than it could ever send
             assert await ask("carol", completions, prompt="hi", n=5) == 400
             assert await ask("carol", completions, prompt="hi", n=4) == 429
+
+    asyncio.run(story())
+
+
+HEAD = "POST /v1/{} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer {}\r\n"
+
+
+async def raw_answer(reader):
+    """Status, headers and body of an answer with a Content-Length."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+    return int(head[0].split()[1]), headers, json.loads(await reader.readexactly(int(headers["content-length"])))
+
+
+def test_what_cannot_be_taken_is_refused_before_it_is_read(folder):
+    """Whatever API, however the body comes; the connection serves the next request, and other work is done."""
+    file = folder / "keys"
+    file.write_text("\n".join(key_line(label, label) + " concurrent=1" for label in ("alice", "bob", "carol")))
+
+    async def story():
+        engine = {"max_num_seqs": 1, "max_waiting": 1}
+        async with serving(folder, api_key_file=file, engine=engine) as server, aiohttp.ClientSession() as http:
+
+            def ask(key, path="completions", **fields):
+                headers = {"Authorization": f"Bearer {key}"}
+                return http.post(f"{server.v1}/{path}", json=fields, headers=headers)
+
+            stream = {"prompt": script(reply="x", times=3900, delay=0.01), "max_tokens": 3900, "stream": True}
+            host, port = server.url.removeprefix("http://").split(":")
+            body = b"[" * 300_000
+            async with ask("alice", **stream) as running:
+                await running.content.readany()
+                # a place is left, but not for this key; and for another, whose body is no JSON and is read
+                reader, writer = await asyncio.open_connection(host, int(port))
+                for path in ("completions", "chat/completions", "responses", "messages"):
+                    writer.write((HEAD.format(path, "alice") + f"Content-Length: {len(body)}\r\n\r\n").encode())
+                    async with asyncio.timeout(20):
+                        status, headers, told = await raw_answer(reader)
+                    assert (status, told["error"]["type"]) == (429, "rate_limit_error")
+                    assert headers["retry-after"] == "1"
+                    writer.write(body)
+                async with http.post(
+                    server.v1 + "/completions", data=b"[", headers={"Authorization": "Bearer bob"}
+                ) as r:
+                    assert r.status == 400
+                async with ask("bob", **stream) as waiting:
+                    async with asyncio.timeout(20):
+                        while server.service.client.num_open < 2:
+                            await asyncio.sleep(0.01)
+                    # now there is none for anybody
+                    writer.write((HEAD.format("completions", "carol") + "Transfer-Encoding: chunked\r\n\r\n").encode())
+                    async with asyncio.timeout(20):
+                        status, headers, told = await raw_answer(reader)
+                    assert (status, told["error"]["code"], headers["retry-after"]) == (503, "queue_full", "1")
+                    writer.write(b"5\r\n[[[[[\r\n0\r\n\r\n")
+                    writer.write(
+                        (HEAD.format("messages/count_tokens", "carol") + "Content-Length: 1\r\n\r\n{").encode()
+                    )
+                    async with asyncio.timeout(20):
+                        assert (await raw_answer(reader))[0] == 400
+                    async with http.get(server.url + "/metrics") as response:
+                        text = await response.text()
+                    assert 'pilotfish_request_rejected_total{reason="queue_full"} 1.0' in text
+                    assert 'pilotfish_request_rejected_total{reason="rate_limited"} 4.0' in text
+                    waiting.close()
+                running.close()
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_of_many_that_come_for_one_place_one_is_worked_on(folder, monkeypatch):
+    """What is refused after it was read and rendered costs all others; so the rest is refused unread."""
+    rendered = []
+    plan_chat = handlers.plan_chat
+    monkeypatch.setattr(handlers, "plan_chat", lambda *args: rendered.append(1) or plan_chat(*args))
+
+    async def story():
+        engine = {"max_num_seqs": 1, "max_waiting": 0}
+        async with serving(folder, engine=engine) as server, aiohttp.ClientSession() as http:
+            # beyond what the event loop itself works on
+            content = script("y" * handlers.SMALL_BODY, reply="x", times=20, delay=0.05)
+            body = {"messages": [{"role": "user", "content": content}]}
+
+            async def ask():
+                async with http.post(server.v1 + "/chat/completions", json=body) as response:
+                    await response.read()
+                    return response.status
+
+            statuses = await asyncio.gather(*(ask() for _ in range(20)))
+            assert sorted(statuses) == [200] + [503] * 19
+            assert len(rendered) == 1
+            assert await ask() == 200 and server.service.limiter.num_held == 0
 
     asyncio.run(story())

@@ -129,3 +129,22 @@ def test_two_keys_of_a_label_have_the_same_limits(tmp_path):
     (tmp_path / "keys").write_text(key_line("alice", "a") + "\n" + key_line("alice", "b") + " concurrent=1")
     with pytest.raises(KeyFileError, match="line 2: want the same limits"):
         Keys(file=tmp_path / "keys")
+
+
+def test_a_place_that_is_held_is_no_place_for_another_and_is_not_judged_by_admit():
+    limits = limiter(concurrent=2)
+    limits.check_place("alice")
+    with limits.admit("alice", 1):
+        limits.check_place("alice")
+        with limits.hold_place("alice"):
+            assert limits.num_held == 1
+            with pytest.raises(TooManyRequests) as caught:
+                limits.check_place("alice")
+            assert int(caught.value.headers["Retry-After"]) >= 1
+            limits.check_place("bob")
+            # another that was worked out first is admitted, not refused for what is not worked out yet
+            ask(limits)
+        with pytest.raises(ZeroDivisionError), limits.hold_place("alice"):
+            raise ZeroDivisionError
+        assert limits.num_held == 0
+        limits.check_place("alice")
