@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 _ONE_DEVICE = "a model is served by one device"
 _FIXED_CUTS = "a prompt is cut at fixed places, whatever the load"
-_NO_PREFIX_CACHE = "there is no prefix cache"
 _NOT_LOGGED = "requests are not logged, unless --log-requests asks for it"
 VLLM = {
     "--model": "the model comes first, without a flag",
@@ -24,8 +23,6 @@ VLLM = {
     "-q": "the checkpoint says how it is quantised",
     "--max-num-batched-tokens": _FIXED_CUTS,
     "--enable-chunked-prefill": _FIXED_CUTS,
-    "--enable-prefix-caching": _NO_PREFIX_CACHE,
-    "--no-enable-prefix-caching": _NO_PREFIX_CACHE,
     "--hf-overrides": "config.json says all that is served; change it there, in a folder of its own",
     "--rope-scaling": "config.json says it, in rope_parameters",
     "--disable-log-requests": _NOT_LOGGED,

@@ -13,10 +13,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pilotfish.metrics.definitions import FINISH_REASONS, PHASES, REJECTION_REASONS, ROUND_PATHS, build
+from pilotfish.metrics.definitions import (
+    FINISH_REASONS,
+    MISS_REASONS,
+    PHASES,
+    REJECTION_REASONS,
+    ROUND_PATHS,
+    VOLATILE_LINES,
+    build,
+)
 
 if TYPE_CHECKING:
-    from pilotfish.engine.link.messages import Ready, RequestOutput, StepReport
+    from pilotfish.engine.link.messages import PrefixCacheStats, Ready, RequestOutput, StepReport
+
+OF_ENGINE = (
+    *("num_requests_running", "num_requests_waiting", "kv_pages_used", "state_slots_used"),
+    *("prefix_cache_snapshots", "prefix_cache_bytes"),
+)
+"""Gauges of what ends with the engine."""
 
 
 class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +62,10 @@ class Collector:
             self._series["request_finished"].labels(reason)
         for reason in REJECTION_REASONS:
             self._series["request_rejected"].labels(reason)
+        for reason in MISS_REASONS:
+            self._series["prefix_cache_misses"].labels(reason)
+        for line in VOLATILE_LINES:
+            self._series["volatile_lines_left_out"].labels(line)
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""
@@ -90,7 +108,7 @@ class Collector:
     def on_engine(self, up: bool) -> None:
         self._series["engine_up"].set(int(up))
         if not up:
-            for gauge in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "state_slots_used"):
+            for gauge in OF_ENGINE:
                 self._series[gauge].set(0)
 
     def on_restart(self) -> None:
@@ -106,6 +124,8 @@ class Collector:
         series["kv_pages"].set(stats.kv_pages_total)
         series["state_slots_used"].set(stats.state_slots_used)
         series["state_slots"].set(stats.state_slots_total)
+        if stats.prefix_cache is not None:
+            self._on_prefix_cache(stats.prefix_cache)
         if stats.memory_bytes:
             series["memory_used_bytes"].set(stats.memory_bytes)
         if stats.num_prefill_tokens:
@@ -130,6 +150,17 @@ class Collector:
         drafting = any(output.num_drafted for output in outputs)
         needed = _between(self._break_even, len(outputs)) if drafting else 1.0
         self._series["spec_decode_break_even_tokens"].inc(needed * sum(bool(o.token_ids) for o in outputs))
+
+    def _on_prefix_cache(self, cache: PrefixCacheStats) -> None:
+        series = self._series
+        series["prefix_cache_queries"].inc(cache.num_queried_tokens)
+        series["prefix_cache_hits"].inc(cache.num_hit_tokens)
+        series["prefix_cache_evictions"].inc(cache.num_evictions)
+        for miss in cache.misses:
+            series["prefix_cache_misses"].labels(miss.reason).inc()
+        series["prefix_cache_snapshots"].set(cache.num_snapshots)
+        series["prefix_cache_bytes"].set(cache.num_bytes)
+        series["prefix_cache_capacity_bytes"].set(cache.capacity_bytes)
 
     def _on_output(self, output: RequestOutput) -> None:
         if output.token_ids:
@@ -172,6 +203,10 @@ class Collector:
     def on_schema_left_out(self, keyword: str) -> None:
         """A request's schemas have a keyword that is not held; `keyword` is one of a fixed list."""
         self._series["schema_keywords_left_out"].labels(keyword).inc()
+
+    def on_volatile_line(self, line: str) -> None:
+        """A line of a system prompt was left out; `line` is one of a fixed list."""
+        self._series["volatile_lines_left_out"].labels(line).inc()
 
     def on_rejection(self, reason: str) -> None:
         self._series["request_rejected"].labels(reason).inc()

@@ -15,6 +15,7 @@ from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import GenerationPlan
 from pilotfish.server.protocol import (
+    PromptTokensDetails,
     Response,
     ResponseMetrics,
     SpeculationMetrics,
@@ -35,7 +36,20 @@ def usage_of(plan: GenerationPlan, choices: Sequence[Choice]) -> Usage:
     accepted = sum(choice.num_accepted for choice in choices)
     rejected = sum(choice.num_drafted for choice in choices) - accepted
     reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-    return Usage(prompt, completion, prompt + completion, TokensDetails(accepted, rejected, reasoning))
+    return Usage(
+        prompt, completion, prompt + completion, cached_of(plan, choices), TokensDetails(accepted, rejected, reasoning)
+    )
+
+
+def cached_of(plan: GenerationPlan, choices: Sequence[Choice]) -> PromptTokensDetails:
+    """What is known so far."""
+    least: dict[int, int] = {}
+    for choice in choices:
+        if choice.num_cached_tokens is not None:
+            prompt = choice.index // plan.n
+            least[prompt] = min(choice.num_cached_tokens, least.get(prompt, choice.num_cached_tokens))
+    written = sum(max(0, plan.prompts[prompt].num_kept - cached) for prompt, cached in least.items())
+    return PromptTokensDetails(sum(least.values()), written)
 
 
 def metrics_of(plan: GenerationPlan, choices: Sequence[Choice]) -> ResponseMetrics:
@@ -118,7 +132,7 @@ class AnswerFormat(Protocol):
     heartbeat: bytes
     end: bytes
 
-    def opening(self) -> Sequence[msgspec.Struct]:
+    def opening(self, choices: Sequence[Choice]) -> Sequence[msgspec.Struct]:
         """Chunks sent before any text."""
 
     def chunks(self, choice: Choice, piece: Piece) -> Sequence[msgspec.Struct]:

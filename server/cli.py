@@ -156,6 +156,20 @@ def _add_serve(parser: Parser) -> None:
         " system message, or all lead (default: %(default)s)",
     )
     group.add_argument(
+        "--default-chat-template-kwargs",
+        type=_json_object,
+        default="{}",
+        metavar="JSON",
+        help='the template\'s switches where a request says nothing of them, e.g. {"preserve_thinking": true}',
+    )
+    group.add_argument(
+        "--volatile-lines",
+        choices=("drop", "keep"),
+        default="drop",
+        help="lines that clients put into system prompts and change with every request (docs/api.md has the list):"
+        " leave them out, or keep them, and read every prompt anew (default: %(default)s)",
+    )
+    group.add_argument(
         "--tool-call-parser",
         choices=("auto", "none", "qwen3_coder", "qwen3_xml"),
         default="auto",
@@ -170,6 +184,13 @@ def _add_serve(parser: Parser) -> None:
         "--enable-auto-tool-choice", action="store_true", help="as vLLM's; on wherever tool calls are read"
     )
     group = parser.add_argument_group("operation")
+    group.add_argument(
+        "--prefix-cache-isolation",
+        choices=("none", "key"),
+        default="none",
+        help="key: prompts share what was read of them with those of the same API key alone, so that no other key can"
+        " time what they hold (default: %(default)s; `cache_salt` does it by request)",
+    )
     group.add_argument(
         "--log-requests",
         "--enable-log-requests",
@@ -329,6 +350,12 @@ def _add_engine_flags(parser: Parser) -> None:
         "--kernels", choices=("auto", "torch", "fused"), default="auto", help="auto: fused where they run, else torch"
     )
     group.add_argument("--enforce-eager", action="store_true", help="with fused kernels: capture no graphs")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep what was read of prompts for later ones that begin alike; the text is the same (default: on)",
+    )
     group.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")
 
 

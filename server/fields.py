@@ -33,7 +33,7 @@ class FieldNotes:
     """What one request has that changes nothing. `strict` refuses every unknown field by name.
 
     `on_unused` gets each known name, one of unused.NAMES, that has no effect, `on_left_out` each keyword of a schema
-    that the grammar does not hold.
+    that the grammar does not hold, `on_volatile` each line of a system prompt that was left out, one of volatile.LINES.
     """
 
     def __init__(
@@ -42,10 +42,12 @@ class FieldNotes:
         strict: bool = False,
         on_unused: Callable[[str], None] = lambda name: None,
         on_left_out: Callable[[str], None] = lambda keyword: None,
+        on_volatile: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.strict = strict
         self.unused = on_unused
         self.on_left_out = on_left_out
+        self.on_volatile = on_volatile
         self._ignored: dict[str, None] = {}
         self.has_more = False
         self._left_out: dict[str, None] = {}

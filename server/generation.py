@@ -76,6 +76,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.end: str | None = None
         self.first_token_seconds: float | None = None
+        self.num_cached_tokens: int | None = None
         self.stop_reason: int | str | None = None
         self.looped = False
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -243,6 +244,8 @@ class Choice:
 
     def _count(self, output: RequestOutput) -> None:
         self.prompt_logprobs += output.prompt_logprobs or ()
+        if output.num_cached_tokens is not None:
+            self.num_cached_tokens = output.num_cached_tokens
         if output.queue_seconds is not None:
             self._metrics.on_queue(self.submit.key, output.queue_seconds)
         self._num_generated += len(output.token_ids)
@@ -461,6 +464,8 @@ def _submissions(plan: GenerationPlan, key: str) -> list[Submit]:
                     speculative_k=plan.speculative_k,
                     key=key,
                     priority=plan.priority,
+                    cache_salt=plan.cache_salt,
+                    system_tokens=prompt.system_tokens,
                 )
             )
     return submissions

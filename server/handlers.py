@@ -83,6 +83,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     any_model_name: bool = False
     strict_fields: bool = False
     tool_pieces: bool = False
+    isolates_keys: bool = False
     field_log: FieldLog = msgspec.field(default_factory=FieldLog)
     items: ItemMemory = msgspec.field(default_factory=ItemMemory)
     limiter: Limiter = msgspec.field(default_factory=Limiter)
@@ -121,9 +122,11 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
                 strict=self.strict_fields,
                 on_unused=self.metrics.on_unused_field,
                 on_left_out=self.metrics.on_schema_left_out,
+                on_volatile=self.metrics.on_volatile_line,
             ),
             check_room=check_room,
             tool_pieces=self.tool_pieces,
+            cache_owner=label if self.isolates_keys else "",
         )
 
     def check_model(self, name: str | None) -> str:
@@ -380,7 +383,7 @@ async def _stream(
 async def _send_events(
     response: web.StreamResponse, service: Service, shape: AnswerFormat, generation: Generation
 ) -> None:
-    opening = b"".join(map(shape.event, shape.opening()))
+    opening = b"".join(map(shape.event, shape.opening(generation.choices)))
     if opening:
         await response.write(opening)
     written = time.monotonic()

@@ -13,7 +13,8 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.link.messages import LoopRule
 from pilotfish.server.calls.parser import END_THINK, FUNCTION
 from pilotfish.server.errors import BadRequest
-from pilotfish.server.text.chat_template import ChatTemplate, load_chat_template, token_content
+from pilotfish.server.text.beginnings import Beginnings
+from pilotfish.server.text.chat_template import RESERVED, ChatTemplate, load_chat_template, token_content
 from pilotfish.server.text.tokenizer import Tokenizer
 
 
@@ -46,6 +47,12 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Where system messages go that do not lead: they keep their place, or all lead."""
     loop_rule: LoopRule | None = None
     """What ends a text that repeats itself, where a request says nothing about it."""
+    volatile_lines: Literal["drop", "keep"] = "drop"
+    """Whether lines of system prompts that change with every request are left out (chat/volatile.py)."""
+    template_values: dict[str, Any] = {}
+    """The template's switches where a request says nothing of them."""
+    beginnings: Beginnings | None = None
+    """Finds the end of system prompt and tools; there is one beside each chat template."""
 
 
 def load_model_files(
@@ -59,6 +66,8 @@ def load_model_files(
     reasoning_end: str = END_THINK,
     late_system: Literal["keep", "front"] = "keep",
     loop_rule: LoopRule | None = None,
+    volatile_lines: Literal["drop", "keep"] = "drop",
+    template_values: dict[str, Any] | None = None,
 ) -> ModelFiles:
     """`generation_config`: "auto" reads the folder's defaults, "vllm" none, anything else is a folder to read.
     `override` then replaces single values.
@@ -67,6 +76,8 @@ def load_model_files(
 
     The end ids of config.json, generation_config.json and the tokenizer all stop, whichever is chosen.
     """
+    if reserved := set(template_values or ()) & set(RESERVED):
+        raise ModelFilesError(f"--default-chat-template-kwargs: cannot set {sorted(reserved)[0]!r}")
     if not folder.is_dir():
         raise ModelFilesError(f"want a checkpoint folder, got {folder}")
     tokenizer = Tokenizer.from_folder(folder)
@@ -89,6 +100,9 @@ def load_model_files(
         reasoning_end=reasoning_end,
         late_system=late_system,
         loop_rule=loop_rule,
+        volatile_lines=volatile_lines,
+        template_values=template_values or {},
+        beginnings=Beginnings(template, tokenizer) if template is not None else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         defaults=_defaults({**chosen, **(override or {})}),
     )

@@ -28,6 +28,7 @@ from pilotfish.server.text.prompts import (
     check_id,
     check_num_messages,
     count_tokens,
+    kept_tokens,
     most_counted,
     most_tokens,
     tokenize,
@@ -75,6 +76,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
     traces: bool = False
     speculative_k: int
     priority: int = 0
+    cache_salt: str = ""
     prompt_logprobs: int | None = None
     echoes_logprobs: bool = False
     custom_tools: frozenset[str] = frozenset()
@@ -88,7 +90,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """What a request is planned against. `model` is the name it asked for, `arrived` the clock when it came.
 
     `check_room` is asked before anything is tokenised: it raises ApiError where so many sequences cannot be taken.
-    `recall` gives an item of an earlier answer by its id, as JSON.
+    `recall` gives an item of an earlier answer by its id, as JSON. What was read of prompts is shared by those of one
+    `cache_owner` alone.
     """
 
     model: str
@@ -99,6 +102,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     check_room: Callable[[int], None] = lambda num_sequences: None
     recall: Callable[[str], bytes | None] = lambda item_id: None
     tool_pieces: bool = False
+    cache_owner: str = ""
 
 
 def plan_completion(request: CompletionRequest, context: Context) -> GenerationPlan:
@@ -136,7 +140,8 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     check_num_messages(request.messages, ready.max_model_len if last is None else most_counted(ready))
     chat = chat_prompt(request, context.files, context.notes, pieces=context.tool_pieces)
     answer, tokenizer = chat.answer, context.files.tokenizer
-    prompt = Prompt(tokenize(chat.text, tokenizer, ready, "messages", add_special_tokens=False, last=last))
+    ids = tokenize(chat.text, tokenizer, ready, "messages", add_special_tokens=False, last=last)
+    prompt = Prompt(ids, system_tokens=_system_tokens(ids, chat, context))
     grammar = _chat_grammar(request, context, chat)
     sampling = _sampling(request, context, (request.top_logprobs or 0) if request.logprobs else None, grammar)
     thinking, budget = answer.thinking if answer is not None else None, _budget(request, context)
@@ -153,6 +158,14 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
         include_reasoning=shows_reasoning(request),
         custom_tools=chat.tools.custom_names if chat.tools is not None else frozenset(),
     )
+
+
+def _system_tokens(ids: list[int], chat: ChatPrompt, context: Context) -> int | None:
+    """None where nothing is kept of prompts, and where they have neither system prompt nor tools."""
+    beginnings = context.files.beginnings
+    if beginnings is None or not context.ready.prefix_caching:
+        return None
+    return beginnings.measure(ids, chat.messages, chat.tools.shown if chat.tools is not None else None, chat.values)
 
 
 def _budget(request: ChatRequest, context: Context) -> int | None:
@@ -188,7 +201,7 @@ def _plan(
     limits: list[int],
 ) -> GenerationPlan:
     """What both endpoints share once prompts and limits are known."""
-    n = request.n or 1
+    n, ready = request.n or 1, context.ready
     if sampling.min_tokens > min(limits):
         raise BadRequest(f"Want min_tokens <= max_tokens, got {sampling.min_tokens}.", param="min_tokens")
     stream, unique = bool(request.stream), secrets.token_hex(12)
@@ -202,7 +215,7 @@ def _plan(
         model=context.model,
         created=int(time.time()),
         arrived=context.arrived,
-        prompts=prompts,
+        prompts=[msgspec.structs.replace(one, num_kept=kept_tokens(len(one.token_ids), ready)) for one in prompts],
         sampling=[msgspec.structs.replace(_with_least(sampling), max_tokens=limit) for limit in limits],
         n=n,
         stops=_stop_rules(request, sampling),
@@ -212,10 +225,16 @@ def _plan(
         return_token_ids=bool(request.return_token_ids),
         include_metrics=bool(request.include_metrics),
         traces=_traces(request),
-        speculative_k=_speculative_k(request, context.ready),
+        speculative_k=_speculative_k(request, ready),
         priority=request.priority or 0,
+        cache_salt=cache_salt(context.cache_owner, request.cache_salt),
         prompt_logprobs=request.prompt_logprobs,
     )
+
+
+def cache_salt(owner: str, given: str | None) -> str:
+    """One salt for each owner and each salt that a client gives. Owners are labels of keys, which have no colon."""
+    return f"{owner}:{given or ''}" if owner else given or ""
 
 
 def _with_least(sampling: SamplingParams) -> SamplingParams:

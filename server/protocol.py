@@ -59,6 +59,7 @@ MAX_STOP_IDS = 32
 """Stop ids beside the model's own end ids; the engine holds 64 a sequence."""
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_IDS = 1 << 20
+MAX_SALT_LENGTH = 256
 MAX_INT = 2**63 - 1
 
 Unit = Annotated[float, Meta(ge=0, le=1)]
@@ -71,6 +72,7 @@ TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Seed = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Priority = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LENGTH)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -183,6 +185,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     guided_json_object: Any = None
     speculation: SpeculationField | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     loop_guard: bool | LoopGuardField | None = None
     repetition_detection: RepetitionField | None = None
@@ -372,10 +375,20 @@ class TokensDetails(Struct, frozen=True):
     reasoning_tokens: int
 
 
+class PromptTokensDetails(Struct, frozen=True):
+    """Prompt tokens that were not read, because an earlier prompt began with them; of a prompt that several choices go
+    on from, those that none of them read. `cache_write_tokens`: those that later prompts need not read because of this
+    one."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
 class Usage(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: TokensDetails
 
 

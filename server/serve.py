@@ -27,7 +27,7 @@ from pilotfish.server.http.connections import TcpSite, UnixSite, room_for_connec
 from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.drain import DRAIN
 from pilotfish.server.http.tls import TlsError, TlsFiles, make_context, refresh
-from pilotfish.server.model_files import load_model_files
+from pilotfish.server.model_files import ModelFiles, load_model_files
 
 if TYPE_CHECKING:
     from pilotfish.engine.options import EngineOptions
@@ -62,7 +62,11 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         reasoning_end=args.reasoning_end,
         late_system=args.late_system,
         loop_rule=args.loop_guard,
+        volatile_lines=args.volatile_lines,
+        template_values=args.default_chat_template_kwargs,
     )
+    if args.enable_prefix_caching:
+        _tell_of_reasoning(files)
     tls = _tls(args)
     cors = Cors(
         origins=None if args.allowed_origins is None else tuple(args.allowed_origins),
@@ -86,6 +90,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             engine_timeout=args.engine_timeout or math.inf,
             log_requests=args.log_requests or args.log_prompts,
             log_prompts=args.log_prompts,
+            isolates_keys=args.prefix_cache_isolation == "key",
             metrics_apart=args.metrics_port is not None,
             cors=cors,
         ),
@@ -98,6 +103,21 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     if args.metrics_port is not None:
         addresses[make_metrics_app(app)] = Address(args.metrics_host or args.host, args.metrics_port, None)
     return asyncio.run(_run(app, addresses, args.shutdown_timeout, room_for_connections(args.max_connections)))
+
+
+def _tell_of_reasoning(files: ModelFiles) -> None:
+    """Says once where what a conversation shares with its last turn ends early, and what to do about it."""
+    template, values = files.chat_template, files.template_values
+    if template is None or not files.parses_reasoning or template.keeps_history(values):
+        return
+    switch = "preserve_thinking"
+    kept = switch in template.variables and template.keeps_history({**values, switch: True})
+    remedy = f"--default-chat-template-kwargs '{{\"{switch}\": true}}' keeps it" if kept else "no switch of it keeps it"
+    logger.warning(
+        "the chat template drops earlier turns' reasoning at each new user message: a conversation is read anew from"
+        " the first dropped block on (%s)",
+        remedy,
+    )
 
 
 def _quiet_collector() -> None:

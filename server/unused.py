@@ -11,7 +11,6 @@ from typing import Any
 
 FIELDS = frozenset(
     {
-        "cache_salt",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",

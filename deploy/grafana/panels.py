@@ -285,6 +285,59 @@ CAPACITY = Row(
     ),
 )
 
+PREFIX_CACHE = Row(
+    "Prefix cache",
+    (
+        Panel(
+            "Prompt tokens by where they come from",
+            "Kept ones were not read again. A cut ends a hit: of each turn the rest is read.",
+            "none",
+            (
+                Query(PANEL.rate("prefix_cache_hits_total"), "kept/s"),
+                Query(
+                    PANEL.rate("prefix_cache_queries_total") + " - " + PANEL.rate("prefix_cache_hits_total"), "read/s"
+                ),
+            ),
+            stacked=True,
+        ),
+        Panel(
+            "Misses by reason",
+            "Prompts of which less was kept than the cuts allow. New prompts are misses; differs asks for a look at "
+            "/v1/cache, evicted for memory.",
+            "none",
+            (Query(PANEL.rate("prefix_cache_misses_total", by=("reason",)), "{{reason}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Memory of the prefix cache",
+            "Snapshots, and pages that nothing else holds. It gives way to requests.",
+            "bytes",
+            (
+                Query(PANEL.gauge("prefix_cache_bytes"), "kept"),
+                Query(PANEL.gauge("prefix_cache_capacity_bytes"), "at most", dashed=True),
+            ),
+        ),
+        Panel(
+            "Snapshots",
+            "Places where prompts can be gone on with.",
+            "none",
+            (Query(PANEL.gauge("prefix_cache_snapshots"), "kept"),),
+        ),
+        Panel(
+            "Evictions",
+            "Snapshots that gave way. As many as are kept, again and again: more conversations than fit.",
+            "none",
+            (Query(PANEL.rate("prefix_cache_evictions_total"), "snapshots/s"),),
+        ),
+        Panel(
+            "Lines left out of system prompts",
+            "They change with every request: with them nothing would be kept.",
+            "none",
+            (Query(PANEL.rate("volatile_lines_left_out_total", by=("line",)), "{{line}}"),),
+        ),
+    ),
+)
+
 LATENCY = Row(
     "Latency",
     (
@@ -361,4 +414,4 @@ REQUESTS = Row(
     ),
 )
 
-ROWS = (NOW, ACCEPTANCE, PAYING, THROUGHPUT, CAPACITY, LATENCY, REQUESTS)
+ROWS = (NOW, ACCEPTANCE, PAYING, THROUGHPUT, CAPACITY, PREFIX_CACHE, LATENCY, REQUESTS)

@@ -180,14 +180,15 @@ MAX_MISSES = 16
 class CacheMiss(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A prompt of which less was cached than the grid allows, and why.
 
-    `num_allowed_tokens` is the last boundary at or below its end. Where it "differs", `first_difference` is the index
-    of the first token that does, and `here` and `there` are a few tokens from it on in this prompt and in the nearest
-    kept one of the same salt.
+    `key` is its request's. `num_allowed_tokens` is the last boundary at or below its end. Where it "differs",
+    `first_difference` is the index of the first token that does, and `here` and `there` are a few tokens from it on in
+    this prompt and in the nearest kept one of the same salt.
     """
 
     request_id: str
     reason: MissReason
     num_prompt_tokens: int
+    key: str = ""
     num_cached_tokens: int = 0
     num_allowed_tokens: int = 0
     first_difference: int | None = None

@@ -99,7 +99,7 @@ class ChatFormat(OpenAiFormat):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> list[Response]:
+    def opening(self, choices: Sequence[Choice]) -> list[Response]:
         delta = ChatDelta(role="assistant", content="")
         chunks = [self._chunk([ChatChunkChoice(index=index, delta=delta)]) for index in range(self._plan.n)]
         if self._plan.return_token_ids:

@@ -12,6 +12,7 @@ from pilotfish.server.calls.parser import END_THINK, THINK, AnswerRules
 from pilotfish.server.calls.tools import Tools, read_tools
 from pilotfish.server.chat.history import check_messages, place_system
 from pilotfish.server.chat.thinking import ReasoningField, ThinkingField, Wish, template_values
+from pilotfish.server.chat.volatile import without_volatile
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.model_files import ModelFiles
@@ -51,11 +52,13 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """The text, the rules where the answer has parts, and what may be called."""
+    """The text, the rules where the answer has parts, what may be called, and what the text was made of."""
 
     text: str
     answer: AnswerRules | None
     tools: Tools | None
+    messages: list[dict[str, Any]]
+    values: dict[str, Any]
 
 
 def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes, *, pieces: bool = False) -> ChatPrompt:
@@ -65,12 +68,13 @@ def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes, *, p
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
     tools = _tools(request, files, notes)
     messages = _messages(request, files, notes)
-    values = template_values(request.chat_template_kwargs or {}, _wish(request), template.variables, notes)
+    given = files.template_values | (request.chat_template_kwargs or {})
+    values = template_values(given, _wish(request), template.variables, notes)
     text = _render(request, template, messages, tools, values)
     begun = messages[-1]["content"] if request.continue_final_message else None
     if tools is not None and tools.is_demanded:
         text = _close_thinking(text)
-    return ChatPrompt(text, _answer_rules(request, files, text, tools, begun, pieces), tools)
+    return ChatPrompt(text, _answer_rules(request, files, text, tools, begun, pieces), tools, messages, values)
 
 
 def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, notes: FieldNotes) -> list[int]:
@@ -87,14 +91,18 @@ def tokens_of(request: TokenizeRequest, files: ModelFiles, ready: Ready, notes: 
         raise BadRequest("This model has no chat template.", param="messages")
     check_num_messages(request.messages, most_counted(ready))
     messages, tools = _messages(request, files, notes), read_tools(request.tools, None, notes)
-    text = _render(request, files.chat_template, messages, tools, request.chat_template_kwargs)
+    values = files.template_values | (request.chat_template_kwargs or {})
+    text = _render(request, files.chat_template, messages, tools, values)
     special = bool(request.add_special_tokens)
     return count_tokens(text, files.tokenizer, ready, "messages", add_special_tokens=special)
 
 
 def _messages(request: ChatRequest | TokenizeRequest, files: ModelFiles, notes: FieldNotes) -> list[dict[str, Any]]:
     """Checked. Only text that the assistant has begun is gone on with."""
-    messages = place_system(check_messages(request.messages or [], notes), files.chat_template, files.late_system)
+    messages = check_messages(request.messages or [], notes)
+    if files.volatile_lines == "drop":
+        messages = without_volatile(messages, notes.on_volatile)
+    messages = place_system(messages, files.chat_template, files.late_system)
     if request.continue_final_message:
         if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
             raise BadRequest("Want a last message of the assistant, of text.", param="continue_final_message")

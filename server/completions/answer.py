@@ -45,16 +45,16 @@ class CompletionFormat(OpenAiFormat):
         super().__init__(plan, tokenizer, fingerprint)
         self._echoed: set[int] = set()
 
-    def opening(self) -> list[Response]:
+    def opening(self, choices: Sequence[Choice]) -> list[Response]:
         if self._plan.echoes_logprobs:
             # the prompt goes out with them, when it has been read
             return []
         if not self._plan.return_token_ids and not any(prompt.text for prompt in self._plan.prompts):
             return []
-        choices = []
+        shown = []
         for index in range(len(self._plan.prompts) * self._plan.n):
             prompt = self._prompt(index)
-            choices.append(
+            shown.append(
                 CompletionChoice(
                     index=index,
                     text=prompt.text,
@@ -63,7 +63,7 @@ class CompletionFormat(OpenAiFormat):
                     prompt_token_ids=prompt.token_ids if self._plan.return_token_ids else UNSET,
                 )
             )
-        return [self._chunk([choice]) for choice in choices]
+        return [self._chunk([choice]) for choice in shown]
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Response]:
         echo = []

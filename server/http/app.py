@@ -7,6 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from pilotfish.metrics.collectors import Collector
 from pilotfish.server import handlers
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
-from pilotfish.server.http import models, openapi, status
+from pilotfish.server.http import cache, models, openapi, status
 from pilotfish.server.http.auth import Keys
 from pilotfish.server.http.bodies import JSON, MAX_BODY_BYTES, Bodies
 from pilotfish.server.http.connections import MAX_CONNECTIONS, Runner, note_known
@@ -59,7 +60,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `root_path` is a prefix under which a relay may forward, stripped or not; "" for none.
     `restart_engine` is how often within 10 minutes a failed engine is started again; one that has not answered for
-    `engine_timeout` seconds has failed. `metrics_apart`: /metrics is not here, but in `make_metrics_app`.
+    `engine_timeout` seconds has failed. `isolates_keys`: what was read of one key's prompts is no other's.
+    `metrics_apart`: /metrics is not here, but in `make_metrics_app`.
     """
 
     served_names: tuple[str, ...]
@@ -77,6 +79,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     metrics_apart: bool = False
     log_requests: bool = False
     log_prompts: bool = False
+    isolates_keys: bool = False
     cors: Cors = msgspec.field(default_factory=Cors)
 
 
@@ -89,9 +92,14 @@ def make_app(
     """
     metrics = Collector(registry or CollectorRegistry(), pilotfish.__version__)
     throughput = ThroughputLog()
+    cache_log = cache.CacheLog(
+        isolates_keys=options.isolates_keys,
+        text_of=partial(files.tokenizer.decode, skip_special_tokens=False) if options.log_prompts else None,
+    )
 
     def on_report(report: StepReport) -> None:
         metrics.on_report(report)
+        cache_log.on_report(report)
         throughput.on_report(report)
 
     engine = msgspec.structs.replace(engine, eos_token_ids=files.eos_token_ids)
@@ -132,14 +140,16 @@ def make_app(
         any_model_name=options.any_model_name,
         strict_fields=options.strict_fields,
         tool_pieces=options.stream_tool_arguments,
+        isolates_keys=options.isolates_keys,
         limiter=Limiter(keys.limits),
         bodies=Bodies(shared=has_keys),
     )
     app[status.SCRAPE] = status.Shared(metrics.exposition)
     app[DRAIN] = drain
+    app[cache.CACHE] = cache_log
     app[openapi.DOCUMENT] = encode(openapi.openapi_document(options.root_path))
     budget = RestartBudget(options.restart_engine)
-    app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics), on_restart=metrics.on_restart)
+    app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics, cache_log), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
     prepare = [_add_request_id, handlers.tell_ignored_fields, cors.add_headers, drain.close_connections]
     app.on_response_prepare.extend(prepare)
@@ -180,6 +190,7 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
         web.get(root + "/v1/models", models.models),
         web.get(root + "/v1/models/{name:.+}", models.model),
         web.get(root + "/v1/capacity", status.capacity),
+        web.get(root + "/v1/cache", cache.cache),
         web.get(root + "/health", status.health),
         web.get(root + "/ready", status.ready),
         web.get(root + "/metrics", status.metrics),
@@ -212,9 +223,10 @@ def _engine(close_seconds: float) -> Callable[[web.Application], AsyncIterator[N
     return context
 
 
-def _on_ready(metrics: Collector) -> Callable[[Ready], None]:
+def _on_ready(metrics: Collector, cache_log: cache.CacheLog) -> Callable[[Ready], None]:
     def on_ready(ready: Ready) -> None:
         metrics.on_ready(ready)
+        cache_log.on_start()
         logger.info(
             "ready: %s on %s, up to %d sequences (%s), %d tokens each",
             ready.model_type,

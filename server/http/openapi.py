@@ -18,7 +18,7 @@ from pilotfish.server.chat.answer import ChatChoice, ChatChunkChoice
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.answer import CompletionChoice
 from pilotfish.server.completions.request import CompletionRequest
-from pilotfish.server.http import status
+from pilotfish.server.http import cache, status
 from pilotfish.server.http.bodies import JSON
 from pilotfish.server.messages import answer as messages_answer
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
@@ -96,6 +96,7 @@ OPERATIONS = (
     Operation(path="/v1/models", summary="The served names", answer=protocol.ModelList),
     Operation(path="/v1/models/{name}", summary="One of the served names", answer=protocol.Model),
     Operation(path="/v1/capacity", summary="How many sequences may run, and why", answer=status.Capacity),
+    Operation(path="/v1/cache", summary="What the prefix cache saves, and why it missed", answer=cache.CacheStatus),
     Operation(path="/health", summary="Which part fails, if one does", answer=status.Health, also=(503,)),
     Operation(path="/ready", summary="Whether requests are taken", answer=status.Readiness, also=(503,)),
     Operation(path="/metrics", summary="Prometheus metrics", answer="text/plain"),

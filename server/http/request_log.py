@@ -37,7 +37,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     """What is written. Everything after `error` is null for a request that was refused before it was planned.
 
     `client_id` is the client's own X-Request-Id; `finish_reasons` has one entry a choice; seconds are counted from the
-    request's arrival, `ttft_seconds` to its first token.
+    request's arrival, `ttft_seconds` to its first token. `cached_tokens` of the prompt were not read.
     """
 
     time: str
@@ -51,6 +51,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reasons: list[str | None] | None = None
     ttft_seconds: float | None = None
@@ -144,6 +145,7 @@ class RequestLog:
             "model": plan.model,
             "stream": plan.stream,
             "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
             "completion_tokens": usage.completion_tokens,
             "finish_reasons": [choice.finish_reason or choice.end for choice in choices],
             "ttft_seconds": min(

@@ -19,11 +19,12 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """No prompt comes from a cache here."""
+    """The prompt's tokens in three parts: read from the cache, written to it, and neither. Until it is known, when a
+    stream begins before the prompt's turn has come, all of them are neither."""
 
     input_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
     output_tokens: int
 
 
@@ -186,8 +187,8 @@ class MessagesFormat:
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
-    def opening(self) -> list[Event]:
-        usage = Usage(input_tokens=len(self._plan.prompts[0].token_ids), output_tokens=0)
+    def opening(self, choices: Sequence[Choice]) -> list[Event]:
+        usage = msgspec.structs.replace(self._usage(choices), output_tokens=0)
         return [MessageStart(self._message([], None, None, usage))]
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Event]:
@@ -225,7 +226,13 @@ class MessagesFormat:
 
     def _usage(self, choices: Sequence[Choice]) -> Usage:
         usage = usage_of(self._plan, choices)
-        return Usage(input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens)
+        details = usage.prompt_tokens_details
+        return Usage(
+            input_tokens=usage.prompt_tokens - details.cached_tokens - details.cache_write_tokens,
+            cache_creation_input_tokens=details.cache_write_tokens,
+            cache_read_input_tokens=details.cached_tokens,
+            output_tokens=usage.completion_tokens,
+        )
 
     def _say(self, part: Said) -> list[Event]:
         events: list[Event] = []

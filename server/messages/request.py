@@ -18,6 +18,7 @@ from pilotfish.server.plan import Context
 from pilotfish.server.protocol import (
     MAX_STOPS,
     Body,
+    CacheSalt,
     PositiveCount,
     Seed,
     SpeculationField,
@@ -115,7 +116,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
-    """POST /v1/messages. `seed` and `speculation` are ours."""
+    """POST /v1/messages. `seed` and `speculation` are ours, `cache_salt` is vLLM's."""
 
     max_tokens: PositiveCount
     temperature: Temperature | None = None
@@ -125,6 +126,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     stream: bool | None = None
     seed: Seed | None = None
     speculation: SpeculationField | None = None
+    cache_salt: CacheSalt | None = None
 
 
 RENAMED = (
@@ -153,6 +155,7 @@ def chat_request(request: CountTokensRequest, context: Context) -> ChatRequest:
             "stream": request.stream,
             "seed": request.seed,
             "speculation": without_trace(request.speculation),
+            "cache_salt": request.cache_salt,
         }
     choice = request.tool_choice
     return ChatRequest(

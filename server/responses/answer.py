@@ -75,10 +75,8 @@ Item = Message | Thought | FunctionCall | CustomCall
 
 
 class InputDetails(Struct, frozen=True):
-    """No prompt comes from a cache here."""
-
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0
+    cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputDetails(Struct, frozen=True):
@@ -87,7 +85,7 @@ class OutputDetails(Struct, frozen=True):
 
 class Usage(Struct, frozen=True, kw_only=True):
     input_tokens: int
-    input_tokens_details: InputDetails = InputDetails()
+    input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
@@ -251,7 +249,7 @@ class ResponsesFormat:
         response = self._response("failed", error=ErrorDetail(code, error.message))
         return self.event(self._response_event("failed", response))
 
-    def opening(self) -> list[Event]:
+    def opening(self, choices: Sequence[Choice]) -> list[Event]:
         response = self._response("in_progress")
         return [self._response_event(step, response) for step in ("created", "in_progress")]
 
@@ -422,8 +420,10 @@ class ResponsesFormat:
 
     def _usage(self, choices: Sequence[Choice]) -> Usage:
         usage = usage_of(self._plan, choices)
+        details = usage.prompt_tokens_details
         return Usage(
             input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(details.cached_tokens, details.cache_write_tokens),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(usage.completion_tokens_details.reasoning_tokens),
             total_tokens=usage.total_tokens,

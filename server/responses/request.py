@@ -19,6 +19,7 @@ from pilotfish.server.plan import Context
 from pilotfish.server.protocol import (
     MAX_LOGPROBS,
     Body,
+    CacheSalt,
     PositiveCount,
     Seed,
     SpeculationField,
@@ -131,7 +132,7 @@ class StreamOptions(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(Body, frozen=True, kw_only=True):
-    """POST /v1/responses. `seed` and `speculation` are ours."""
+    """POST /v1/responses. `seed` and `speculation` are ours, `cache_salt` is vLLM's."""
 
     REFUSED: ClassVar = {
         "background": (None, False),
@@ -169,6 +170,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     speculation: SpeculationField | None = None
+    cache_salt: CacheSalt | None = None
 
     @classmethod
     def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
@@ -237,6 +239,7 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
         stream=request.stream,
         seed=request.seed,
         speculation=without_trace(request.speculation),
+        cache_salt=request.cache_salt,
         reasoning_effort=_effort(request.reasoning, context),
         chat_template_kwargs=request.chat_template_kwargs,
         stream_tool_arguments=False,

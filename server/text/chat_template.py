@@ -99,6 +99,22 @@ class ChatTemplate:
         """Whether a conversation without a user's message is refused, as by Qwen3.5's template."""
         return self._takes("user", "assistant") and not self._takes("assistant")
 
+    def keeps_history(self, values: dict[str, Any]) -> bool:
+        """Whether an assistant's turn that thought and called a tool is written alike once the user has said more; a
+        template without tools is asked about one that only thought."""
+        call: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        thought: dict[str, Any] = {"role": "assistant", "content": "x", "reasoning_content": "y"}
+        asked, answered = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+        called: list[dict[str, Any]] = [asked, {**thought, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+        for turn in (called, [asked, thought]):
+            try:
+                now = self.render(turn, add_generation_prompt=False, values=values)
+                later = self.render([*turn, answered, asked], add_generation_prompt=False, values=values)
+            except BadRequest:
+                continue
+            return later.startswith(now)
+        return True
+
     def _takes(self, *roles: str) -> bool:
         try:
             self.render([{"role": role, "content": "x"} for role in roles])

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.link.messages import Ready
 from pilotfish.server.errors import BadRequest, ContextExceeded
 from pilotfish.server.text.tokenizer import Tokenizer
@@ -18,16 +19,26 @@ LIKELY_BYTES = 8
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """`text` is kept only where it is echoed."""
+    """`text` is kept only where it is echoed. `system_tokens`: so many of the first ids are system prompt and tools.
+    `num_kept`: once it has been read, so many of the first ids need not be read again."""
 
     token_ids: list[int]
     text: str = ""
+    system_tokens: int | None = None
+    num_kept: int = 0
 
 
 def most_tokens(ready: Ready) -> int:
     """The most tokens of a prompt and its answer: the cache holds all of them and one window of drafts, reserved before
     they start."""
     return min(ready.max_model_len, ready.kv_pages_total * ready.page_size - ready.num_speculative_tokens - 1)
+
+
+def kept_tokens(num_tokens: int, ready: Ready) -> int:
+    """How much of a prompt is kept: to the last boundary at or below its end."""
+    if not ready.prefix_caching or ready.prefill_chunk == 0:
+        return 0
+    return Grid(ready.prefill_chunk, ready.page_size).last_boundary(num_tokens)
 
 
 def tokenize(
