@@ -1,7 +1,9 @@
 """Packed weights as plain bf16 rows, for prefill: a library multiplies better than 16 rows' kernels can.
 
-w = bf16(value * number), as `dequantize(torch.bfloat16)` rounds it. Reads the packed bytes, writes 2 a weight, and is
-bound by that: 2.6 bytes for each NVFP4 weight, about 0.15 ms for a 34816x5120 at 3 TB/s. Never resident: into scratch.
+w = bf16(value * number), as `dequantize(torch.bfloat16)` rounds it, or value / number. Reads the packed bytes, writes 2
+a weight, and is bound by that: 2.6 bytes for each NVFP4 weight, about 0.15 ms for a 34816x5120 at 3 TB/s. Never
+resident: into scratch. A quotient costs what six products cost, not a division; pairs of lanes exchange what they hold,
+so that a store writes whole sectors of 32 bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,39 @@ WARPS = 4
 @gluon.jit
 def _as_float(bits):
     return gl.cast(bits, gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _quotient(value, number, reciprocal):
+    """value / number to the nearest, given 1 / number to the nearest: two corrections by what the product is too much
+    (so, and not by what it lacks, a zero keeps its sign)."""
+    found = value * reciprocal
+    found = gl.fma(gl.fma(found, number, -value), -reciprocal, found)
+    return gl.fma(gl.fma(found, number, -value), -reciprocal, found)
+
+
+@gluon.jit
+def _from_neighbour(words):
+    """What the lane beside holds, of each pair of lanes."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _rounded(pairs, number, reciprocal, DIVIDES: gl.constexpr):
+    """Pairs of bf16 with the number multiplied in, or divided by it."""
+    low = _as_float(pairs << 16)
+    high = _as_float(pairs & -65536)
+    if DIVIDES:
+        low = _quotient(low, number, reciprocal)
+        high = _quotient(high, number, reciprocal)
+    else:
+        low = low * number
+        high = high * number
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -55,6 +90,7 @@ def _expand_kernel(
         target_tile = tile - local + local // 2 + local % 2 * (GROUP // 2)
     else:
         target_tile = tile
+    even = (lane % 2 == 0)[:, None]
     for half in gl.static_range(2):
         row = lane // 4 + half * 8
         if ROW_NUMBERS:
@@ -63,26 +99,20 @@ def _expand_kernel(
             factor = gl.load(number + (tile + row * 0))[:, None]
         if BLOCKS:
             factor = gl.load(block_scale + (tile * UNITS + gl.minimum(unit, UNITS - 1)))[:, None]
+        if FORMAT == NVFP4:
+            # a power of two, so that it may stand in the one or in the other
+            factor = factor / NVFP4_RESCALE if DIVIDES else factor * NVFP4_RESCALE
+        reciprocal = gl.div_rn(factor * 0 + 1.0, factor) if DIVIDES else factor
         target = out + (target_tile * 16 + row).to(gl.int64)[:, None] * (K // 2)
         pairs = unpack_half(registers, half, FORMAT)
-        for t in gl.static_range(4):
-            low = _as_float(pairs[t] << 16)
-            high = _as_float(pairs[t] & -65536)
-            if FORMAT == NVFP4:
-                low = low * NVFP4_RESCALE
-                high = high * NVFP4_RESCALE
-            if DIVIDES:
-                number_of_row = low * 0 + factor
-                low = gl.div_rn(low, number_of_row)
-                high = gl.div_rn(high, number_of_row)
-            else:
-                low = low * factor
-                high = high * factor
-            value = gl.inline_asm_elementwise(
-                "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
-            )
-            column = (unit * 64 + (t // 2) * 32 + (lane % 4) * 8 + (t % 2) * 4)[:, None] + word
-            gl.store(target + column, value, mask=column < K // 2)
+        for t in gl.static_range(2):
+            # of a lane 8 words in a row, of which a store writes 4: the first 8 of two lanes, then the others
+            first = _rounded(pairs[2 * t], factor, reciprocal, DIVIDES)
+            second = _rounded(pairs[2 * t + 1], factor, reciprocal, DIVIDES)
+            received = _from_neighbour(gl.where(even, second, first))
+            column = (unit * 64 + t * 32 + lane % 4 // 2 * 16 + lane % 2 * 4)[:, None] + word
+            gl.store(target + column, gl.where(even, first, received), mask=column < K // 2)
+            gl.store(target + (column + 8), gl.where(even, received, second), mask=column + 8 < K // 2)
 
 
 def expand(

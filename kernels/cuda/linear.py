@@ -31,6 +31,7 @@ from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.mma import BF16, FORMATS, load_factor, over_warps, products, scaled, silu, units_ahead
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
+from pilotfish.kernels.cuda.swiglu import silu_product
 
 MAX_ROWS = 256
 BULK_NUMBERS, BULK_TILES = 1 << 26, 64  # expanded at a time for prefill: 128 MiB, if that is 1024 rows
@@ -387,8 +388,11 @@ class PackedLinear:
             rows = slice((tile - begin) * TILE + low, (tile - begin) * TILE + high)
             target = out[:, column + low : column + high]
             if self.swiglu:
-                gate, up = F.linear(x, matrix).chunk(2, -1)
-                torch.mul(F.silu(gate[:, rows]), up[:, rows], out=target)
+                gate, up = (part[:, rows] for part in F.linear(x, matrix).chunk(2, -1))
+                if x.is_cuda:
+                    silu_product(gate, up, target)
+                else:
+                    torch.mul(F.silu(gate), up, out=target)
             else:
                 torch.mm(x, matrix[rows].T, out=target)
 

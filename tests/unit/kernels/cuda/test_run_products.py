@@ -11,6 +11,7 @@ from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine, combine_reference
 from pilotfish.kernels.cuda.packing import PackedRows
+from pilotfish.kernels.cuda.swiglu import silu_product
 from tests.support.ptx import running
 from tests.unit.kernels.cuda.test_experts import expert
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
@@ -137,6 +138,18 @@ def test_expands_to_what_the_format_says(kind, group):
     with running():
         expand(part, slice(None), got, group, on_device=True)
     assert same_bits(got, want)
+
+
+def test_silu_of_a_product_s_first_half_times_the_second():
+    """As a library leaves them: side by side, to a part of a wider output; more than a program's columns."""
+    product, out = draw(3, 2 * 1100, 4.0), torch.full((3, 1200), NAN).bfloat16()
+    gate, up = product.chunk(2, -1)
+    with running():
+        silu_product(gate, up, out[:, :1100])
+    want = torch.nn.functional.silu(gate.double()) * up.double()
+    # rounded once
+    assert (out[:, :1100].double() - want).abs().le(want.abs() * 2**-8 + 1e-30).all()
+    assert out[:, 1100:].isnan().all()
 
 
 @pytest.mark.parametrize("hidden", [256, 400])
