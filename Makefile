@@ -7,6 +7,9 @@ K ?= 3
 PORT ?= 8000
 JOBS ?= 2
 SEED ?= 1
+COMMA := ,
+# where a GPU is, with what reads prompts on it
+EXTRAS ?= dev$(if $(shell command -v nvidia-smi),$(COMMA)gpu)
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed)
 OUT ?= gpu-results
@@ -21,7 +24,7 @@ LEGS ?=
 $(VENV)/.installed: pyproject.toml setup.py
 	@echo "setting up $(VENV), once: a few minutes, most of them for torch"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	touch $@
 
 demo: $(VENV)/.installed  ## start the server on the demo model, ask it something, show acceptance

@@ -16,6 +16,7 @@ from pilotfish.engine.errors import BusyError, OptionError
 from pilotfish.engine.memory import gib, total_bytes
 from pilotfish.engine.model.build import CacheSizes
 from pilotfish.engine.options import KV_DTYPES, MAX_DEPTH, EngineOptions
+from pilotfish.engine.slow import slow_ways
 from pilotfish.kernels.attention import PAGE, pages_for
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
@@ -81,6 +82,8 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     max_model_len = _max_model_len(options, config)
     max_num_seqs, binding = _max_num_seqs(options, depth)
     fused = choose_fused(options.kernels, device, dtype)
+    for sentence in slow_ways(device, fused, options.device):
+        logger.warning("slow: %s", sentence)
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
     kv_scales = _kv_scales(checkpoint, kv_dtype)
     num_pages = _num_pages(options, checkpoint, depth, kv_dtype, max_model_len, max_num_seqs, device)
@@ -108,8 +111,6 @@ def choose_fused(wanted: str, device: torch.device, dtype: torch.dtype) -> bool:
     problem = _no_fused_kernels(device, dtype)
     if wanted == "fused" and problem:
         raise OptionError(f"kernels: fused ones want {problem}")
-    if wanted == "auto" and problem and device.type == "cuda":
-        logger.warning("kernels: torch's operators, slower by far than fused ones, which want %s", problem)
     if wanted == "torch" or problem:
         return False
     from pilotfish.kernels.cuda.warm import prepare  # imports Triton

@@ -31,6 +31,7 @@ from pilotfish.engine.memory import refusals_told
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.plan import Plan, make_plan
+from pilotfish.engine.slow import slow_ways
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,10 @@ def make_core(options: EngineOptions) -> EngineLoop:
     whole = perf_counter() - began
     seconds["rest"] = whole - sum(seconds.values())
     logger.info("ready after %.1f s: %s", whole, ", ".join(f"{part} {took:.1f}" for part, took in seconds.items()))
+    plan = engine.plan
+    slow = slow_ways(plan.device, plan.fused, options.device) if plan else []
     execution = msgspec.structs.replace(
-        engine.ready.execution, routes=routes, break_even=break_even, start_seconds=seconds
+        engine.ready.execution, routes=routes, break_even=break_even, start_seconds=seconds, slow=slow
     )
     return EngineLoop(dataclasses.replace(engine, ready=msgspec.structs.replace(engine.ready, execution=execution)))
 

@@ -21,7 +21,7 @@ python)
         "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check --require-hashes --requirement "$lock"
         "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation "$source"
     else
-        "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check "$source"
+        "$prefix/bin/pip" install --no-cache-dir --disable-pip-version-check "$source[gpu]"
     fi
     "$prefix/bin/pilotfish" --version
     ;;

@@ -44,6 +44,7 @@ GATES = (
     Gate("head weights", facts.head_weights),
     Gate("head rank", facts.head_rank),
     Gate("kernel routes", facts.routes),
+    Gate("slow ways", facts.slow),
     Gate("KV dtype", facts.kv_dtype),
     Gate("tokenizer", requests.tokenizer),
     Gate("chat template", requests.template),

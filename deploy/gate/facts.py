@@ -104,6 +104,12 @@ def routes(subject: Subject) -> Found:
     return Found(not wrong, f"{wanted or 'a kernel'} for the weights of {_layers(parts)}", came)
 
 
+def slow(subject: Subject) -> Found:
+    """Nothing that a missing package or another build of torch would make many times faster."""
+    found = subject.execution.get("slow") or []
+    return Found(not found, "nothing that this machine could do much faster", "; ".join(found) or "nothing")
+
+
 def _layers(names: list[str]) -> str:
     layers = [name for name in names if name.startswith("layers.")]
     return " + ".join(([f"{len(layers)} layers"] if layers else []) + [n for n in names if n not in layers])

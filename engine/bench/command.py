@@ -65,6 +65,7 @@ from pilotfish.engine.plan import (
 )
 from pilotfish.engine.round.executor import PLAIN, VERIFY, WHOLE
 from pilotfish.engine.round.shapes import Shape, Shapes
+from pilotfish.engine.slow import slow_ways
 from pilotfish.kernels.attention import PAGE
 
 REPLAYS = 16
@@ -164,6 +165,8 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     device, depth, batch = choose_device(args.device), max(args.k), max(args.batch)
     dtype = choose_dtype("auto", config, device)
     fused = choose_fused(args.kernels, device, dtype)
+    for sentence in slow_ways(device, fused, args.device):
+        print(f"pilotfish bench: slow: {sentence}", file=sys.stderr)
     if args.profile and device.type != "cuda":
         raise OptionError("profile: want a CUDA device, whose kernels it traces")
     chunk = args.prefill_chunk or default_chunk(fused)

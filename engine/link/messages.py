@@ -288,6 +288,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0, timed at the start.
     `start_seconds`: what the engine did until it was ready: "weights" (opened, read, packed, the head tested),
     "kernels" compiled, "graphs" captured, "rest" (caches, buffers, requests of our own, timed rounds).
+    `slow`: what runs far slower than it could here, and what would mend it (engine/slow.py).
     """
 
     num_layers: int
@@ -299,6 +300,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routes: dict[str, list[str]] = {}
     break_even: dict[int, float] = {}
     start_seconds: dict[str, float] = {}
+    slow: list[str] = []
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,14 +13,11 @@ from pilotfish.engine.model.build import Builder, Model
 from pilotfish.engine.model.mlp import PackedMoeMlp
 from pilotfish.engine.model.trunk import Embedding
 from pilotfish.kernels.cuda import attention, delta_net, moe_prompt
-from pilotfish.kernels.cuda.delta_prefill import is_installed
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.cuda.scratch import BulkScratch
 from pilotfish.kernels.moe import GatedMlp
-
-logger = logging.getLogger(__name__)
 
 
 class FusedBuilder(Builder):
@@ -32,8 +28,6 @@ class FusedBuilder(Builder):
 
     def model(self, draft_ids: Sequence[int] | None = None) -> Model:
         self.scratch = BulkScratch(self.device)
-        if not (self.device.type == "cuda" and is_installed()):
-            logger.warning("prompts run through GatedDeltaNet by plain torch: fla-core is missing (the extra `gpu`)")
         try:
             self.check_sizes()
             return dataclasses.replace(super().model(draft_ids), scratch=self.scratch)

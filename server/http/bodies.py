@@ -81,7 +81,8 @@ async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes, got {request.content_length}.")
     if "Content-Type" in request.headers and not (kind == JSON or kind.endswith("+json")):
-        raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}.", code="unsupported_content_type")
+        how = f"curl sends it with -H 'Content-Type: {JSON}'"
+        raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}; {how}.", code="unsupported_content_type")
     began, body = asyncio.get_running_loop().time(), bytearray()
     try:
         while True:

@@ -91,7 +91,8 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """`speculation` and `trunk_check` are null until the engine has loaded; the latter too where nothing was tested."""
+    """`speculation` and `trunk_check` are null until the engine has loaded; the latter too where nothing was tested.
+    `slow`: what runs far slower here than it could, and what would mend it."""
 
     status: str
     version: str
@@ -99,6 +100,7 @@ class Health(Struct, frozen=True, kw_only=True):
     engine: EnginePart
     speculation: Speculation | None
     trunk_check: TrunkCheck | None
+    slow: list[str]
 
 
 class Readiness(Struct, frozen=True):
@@ -154,6 +156,7 @@ async def health(request: web.Request) -> web.Response:
         ),
         speculation=_speculation(ready) if ready else None,
         trunk_check=ready.trunk_check if ready else None,
+        slow=ready.execution.slow if ready and ready.execution else [],
     )
     return json_answer(body, status=200 if state in ("loading", "ready") else 503)
 

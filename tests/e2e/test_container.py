@@ -80,7 +80,7 @@ def test_the_lock_has_all_that_the_project_wants_by_version_and_hash():
             assert found, line[:200]
             locked.setdefault(found[1], []).append(found[2])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for wanted in map(Requirement, project["dependencies"]):
+    for wanted in map(Requirement, project["dependencies"] + project["optional-dependencies"]["gpu"]):
         assert locked.get(wanted.name), wanted.name
         assert all(wanted.specifier.contains(version) for version in locked[wanted.name]), wanted
 

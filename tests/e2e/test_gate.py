@@ -48,7 +48,7 @@ def test_a_sound_server_passes_every_gate(sound, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(requests, "EXACT_TOKENS", 8)
     status, gates = gate(tmp_path, sound.url, "--k", "3", "--score", "0.5", "--score-margin", "0.1")
     assert failed(gates) == [] and status == 0
-    assert len(gates) == 20 and "all gates passed" in capsys.readouterr().out
+    assert len(gates) == 21 and "all gates passed" in capsys.readouterr().out
     assert re.search(r"\b8 layers", gates["kernel routes"]["came"])
 
 

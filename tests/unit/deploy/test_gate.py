@@ -237,6 +237,12 @@ def test_kernel_routes(routes, passed, words):
     assert found.passed == passed and words in found.came
 
 
+def test_slow_ways_fail():
+    assert facts.slow(subject()).passed
+    found = facts.slow(subject(execution={"slow": ["prompts run by plain torch: fla-core is missing"]}))
+    assert not found.passed and "fla-core is missing" in found.came
+
+
 def test_a_device_without_a_known_route_must_have_one_in_every_layer():
     layers = ["layers.0", "layers.1", "layers.2", "lm_head", "head"]
     for routes, passed in (({"pilotfish::linear bfloat16": layers}, True), ({FALLBACK: layers[1:]}, False)):
@@ -594,7 +600,7 @@ def test_nobody_there_fails_every_gate_by_name(tmp_path, capsys):
     report = json.loads(file.read_text())
     assert [g["name"] for g in report["gates"]] == [n for n in command.NAMES if n != command.FULL_AUDIT]
     assert not any(g["passed"] for g in report["gates"])
-    assert "20 of 20 gates FAILED: answers" in capsys.readouterr().out
+    assert "21 of 21 gates FAILED: answers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
