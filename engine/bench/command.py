@@ -7,7 +7,8 @@ head runs as ever, and its drafts are replaced by the known text with seeded err
 replaced drafts say that they are synthetic. At each k the graphs are captured that a server with the largest batch for
 its cap would use. Exit status 1, and a line that names the row, where a round had no graph or a kernel was compiled
 while requests waited; with --first-requests also where the first request at a k and batch was more than 10 % slower
-than the second.
+than the second. With --conversation one prompt grows turn by turn in place of the batches: it must write what it writes
+when it is read cold, and a turn that reads another number of tokens than the boundaries require is exit status 1, too.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ import torch
 
 from pilotfish.engine import ledger
 from pilotfish.engine.assemble import assemble
+from pilotfish.engine.bench import picture
 from pilotfish.engine.bench.admission import STREAMS, measure_admission, stream_tokens
 from pilotfish.engine.bench.complaints import complaints
+from pilotfish.engine.bench.conversation import Conversation, measure_conversation
 from pilotfish.engine.bench.experts import count_experts
 from pilotfish.engine.bench.first import first_and_second
 from pilotfish.engine.bench.measure import Case, Run, live_batch, live_tokens, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
 from pilotfish.engine.bench.profile import profile
 from pilotfish.engine.bench.roof import Frame, distinct_experts, memory_rate, round_bytes
-from pilotfish.engine.bench.show import ADMISSION, ROUND, show
+from pilotfish.engine.bench.show import ADMISSION, ROUND, TURN, show
 from pilotfish.engine.bench.sizes import SIZES, released_config
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.check import probe
@@ -99,14 +102,17 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "synthetic": args.load_format == "dummy" or args.synthetic_acceptance_length is not None,
     }
     texts: dict[tuple[int, int], dict[str, list[int]]] = {}
-    for depth in sorted({0, *args.k}):
+    for depth in sorted({0, *args.k}) if not args.conversation else args.k:
         loop = _loop(args, model, plan, depth)
         # as a server does: a collection that walks what stays would count as a round's or a prompt's time
         gc.collect()
         gc.freeze()
         frame["start_seconds"] = {"weights": weights_seconds} | loop.executor.start_seconds
         frame |= {"num_graphs": loop.executor.num_graphs, "graph_bytes": loop.executor.graph_bytes}
-        for batch in args.batch:
+        if args.conversation:
+            turns = measure_conversation(loop, _conversation(args), args.seed)
+            yield from (frame | {"kind": TURN, "k": depth} | turn for turn in turns)
+        for batch in args.batch if not args.conversation else ():
             if batch * (depth + 1) > MAX_ROWS:
                 continue
             for context in args.context:
@@ -180,6 +186,10 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
         lengths = [stream] * STREAMS + [args.admission + 2]
         pages = max(pages, sum(reserved_pages(length, depth) for length in lengths))
         longest, batch = max(longest, *lengths), max(batch, len(lengths))
+    if args.conversation:
+        # a cold prompt beside what is kept of the warm one
+        longest = _conversation(args).lengths[-1] + args.growth
+        pages, batch = 2 * reserved_pages(longest, depth), 1
     kv_dtype = choose_kv_dtype(args.kv_cache_dtype, dtype, device, fused)
     # what is captured is what the batches at each k may become
     return Plan(device, dtype, depth, None, longest, batch, "configured", pages, chunk, fused=fused, kv_dtype=kv_dtype)
@@ -360,11 +370,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--first-requests", action="store_true", help="check that the first request at each k and batch is no slower"
     )
+    _add_conversation(parser)
     parser.add_argument("--prefill-chunk", type=whole_number(1), metavar="N")
     parser.add_argument("--num-threads", type=whole_number(1), metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON line a row, too")
     args = parser.parse_args(argv)
+    if args.picture is not None and not args.conversation:
+        parser.error("--picture: want --conversation, which is what it shows")
     if args.synthetic_acceptance_length is not None:
         try:
             for depth in filter(None, args.k):
@@ -372,6 +385,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--synthetic-acceptance-length: {error}")
     return args
+
+
+def _conversation(args: argparse.Namespace) -> Conversation:
+    return Conversation(args.turns, args.system, args.growth, cold_every=args.cold_every)
+
+
+def _add_conversation(parser: Parser) -> None:
+    group = parser.add_argument_group("a conversation that grows, in place of batches")
+    group.add_argument(
+        "--conversation", action="store_true", help="what each turn reads of its prompt, and its first token's time"
+    )
+    group.add_argument("--turns", type=whole_number(1, 10_000), default=50, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--system", type=whole_number(0, 1 << 20), default=5454, metavar="N", help="tokens of the system prompt"
+    )
+    group.add_argument(
+        "--growth", type=whole_number(1, 1 << 20), default=546, metavar="N", help="tokens more each turn, answers too"
+    )
+    group.add_argument(
+        "--cold-every",
+        type=whole_number(0),
+        default=1,
+        metavar="N",
+        help="turns that are read cold as well: every N-th, and the last (default: all; 0: none)",
+    )
+    group.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it, with matplotlib")
 
 
 def _numbers(least: int, most: int) -> Any:
@@ -401,6 +440,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     try:
         check_file(args.json, "--json")
+        if args.picture is not None:
+            check_file(args.picture, "--picture")
+            picture.check()
         for row in measure_all(args):
             rows.append(row)
             if args.json is not None:
@@ -411,6 +453,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, OptionError | ConfigError | CheckpointError) else 1
     for line in show(rows):
         print(line)
+    if args.picture is not None:
+        picture.draw(rows, args.picture)
     found = complaints(rows)
     for line in found:
         print(f"pilotfish bench: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a row must not show once an engine is ready; each line makes the exit status 1."""
+"""What a row must not show; each line makes the exit status 1."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ SLOWER = 0.1
 
 
 def complaints(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Tells of rounds without a graph where there are graphs, kernels compiled while requests waited, and first
-    requests that were slower than allowed: the row, what came and what is wanted. Rows of admissions have none of
-    them."""
+    """Tells of rounds without a graph where there are graphs, kernels compiled while requests waited, first requests
+    that were slower than allowed, and turns of a conversation that read another number of tokens than the boundaries
+    require: the row, what came and what is wanted. Rows of admissions have none of them."""
     found = []
     for row in rows:
         if "batch" in row:
             where = f"k = {row['k']}, batch {row['batch']}, context {row['context']}"
             found += [f"{where}: {complaint}" for complaint in _complaints(row)]
+        elif "turn" in row:
+            found += [f"k = {row['k']}, turn {row['turn']}: {complaint}" for complaint in _turn_complaints(row)]
     return found
+
+
+def _turn_complaints(row: dict[str, Any]) -> Iterator[str]:
+    if row["read"] != row["required"]:
+        yield f"{row['read']} tokens of {row['prompt']} were read (want {row['required']})"
+    if row["read"] + row["cached"] != row["prompt"]:
+        yield f"{row['cached']} tokens are said to be cached (want {row['prompt'] - row['read']})"
+    if row.get("cold_read") not in (None, row["prompt"]):
+        yield f"{row['cold_read']} tokens were read cold (want {row['prompt']})"
 
 
 def _complaints(row: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Measured rows as text: a table of rounds, one of admissions, and what the weights and the start took."""
+"""Measured rows as text: tables of rounds, admissions and a conversation's turns, and what weights and start took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-ROUND, ADMISSION = "round", "admission"
+ROUND, ADMISSION, TURN = "round", "admission", "turn"
 """A row's `kind`."""
 COLUMNS = (
     ("k", "k"), ("batch", "B"), ("context", "context"), ("tokens_per_second", "tok/s"), ("round_ms", "round ms"),
@@ -20,6 +20,10 @@ ADMISSION_COLUMNS = (
     ("k", "k"), ("streams", "streams"), ("context", "context"), ("prompt", "prompt"), ("largest_gap_ms", "gap ms"),
     ("round_ms", "round ms"), ("chunk_ms", "chunk ms"), ("largest_chunk_ms", "largest"), ("first_token_ms", "first ms"),
     ("first_token_alone_ms", "alone ms"),
+)  # fmt: skip
+TURN_COLUMNS = (
+    ("k", "k"), ("turn", "turn"), ("prompt", "prompt"), ("cached", "cached"), ("read", "read"),
+    ("required", "required"), ("first_token_ms", "first ms"), ("cold_first_token_ms", "cold ms"),
 )  # fmt: skip
 LEGEND = {
     "k": "drafted tokens a round",
@@ -52,6 +56,16 @@ ADMISSION_LEGEND = {
     "first ms": "from its arrival to its first token, beside the streams",
     "alone ms": "the same without them",
 }
+TURN_LEGEND = {
+    "k": "drafted tokens a round",
+    "turn": "of the conversation",
+    "prompt": "tokens of its prompt",
+    "cached": "of them, not read",
+    "read": "of them, read",
+    "required": "what the boundaries leave to be read",
+    "first ms": "from its arrival to its first token",
+    "cold ms": "the same with nothing cached",
+}
 """What a column's title means; it is printed below the table."""
 WIDTH = 120
 MIB = 1 << 20
@@ -62,7 +76,12 @@ def show(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Everything that was measured, line by line."""
     if not rows:
         return
-    yield from _table(COLUMNS, [row for row in rows if row["kind"] == ROUND], LEGEND)
+    if rounds := [row for row in rows if row["kind"] == ROUND]:
+        yield from _table(COLUMNS, rounds, LEGEND)
+    if turns := [row for row in rows if row["kind"] == TURN]:
+        yield from _table(TURN_COLUMNS, turns, TURN_LEGEND)
+        for depth in dict.fromkeys(row["k"] for row in turns):
+            yield _sum_of_turns(depth, [row for row in turns if row["k"] == depth])
     admissions = [row for row in rows if row["kind"] == ADMISSION]
     if admissions:
         yield "longest wait for a token of streams that run while a prompt is read:"
@@ -85,6 +104,16 @@ def show(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"start to ready at k = {depth}: {sum(start.values()):.1f} s ({parts}{graphs})"
     if any(row["synthetic"] for row in rows):
         yield "synthetic: random weights, or drafts replaced by a known text with seeded errors"
+
+
+def _sum_of_turns(depth: int, turns: list[dict[str, Any]]) -> str:
+    prompts, read, required = (sum(row[name] for row in turns) for name in ("prompt", "read", "required"))
+    text = f"k = {depth}: {prompts} tokens of prompts, {read} read, {required} required"
+    last = turns[-1]
+    if last.get("cold_first_token_ms") and last["first_token_ms"]:
+        share = last["cold_first_token_ms"] / last["first_token_ms"]
+        text += f"; first token of the last turn: {share:.1f} times as fast as cold"
+    return text
 
 
 def _trace(subject: str, found: dict[str, Any]) -> Iterator[str]:

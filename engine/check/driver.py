@@ -17,11 +17,26 @@ def greedy(max_tokens: int, seed: int = 0) -> SamplingParams:
 
 
 def submit(
-    loop: EngineLoop, prompts: Mapping[str, list[int]], sampling: SamplingParams, speculative_k: int | None = None
+    loop: EngineLoop,
+    prompts: Mapping[str, list[int]],
+    sampling: SamplingParams,
+    speculative_k: int | None = None,
+    *,
+    cache_salt: str = "",
+    system_tokens: int | None = None,
 ) -> None:
     """Requests by their names, in this order."""
     for name, ids in prompts.items():
-        loop.submit(Submit(request_id=name, prompt_token_ids=ids, sampling=sampling, speculative_k=speculative_k))
+        loop.submit(
+            Submit(
+                request_id=name,
+                prompt_token_ids=ids,
+                sampling=sampling,
+                speculative_k=speculative_k,
+                cache_salt=cache_salt,
+                system_tokens=system_tokens,
+            )
+        )
 
 
 def step(loop: EngineLoop) -> list[RequestOutput]:
