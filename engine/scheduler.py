@@ -1,6 +1,7 @@
 """Which sequences run, and what the next step is. Decides; never touches a tensor.
 
-Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted. Prompt chunks
+Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted; what the prefix
+cache holds gives way to it. Prompt chunks
 and rounds alternate, so that a long prompt does not starve the running sequences. The cut of a prompt depends on its
 length and the grid alone (cache/grid.py). Places and turns to read go to the API key that was served least
 (waiting.py).
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
+from pilotfish.engine.cache.prefix import CacheSizes, PrefixCache
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.waiting import FairLines
 
@@ -23,7 +25,7 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """Run prompt[start:end] of one sequence."""
+    """Run prompt[start:end] of one sequence; nothing is left of one that was found whole."""
 
     sequence: Sequence
     start: int
@@ -41,11 +43,20 @@ class Scheduler:
     """`waiting` in lines by key; `running` in order of admission, at most `max_num_seqs`; `retired` have ended, but
     a launched round still reads what they hold."""
 
-    def __init__(self, pages: Pool, slots: Pool, max_num_seqs: int, max_waiting: int, grid: Grid):
+    def __init__(
+        self,
+        pages: Pool,
+        slots: Pool,
+        max_num_seqs: int,
+        max_waiting: int,
+        grid: Grid,
+        prefix: PrefixCache | None = None,
+    ):
         if not 1 <= max_num_seqs <= slots.capacity:
             raise ValueError(f"max_num_seqs: want 1..{slots.capacity} (state slots), got {max_num_seqs}")
         self.pages, self.slots = pages, slots
         self.max_num_seqs, self.max_waiting, self.grid = max_num_seqs, max_waiting, grid
+        self.prefix = prefix or PrefixCache(grid, pages, CacheSizes())
         self.waiting = FairLines()
         self.running: list[Sequence] = []
         self.retired: list[Sequence] = []
@@ -73,12 +84,15 @@ class Scheduler:
             unread[sequence.request.key] += len(sequence.prompt) - sequence.num_prefilled
         while self.waiting and len(self.running) < self.max_num_seqs and self.slots.num_free:
             sequence = self.waiting.next(unread)
-            if sequence.num_pages > self.pages.num_free:
+            node = self.prefix.find(sequence)
+            shared = self.prefix.pages_of(node)
+            if not self.prefix.make_room(sequence.num_pages - len(shared), node):
                 break
             self.waiting.take(sequence)
-            unread[sequence.request.key] += len(sequence.prompt)
             (sequence.slot,) = self.slots.take(sequence, 1)
-            sequence.pages = self.pages.take(sequence, sequence.num_pages)
+            sequence.pages = self.pages.take(sequence, sequence.num_pages - len(shared), shared)
+            self.prefix.enter(sequence, node)
+            unread[sequence.request.key] += len(sequence.prompt) - sequence.num_prefilled
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
@@ -91,8 +105,9 @@ class Scheduler:
         if prompts and not (decoding and self._last_was_prefill):
             self._last_was_prefill = True
             sequence = self.waiting.least_served(prompts)
-            start = sequence.num_prefilled
-            end = self.grid.next_cut(start, len(sequence.prompt))
+            self.prefix.advance(sequence)
+            start, length = sequence.num_prefilled, len(sequence.prompt)
+            end = self.grid.next_cut(start, length) if start < length else length
             self.waiting.serve(sequence, end - start)
             return PrefillStep(sequence, start, end)
         self._last_was_prefill = False
@@ -117,13 +132,17 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Frees what a retired sequence holds."""
         self.retired.remove(sequence)
+        self.prefix.leave(sequence)
         self.slots.give_back(sequence)
         self.pages.give_back(sequence)
 
     def check(self) -> None:
-        """Every invariant of the pools, and that exactly the running and retired sequences hold something."""
+        """Every invariant of the pools and the prefix cache, and that exactly the running and retired sequences hold
+        something."""
         self.pages.check()
         self.slots.check()
+        self.prefix.check()
         holders = self.running + self.retired
         assert self.slots.num_used == len(holders)
-        assert self.pages.num_used == sum(len(sequence.pages) for sequence in holders)
+        assert self.pages.num_used == len({page for sequence in holders for page in sequence.pages})
+        assert all(len(sequence.pages) == sequence.num_pages for sequence in holders)

@@ -25,6 +25,14 @@ class Sequence:
     slot: int = 0
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0
+    uses_cache: bool = True
+    """Whether it may go on from what others have read, and leave what it reads."""
+    chunks: list[bytes] | None = None
+    """Its prompt's tokens from boundary to boundary, once somebody has looked for them."""
+    restore: int | None = None
+    """The snapshot to go on from, until it has been copied."""
+    num_cached: int = 0
+    """Prompt tokens that were found."""
     arrived: float = field(default_factory=perf_counter)
     queue_seconds: float | None = None
     """How long it waited to be admitted, until somebody was told."""
@@ -46,6 +54,12 @@ class Sequence:
         seconds, self.queue_seconds = self.queue_seconds, None
         return seconds
 
+    def take_restore(self) -> int | None:
+        """The snapshot to copy to its slot before it goes on; None after that."""
+        snapshot, self.restore = self.restore, None
+        return snapshot
+
     @property
     def is_prefilled(self) -> bool:
-        return self.num_prefilled == len(self.prompt)
+        """A prompt that was found whole has its first token yet to be chosen."""
+        return self.num_prefilled == len(self.prompt) and self.restore is None

@@ -29,6 +29,11 @@ class Grid:
         half, odd = divmod(self.chunk, 2)
         return half if not odd and half % self.page == 0 else None
 
+    @property
+    def spacing(self) -> int:
+        """Tokens from one boundary to the next, past the half."""
+        return lcm(self.chunk, self.page)
+
     def next_cut(self, start: int, length: int) -> int:
         """Where the chunk ends that begins at the cut `start` of a prompt of `length` tokens."""
         assert 0 <= start < length, f"want a start in 0..{length - 1}, got {start}"
@@ -42,8 +47,14 @@ class Grid:
 
     def last_boundary(self, length: int) -> int:
         """The last boundary at or below `length`; 0 where there is none."""
-        boundary = length - length % lcm(self.chunk, self.page)
+        boundary = length - length % self.spacing
         return boundary or (self.half if self.half is not None and length >= self.half else 0)
+
+    def next_boundary(self, start: int) -> int:
+        """The first boundary after `start`."""
+        if self.half is not None and start < self.half:
+            return self.half
+        return (start // self.spacing + 1) * self.spacing
 
     def is_boundary(self, end: int) -> bool:
         """Whether what was read up to the cut `end` can be shared."""

@@ -67,18 +67,87 @@ def test_check_finds_a_lost_and_a_doubled_item():
             pool.check()
 
 
+def test_a_shared_item_is_free_after_its_last_user():
+    pool = Pool("pages", 6)
+    first = pool.take("a", 2)
+    second = pool.take("b", 1, shared=first)
+    pool.check()
+    assert second[:2] == first and second[2] not in first
+    assert (pool.num_used, pool.num_free) == (3, 2)
+    pool.give_back("a")
+    assert pool.num_free == 2
+    pool.give_back("b")
+    pool.check()
+    assert pool.num_free == 5
+
+
+def test_what_is_kept_is_idle_without_a_user_and_free_without_a_keeper():
+    pool = Pool("pages", 6)
+    items = pool.take("a", 3)
+    pool.keep("keeper", items[:2])
+    assert (pool.num_used, pool.num_idle, pool.num_free) == (3, 0, 2)
+    pool.give_back("a")
+    pool.check()
+    assert (pool.num_used, pool.num_idle, pool.num_free) == (0, 2, 3)
+    assert pool.kept_by("keeper") == items[:2] and pool.kept_by("stranger") == []
+    assert pool.take("b", 1, shared=items[:1])[0] == items[0]
+    assert (pool.num_used, pool.num_idle, pool.is_idle(items[0]), pool.is_idle(items[1])) == (2, 1, False, True)
+    pool.give_up("keeper")
+    pool.check()
+    assert (pool.num_used, pool.num_idle, pool.num_free) == (2, 0, 3)
+
+
+def test_first_items_are_exchanged_for_shared_ones():
+    pool = Pool("pages", 8)
+    one, other = pool.take("a", 2), pool.take("b", 3)
+    assert pool.exchange("b", one) == [*one, other[2]]
+    pool.check()
+    assert pool.num_free == 4
+    assert pool.exchange("b", one) == [*one, other[2]]
+    pool.check()
+
+
+def test_only_what_somebody_holds_can_be_shared_or_kept():
+    pool = Pool("pages", 5)
+    taken = pool.take("a", 1)
+    with pytest.raises(AssertionError, match="is free, nobody can share it"):
+        pool.take("b", 1, shared=[taken[0] + 1])
+    with pytest.raises(AssertionError, match="has no user, or a keeper"):
+        pool.keep("c", [taken[0] + 1])
+    pool.keep("c", taken)
+    with pytest.raises(AssertionError, match="has no user, or a keeper"):
+        pool.keep("d", taken)
+
+
 def test_a_random_walk_keeps_every_invariant():
     generator = random.Random(0)
     pool = Pool("pages", 20)
     owned: dict[int, list[int]] = {}
+    kept: dict[str, list[int]] = {}
     for number in range(2000):
-        if owned and (pool.num_free == 0 or generator.random() < 0.5):
+        action = generator.random()
+        held = {item for items in (*owned.values(), *kept.values()) for item in items}
+        if kept and action < 0.15:
+            keeper = generator.choice(sorted(kept))
+            pool.give_up(keeper)
+            del kept[keeper]
+        elif owned and action < 0.3:
+            items = generator.choice(list(owned.values()))
+            kept[f"keeper {number}"] = [item for item in items if not any(item in other for other in kept.values())]
+            pool.keep(f"keeper {number}", kept[f"keeper {number}"])
+        elif owned and action < 0.4:
+            owner = generator.choice(sorted(owned))
+            others = sorted(held.difference(owned[owner]))
+            shared = generator.sample(others, min(len(others), len(owned[owner]), 2))
+            owned[owner] = pool.exchange(owner, shared)
+        elif owned and (pool.num_free == 0 or action < 0.7):
             owner = generator.choice(sorted(owned))
             pool.give_back(owner)
             del owned[owner]
-        else:
-            owned[number] = pool.take(number, generator.randint(1, pool.num_free))
+        elif pool.num_free:
+            shared = generator.sample(sorted(held), min(len(held), 2))
+            owned[number] = pool.take(number, generator.randint(1, pool.num_free), shared)
         pool.check()
-        items = [item for items in owned.values() for item in items]
-        assert len(set(items)) == len(items) == pool.num_used
-        assert 0 not in items
+        used = {item for items in owned.values() for item in items}
+        assert len(used) == pool.num_used and 0 not in used
+        assert pool.num_idle == len({item for items in kept.values() for item in items} - used)
