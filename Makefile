@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 MODEL ?= demo/model
 K ?= 3
 PORT ?= 8000
+# what clients call it; other checkpoints by their folder's or hub name
+NAME ?= $(if $(filter demo/model,$(MODEL)),demo)
 JOBS ?= 2
 SEED ?= 1
 COMMA := ,
@@ -19,7 +21,7 @@ OLDEST_TESTS ?= tests/unit $(addprefix tests/e2e/test_,$(addsuffix .py,openai_cl
   structured token_rules faults cors origins limits tls))
 LEGS ?=
 
-.PHONY: demo serve test test-oldest check bench audit fuzz mutation soak gpu-test gpu-bench clean
+.PHONY: demo serve chat test test-oldest check bench audit fuzz mutation soak gpu-test gpu-bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py
 	@echo "setting up $(VENV), once: a few minutes, most of them for torch"
@@ -31,7 +33,10 @@ demo: $(VENV)/.installed  ## start the server on the demo model, ask it somethin
 	$(BIN)/python demo/try_it.py
 
 serve: $(VENV)/.installed
-	$(BIN)/pilotfish serve $(MODEL) --num-speculative-tokens $(K) --port $(PORT)
+	$(BIN)/pilotfish serve $(MODEL) --num-speculative-tokens $(K) --port $(PORT) $(if $(NAME),--served-model-name $(NAME))
+
+chat: $(VENV)/.installed  ## talk with the model in the terminal, without a server beside it
+	$(BIN)/pilotfish chat $(MODEL) -- --num-speculative-tokens $(K)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile tests/unit

@@ -29,6 +29,7 @@ KEY_VARIABLE = "PILOTFISH_API_KEY"
 KEY_VARIABLES = (KEY_VARIABLE, "VLLM_API_KEY")
 """The first one that is set; vLLM's, so that a unit or a manifest goes on."""
 OWN_PARSERS = {
+    "chat": ("pilotfish.deploy.chat.command", "talk with a model in the terminal, acceptance shown"),
     "audit": ("pilotfish.engine.check.audit.command", "prove that speculation changes no token"),
     "bench": ("pilotfish.engine.bench.command", "speed of rounds by k, batch and context"),
     "sweep": ("pilotfish.deploy.sweep.command", "measure which k and how many sequences to serve"),
@@ -36,6 +37,10 @@ OWN_PARSERS = {
     "release": ("pilotfish.deploy.release.command", "replace the running version, and go back if a gate fails"),
     "eval": ("pilotfish.deploy.evaluate.command", "score a served model on questions, by lm-eval"),
     "acceptance": ("pilotfish.deploy.acceptance", "how often a head is right on a text, and what it must be"),
+    "collect-env": (
+        "pilotfish.deploy.collect_env",
+        "what a report of a problem should say: versions, device, checkpoint",
+    ),
     "quantize": ("pilotfish.engine.convert.quantize", "make an NVFP4 checkpoint from a BF16 or FP8 one"),
     "train-head": ("pilotfish.draft_heads.training.command", "fit an MTP head to a checkpoint's trunk"),
     "draft-vocab": (
@@ -80,7 +85,10 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"pilotfish {pilotfish.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [FLAG ...]", prog="pilotfish", required=True)
     usage = "pilotfish %s MODEL [FLAG ...]"
-    _add_serve(commands.add_parser("serve", usage=usage % "serve", help="serve a checkpoint over the OpenAI API"))
+    apis = "OpenAI's chat, completions and Responses, Anthropic's Messages"
+    what = f"Serves a checkpoint over HTTP: {apis}, in one process beside the engine's."
+    help = f"serve a checkpoint: {apis}"
+    _add_serve(commands.add_parser("serve", usage=usage % "serve", help=help, description=what))
     _add_generate(commands.add_parser("generate", usage=usage % "generate", help="complete one prompt in the terminal"))
     for name, (_, what) in OWN_PARSERS.items():
         commands.add_parser(name, help=what, add_help=False)

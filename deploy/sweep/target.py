@@ -32,8 +32,11 @@ class WrongCommand(StartError):
 
 
 @contextlib.contextmanager
-def started(model: str, flags: Sequence[str], log: Path, port: int | None = None) -> Iterator[str]:
-    """The URL of a `pilotfish serve` that takes requests. Raises StartError."""
+def started(
+    model: str, flags: Sequence[str], log: Path, port: int | None = None, own_group: bool = False
+) -> Iterator[str]:
+    """The URL of a `pilotfish serve` that takes requests. `own_group`: the terminal's Ctrl-C does not reach it.
+    Raises StartError."""
     if port is not None and is_taken(port):
         # whoever answers there would be taken for the server that could not start
         raise StartError(f"port {port} is taken: another process listens there")
@@ -44,7 +47,13 @@ def started(model: str, flags: Sequence[str], log: Path, port: int | None = None
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent) as process,
+        subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
+            process_group=0 if own_group else None,
+        ) as process,
     ):
         try:
             url = f"http://127.0.0.1:{port}"
