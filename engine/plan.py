@@ -111,6 +111,8 @@ def choose_fused(wanted: str, device: torch.device, dtype: torch.dtype) -> bool:
     problem = _no_fused_kernels(device, dtype)
     if wanted == "fused" and problem:
         raise OptionError(f"kernels: fused ones want {problem}")
+    if wanted == "auto" and problem and device.type == "cuda":
+        logger.warning("kernels: torch's operators, slower by far than fused ones, which want %s", problem)
     if wanted == "torch" or problem:
         return False
     from pilotfish.kernels.cuda.warm import prepare  # imports Triton
@@ -248,30 +250,35 @@ def _num_pages(
     """Pages that sequences can own. At least one sequence of max_model_len must fit."""
     config = checkpoint.config
     longest = reserved_pages(max_model_len, depth)
-    layers = len(config.full_layers) + (depth > 0 and options.speculative_method == "mtp")
-    page_bytes = 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
+    page = page_bytes(config, kv_dtype, with_head=depth > 0 and options.speculative_method == "mtp")
     alone = 0
     if options.kv_cache_tokens is not None:
         pages = options.kv_cache_tokens // PAGE
-        if pages * page_bytes > (total := total_bytes(device)):
+        if pages * page > (total := total_bytes(device)):
             raise OptionError(
-                f"kv_cache_tokens: {options.kv_cache_tokens} tokens take {gib(pages * page_bytes)}, "
+                f"kv_cache_tokens: {options.kv_cache_tokens} tokens take {gib(pages * page)}, "
                 f"the device has {gib(total)}"
             )
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         room = -int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes
         room -= GPU_RESERVE_BYTES + buffer_bytes(config, depth, max_num_seqs)
-        pages = min(longest * max_num_seqs, max(0, free + room) // page_bytes)
-        alone = max(0, total + room) // page_bytes
+        pages = min(longest * max_num_seqs, max(0, free + room) // page)
+        alone = max(0, total + room) // page
     else:
-        pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page_bytes))
+        pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page))
     if pages < longest:
         short = f"kv cache: {pages} pages of {PAGE} tokens, want at least {longest} for one sequence of {max_model_len}"
         if alone >= longest:
             raise BusyError(f"{short} tokens; other processes hold memory of the device")
         raise OptionError(f"{short} tokens; lower max_model_len or give it more memory")
     return pages
+
+
+def page_bytes(config: ModelConfig, kv_dtype: torch.dtype, with_head: bool) -> int:
+    """Keys and values of a page, of every attention layer, the MTP head's too where there is one."""
+    layers = len(config.full_layers) + with_head
+    return 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
 
 
 def buffer_bytes(config: ModelConfig, depth: int, max_num_seqs: int) -> int:

@@ -23,6 +23,7 @@ attention and GatedDeltaNet, NVFP4 for the rest, the head in BF16."""
 
 PLAIN = ("in_proj_a", "in_proj_b", "shared_expert_gate", "mtp.fc")
 """Matrices that released packs leave in BF16."""
+FP32 = ("A_log", "dt_bias")
 FP8_IN_MIXED = ("self_attn.", "in_proj_qkv", "in_proj_z", "out_proj")
 CODE_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))
 LOW_SCALE, HIGH_SCALE = 64, 128
@@ -42,6 +43,25 @@ def dummy_weights(
     }
 
 
+def stored_bytes(config: ModelConfig, layout: DummyLayout) -> int:
+    """Bytes of such a checkpoint's tensors, the head's included, without making any."""
+    experts = Experts(ExpertForm.SINGLE, config.num_experts)
+    wanted = trunk(config, lambda _: experts) | mtp(config, lambda _: experts)
+    return sum(_stored_bytes(name, expected, layout) for name, expected in wanted.items())
+
+
+def _stored_bytes(name: str, expected: Expected, layout: DummyLayout) -> int:
+    count = math.prod(expected.shape)
+    form = _form(name, layout) if _is_packed(name, expected) else "bf16"
+    if form == "nvfp4":
+        return count // 2 + count // GROUP
+    return count if form == "fp8" else count * (4 if name.endswith(FP32) else 2)
+
+
+def _is_packed(name: str, expected: Expected) -> bool:
+    return expected.kind is Kind.LINEAR and not name.endswith(PLAIN) and expected.shape[1] % GROUP == 0
+
+
 def _weight(name: str, expected: Expected, layout: DummyLayout, generator: torch.Generator) -> Weight:
     shape, device = expected.shape, generator.device
     if expected.kind is Kind.NORM:
@@ -53,7 +73,7 @@ def _weight(name: str, expected: Expected, layout: DummyLayout, generator: torch
     if name.endswith("dt_bias"):
         steps = torch.empty(shape, device=device).uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
         return steps.expm1_().log_()
-    if expected.kind is Kind.LINEAR and not name.endswith(PLAIN) and shape[1] % GROUP == 0:
+    if _is_packed(name, expected):
         form = _form(name, layout)
         if form == "nvfp4":
             return _nvfp4(shape, generator)
