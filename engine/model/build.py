@@ -23,7 +23,7 @@ from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import MoeMlp, PackedMoeMlp
 from pilotfish.engine.model.trunk import Embedding, Layer, Norm, Trunk
-from pilotfish.kernels.linear import AnyLinear, make_linear
+from pilotfish.kernels.linear import MAX_SEGMENTS, AnyLinear, make_linear, segments
 from pilotfish.kernels.moe import GatedMlp
 from pilotfish.kernels.rope import inverse_frequencies
 
@@ -150,7 +150,7 @@ class Builder:
 
     def layer(self, name: str, full: bool) -> Layer:
         mixer = self.attention(f"{name}.self_attn") if full else self.delta_net(f"{name}.linear_attn")
-        mlp = self.moe(f"{name}.mlp") if self.config.is_moe else self.gated_mlp(f"{name}.mlp")
+        mlp = self.moe(f"{name}.mlp") if self.config.is_moe else self.dense_mlp(f"{name}.mlp")
         return Layer(self.norm(f"{name}.input_layernorm"), mixer, self.norm(f"{name}.post_attention_layernorm"), mlp)
 
     def attention(self, name: str) -> GatedAttention:
@@ -166,7 +166,7 @@ class Builder:
                 norm[: config.rotary_dim] *= config.yarn.attention_factor
         return GatedAttention(
             self.product(qkvg),
-            self.linear(f"{name}.o_proj"),
+            self.row_parallel(f"{name}.o_proj", heads),
             torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv, dim))),
             heads,
             kv,
@@ -179,7 +179,7 @@ class Builder:
         config = self.config
         return GatedDeltaNet(
             self.linear(*(f"{name}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
-            self.linear(f"{name}.out_proj"),
+            self.row_parallel(f"{name}.out_proj", config.linear_num_value_heads),
             self.float32(f"{name}.conv1d.weight").squeeze(1).T.contiguous(),
             -self.float32(f"{name}.A_log").exp(),
             self.float32(f"{name}.dt_bias"),
@@ -197,21 +197,30 @@ class Builder:
         config = self.config
         router = self.router(name)
         # from the router, not the config: some packs have dropped experts, layer by layer
-        experts = [self.gated_mlp(f"{name}.experts.{i}") for i in range(len(router[0]))]
-        shared = self.gated_mlp(f"{name}.shared_expert")
+        experts = [self.expert_mlp(f"{name}.experts.{i}") for i in range(len(router[0]))]
+        shared = self.expert_mlp(f"{name}.shared_expert")
         return MoeMlp(self.product(list(router)), experts, shared, config.num_experts_per_tok)
 
     def router(self, name: str) -> list[torch.Tensor]:
         return [self.plain(f"{name}.{part}.weight").to(self.device) for part in ("gate", "shared_expert_gate")]
 
-    def gated_mlp(self, name: str) -> GatedMlp:
+    def expert_mlp(self, name: str) -> GatedMlp:
         return GatedMlp(self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"))
+
+    def dense_mlp(self, name: str) -> GatedMlp:
+        return GatedMlp(self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.row_parallel(f"{name}.down_proj"))
 
     def linear(self, *names: str) -> AnyLinear:
         return self.product([self.take(f"{name}.weight") for name in names])
 
-    def product(self, parts: Sequence[Weight]) -> AnyLinear:
-        return make_linear(parts, self.dtype, self.device)
+    def row_parallel(self, name: str, num_heads: int = MAX_SEGMENTS) -> AnyLinear:
+        """A product that devices may share by K, whole heads each."""
+        weight = self.take(f"{name}.weight")
+        return self.product([weight], segments(weight.shape[1], num_heads))
+
+    def product(self, parts: Sequence[Weight], num_segments: int = 0) -> AnyLinear:
+        """`num_segments`: of a row-parallel product, 0 for another."""
+        return make_linear(parts, self.dtype, self.device, max(1, num_segments))
 
     def norm(self, name: str) -> Norm:
         return Norm(self.scale(f"{name}.weight"), self.config.rms_norm_eps, self.dtype)

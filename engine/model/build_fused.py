@@ -47,11 +47,11 @@ class FusedBuilder(Builder):
             config.linear_conv_kernel_dim,
         )
 
-    def product(self, parts: Sequence[Weight]) -> PackedLinear:
-        return self.packed(self.packable(parts))
+    def product(self, parts: Sequence[Weight], num_segments: int = 0) -> PackedLinear:
+        return self.packed(self.packable(parts), segments=num_segments)
 
-    def packed(self, parts: Sequence[Weight], swiglu: bool = False) -> PackedLinear:
-        product = PackedLinear(parts, swiglu)
+    def packed(self, parts: Sequence[Weight], swiglu: bool = False, segments: int = 0) -> PackedLinear:
+        product = PackedLinear(parts, swiglu, segments)
         self.scratch.reserve(product.scratch_size)
         return product
 
@@ -60,9 +60,9 @@ class FusedBuilder(Builder):
         packed = self.product([embedding])
         return PackedRows(packed.ranges[0], embedding.shape[1]), packed
 
-    def gated_mlp(self, name: str) -> GatedMlp:
-        gate, up, down = self.packable([self.take(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")])
-        return GatedMlp(self.packed([gate, up], swiglu=True), self.packed([down]))
+    def dense_mlp(self, name: str) -> GatedMlp:
+        gate_up = self.packable([self.take(f"{name}.{part}_proj.weight") for part in ("gate", "up")])
+        return GatedMlp(self.packed(gate_up, swiglu=True), self.row_parallel(f"{name}.down_proj"))
 
     def moe(self, name: str) -> PackedMoeMlp:
         router, top_k = self.router(name), self.config.num_experts_per_tok

@@ -1,9 +1,10 @@
 """Products of up to 256 rows with packed weights, bitwise independent of what the other rows are and how many.
 
-y = x W^T, W a fusion of parts [N_i, K] in NVFP4, FP8 or BF16, in the order of packing.py. One CTA takes 16 rows of W,
-or a few times 16; its warps share K between them: warp w the units w, w + warps, ... one after the other, by
-mma.m16n8k16 with 8 rows of x as columns; then the warps' sums are added in order of w. The number of warps follows
-from the weight's shape alone. How many tiles a CTA has, how many units are in flight and how many rows of x share a
+y = x W^T, W a fusion of parts [N_i, K] in NVFP4, FP8 or BF16, in the order of packing.py. K is cut into shares, each
+of as many units in a row; a share's units are added one after the other, by mma.m16n8k16 with 8 rows of x as columns,
+then the shares' sums: in order, or, of a row-parallel product, whose shares are the segments of kernels/linear.py, by
+the tree. The shares follow from the weight's shape alone. One CTA takes 16 rows of W, or a few times 16, and its warps
+have a share each, or in turn. How many tiles a CTA has, how many units are in flight and how many rows of x share a
 weight's unpacking follow from the number of rows, and change no bit. A few tiles of BF16 beside many of another format
 (b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own.
 
@@ -30,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.mma import BF16, FORMATS, load_factor, over_warps, products, scaled, silu, units_ahead
-from pilotfish.kernels.cuda.packing import TILE, Format, Packed
+from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
 from pilotfish.kernels.cuda.swiglu import silu_product
 
 MAX_ROWS = 256
@@ -44,7 +45,8 @@ REGISTERS = {1: 128, 2: 168}
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """How a product is launched. `warps` alone decides its bits: they share K.
+    """How a product is launched. The shares of K alone decide its bits: a warp's each, or `segments` of a row-parallel
+    product, which the warps have in turn.
 
     tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x.
     """
@@ -54,21 +56,27 @@ class LaunchShape:
     row_tiles: int
     stages: int
     x_ahead: int
+    segments: int = 0
 
 
-def choose_shape(part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None) -> LaunchShape:
-    """The shape for tiles of one format and a number of rows; `plain`: what is `beside` them.
+def choose_shape(
+    part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None, segments: int = 0
+) -> LaunchShape:
+    """The shape for tiles of one format and a number of rows; `plain`: what is `beside` them; `segments`: of a
+    row-parallel product.
 
     Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
     registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.
     """
     warps = split(part.num_tiles, part.num_units)
+    if segments:
+        warps = min(segments, 4 if part.num_tiles > 2 * SM_COUNT else 8)
     row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
     # two tiles share what is loaded of x, the more so the more rows; where programs are few, more of them pay more
     tiles = 2 if swiglu or part.num_tiles >= (3 if row_tiles == 1 else 2) * SM_COUNT else 1
     if part.format is Format.BF16 and row_tiles == 4 and not swiglu:
         tiles = 1  # two would spill
-    shape = fill(LaunchShape(warps, tiles, row_tiles, 0, 0), part.format, part.num_units)
+    shape = fill(LaunchShape(warps, tiles, row_tiles, 0, 0, segments), part.format, part.num_units)
     steps = part.num_units // warps
     if part.format is not Format.NVFP4 or tiles == 1 or row_tiles == 4 or part.num_tiles >= MANY_TILES:
         return shape
@@ -106,7 +114,7 @@ def beside(part: Packed, shape: LaunchShape) -> LaunchShape:
 
 
 def split(num_tiles: int, num_units: int) -> int:
-    """The warps that share K, from the weight's shape alone."""
+    """The shares of K of a product that is not row-parallel, from the weight's shape alone."""
     wanted = 16 if num_tiles <= SM_COUNT // 2 else 8 if num_tiles <= 2 * SM_COUNT else 4
     return next(warps for warps in (16, 8, 4, 2, 1) if warps <= wanted and num_units % warps == 0)
 
@@ -134,6 +142,7 @@ def _tiles(
     ROW_NUMBERS: gl.constexpr,
     SPAN: gl.constexpr,
     SHARES: gl.constexpr,
+    TREE: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
@@ -165,7 +174,7 @@ def _tiles(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tiles[m] * 2),)
             counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
-    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, STAGES)
+    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, SHARES, STAGES)
     totals = products(
         stages,
         data,
@@ -191,9 +200,11 @@ def _tiles(
         there = (feature < counts[m // SPAN]) & (first_tile + m < num_tiles)
         for n in gl.static_range(NT):
             row = first_row + n * 8 + (index % 4) * 2 + index // 64
-            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps), factors[m], FORMAT, DIVIDES)
+            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps, TREE), factors[m], FORMAT, DIVIDES)
             if SPAN == 2:
-                up = scaled(over_warps(totals[(m + 1) * NT + n :: MT * NT], warps), factors[m + 1], FORMAT, DIVIDES)
+                up = scaled(
+                    over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, TREE), factors[m + 1], FORMAT, DIVIDES
+                )
                 value = silu(value) * up
             target = out + row.to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
             gl.store(target, value.to(out.dtype.element_ty), mask=there & (row < num_rows))
@@ -223,6 +234,8 @@ def _rows_kernel(
     DIVIDES: gl.constexpr,
     ROW_NUMBERS: gl.constexpr,
     SPAN: gl.constexpr,
+    SHARES: gl.constexpr,
+    TREE: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PLAIN_SHARES: gl.constexpr,
@@ -261,6 +274,7 @@ def _rows_kernel(
                 False,
                 1,
                 PLAIN_SHARES,
+                False,
                 PLAIN_STAGES,
                 PLAIN_AHEAD,
                 True,
@@ -289,7 +303,8 @@ def _rows_kernel(
         DIVIDES,
         ROW_NUMBERS,
         SPAN,
-        gl.num_warps(),
+        SHARES,
+        TREE,
         STAGES,
         X_AHEAD,
         False,
@@ -301,11 +316,12 @@ class PackedLinear:
     """Parts [N_i, K] fused to one product with N = the sum of N_i, on one device.
 
     parts: bf16 tensors, NvFp4Weight or Fp8Weight; they are not referred to afterwards. With `swiglu` the parts are gate
-    and up, of one shape and format, and the product is silu(gate) * up, N = N_0. Raises ValueError for a part that
-    cannot be packed, with the part's number.
+    and up, of one shape and format, and the product is silu(gate) * up, N = N_0. `segments`: those of a row-parallel
+    product (kernels.linear.segments), 0 for another. Raises ValueError for a part that cannot be packed, with the
+    part's number.
     """
 
-    def __init__(self, parts: Sequence[Any], swiglu: bool = False):
+    def __init__(self, parts: Sequence[Any], swiglu: bool = False, segments: int = 0):
         columns = {int(part.shape[1]) for part in parts}
         if len(columns) != 1:
             raise ValueError(f"want parts of one width, got {sorted(columns)}")
@@ -323,6 +339,8 @@ class PackedLinear:
             self.ranges = [packing.join(list(run)) for _, run in groupby(packed, key=lambda part: part.kind)]
         if self.in_features % 8:
             raise ValueError(f"want a width that is a multiple of 8 (16 bytes of x), got {self.in_features}")
+        self.segments = segments
+        assert not segments or self.in_features % (UNIT * segments) == 0 or segments == 1, (segments, self.in_features)
         self._runs = _runs(torch.cat([part.place[:: 2 if swiglu else 1] for part in self.ranges]).tolist())
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
@@ -336,7 +354,7 @@ class PackedLinear:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part, plain in self.launches(num_rows):
-            shape = choose_shape(part, num_rows, self.swiglu, plain)
+            shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments)
             launch(part, x, out, shape, self.swiglu, pdl, plain)
 
     def launches(self, num_rows: int) -> list[tuple[Packed, Packed | None]]:
@@ -472,6 +490,8 @@ def launch(
         DIVIDES=part.divides,
         ROW_NUMBERS=part.number.shape[1] > 1,
         SPAN=2 if swiglu else 1,
+        SHARES=shape.segments or shape.warps,
+        TREE=shape.segments > 0,
         STAGES=shape.stages,
         X_AHEAD=shape.x_ahead,
         PLAIN_SHARES=other.warps,

@@ -106,7 +106,7 @@ def unit_words(FORMAT):
 
 
 @gluon.jit
-def _in_order(ARITHMETIC: gl.constexpr = False):
+def in_order(ARITHMETIC: gl.constexpr = False):
     """Loads stay on their side of this: the assembler would else put off those made early until they are needed.
 
     With ARITHMETIC that stays on its side too: by an event for profilers, which costs nothing else, of many
@@ -156,13 +156,13 @@ def unpack_half(unit, ROW_HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(x, offsets, masks, columns, step, NT: gl.constexpr, WARPS: gl.constexpr, K: gl.constexpr):
-    """Four loads of 16 bytes a lane for each tile of 8 rows of x, at one step."""
+def _load_x(x, offsets, masks, columns, unit, NT: gl.constexpr, K: gl.constexpr):
+    """Four loads of 16 bytes a lane for each tile of 8 rows of x, of one unit from the warp's first one on."""
     out = ()
     for n in gl.static_range(NT):
         for t in gl.static_range(4):
             # word of a row: 64 a unit, 32 a half, 4 an octet
-            word = step * (WARPS * 64) + (t // 2) * 32 + (t % 2) * 4
+            word = unit * 64 + (t // 2) * 32 + (t % 2) * 4
             mask = masks[n]
             if K % 128 != 0:
                 mask = mask & (columns + word < K // 2)
@@ -228,6 +228,7 @@ def units_ahead(
     FORMAT: gl.constexpr,
     BLOCKS: gl.constexpr,
     WARPS: gl.constexpr,
+    SHARES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Asks for the first STAGES units of each warp and tile: what `products` begins with. Nothing that comes after goes
@@ -235,9 +236,18 @@ def units_ahead(
     bases, block_scales = _placed(tiles, data, block_scale, UNITS, MT, FORMAT)
     stages = ()
     for step in gl.static_range(STAGES):
-        stages = stages + (_load_step(bases, block_scales, step, MT, FORMAT, BLOCKS, WARPS),)
-    _in_order()
+        unit = _unit_of(step, step, UNITS, WARPS, SHARES)
+        stages = stages + (_load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, UNITS // SHARES),)
+    in_order()
     return stages
+
+
+@gluon.jit
+def _unit_of(step, PLACE: gl.constexpr, UNITS: gl.constexpr, WARPS: gl.constexpr, SHARES: gl.constexpr):
+    """The unit that a warp multiplies at a step, counted from the first of its first share: its shares take turns.
+    PLACE: a constant that has the step's turn."""
+    turns: gl.constexpr = SHARES // WARPS
+    return (PLACE % turns) * (WARPS * (UNITS // SHARES)) + step // turns
 
 
 @gluon.jit
@@ -270,8 +280,9 @@ def products(
     the first load of it. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use than
     was meant.
 
-    SHARES, a multiple of WARPS, divides K as that many warps would: share i has the units i, i + SHARES, ..., warp w
-    the shares w, w + WARPS, ..., and there are MT * NT sums for each share of a warp, one share's after the other.
+    SHARES, a multiple of WARPS, are the parts of K that are summed apart: share i is the i-th of them in order of K,
+    warp w has the shares w, w + WARPS, ..., and there are MT * NT sums for each share of a warp, one share's after the
+    other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     steps: gl.constexpr = UNITS // WARPS
@@ -279,7 +290,8 @@ def products(
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     warp = thread // 32
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    columns = (warp * 64 + (thread % 4) * 8)[:, None] + word
+    units: gl.constexpr = UNITS // SHARES
+    columns = (warp * (units * 64) + (thread % 4) * 8)[:, None] + word
     x_words = ()
     x_there = ()
     for n in gl.static_range(NT):
@@ -293,9 +305,10 @@ def products(
         gdc_wait()
     xs = ()
     for s in gl.static_range(X_AHEAD):
-        xs = xs + (_load_x(x, x_words, x_there, columns, s, NT, WARPS, K),)
+        unit = _unit_of(s, s, UNITS, WARPS, SHARES)
+        xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
     if X_AHEAD > 0:
-        _in_order(True)
+        in_order(True)
     # whole groups of steps in a loop, if more than one of them, and the rest written out
     gl.static_assert(X_AHEAD <= STAGES)
     size: gl.constexpr = max(STAGES, shares)
@@ -306,63 +319,101 @@ def products(
         for group in range(0, groups):
             for s in gl.static_range(size):
                 step = group * size + s
-                xs = xs + (_load_x(x, x_words, x_there, columns, step + X_AHEAD, NT, WARPS, K),)
-                _in_order(PINNED)
+                unit = _unit_of(step + X_AHEAD, s + X_AHEAD, UNITS, WARPS, SHARES)
+                xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
+                in_order(PINNED)
                 totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], s % shares, MT, NT, FORMAT, BLOCKS)
                 xs = xs[1:]
-                loaded = _load_step(bases, block_scales, step + STAGES, MT, FORMAT, BLOCKS, WARPS)
-                _in_order(PINNED)
+                unit = _unit_of(step + STAGES, s + STAGES, UNITS, WARPS, SHARES)
+                loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
+                in_order(PINNED)
                 stages = stages[1:] + (loaded,)
     for step in gl.static_range(looped, steps):
         if step + X_AHEAD < steps:
-            xs = xs + (_load_x(x, x_words, x_there, columns, step + X_AHEAD, NT, WARPS, K),)
-            _in_order(PINNED)
+            unit = _unit_of(step + X_AHEAD, step + X_AHEAD, UNITS, WARPS, SHARES)
+            xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
+            in_order(PINNED)
         totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], step % shares, MT, NT, FORMAT, BLOCKS)
         xs = xs[1:]
         stages = stages[1:]
         if step + STAGES < steps:
-            loaded = _load_step(bases, block_scales, step + STAGES, MT, FORMAT, BLOCKS, WARPS)
-            _in_order(PINNED)
+            unit = _unit_of(step + STAGES, step + STAGES, UNITS, WARPS, SHARES)
+            loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
+            in_order(PINNED)
             stages = stages + (loaded,)
     return totals
 
 
 @gluon.jit
 def _load_step(
-    bases, block_scales, step, MT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr
+    bases,
+    block_scales,
+    unit,
+    MT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    WARPS: gl.constexpr,
+    APART: gl.constexpr,
 ):
-    """A step's units of MT tiles, and their block scales if there are such."""
+    """A unit of each of MT tiles, and their block scales if there are such; the warps' units are APART."""
     words: gl.constexpr = unit_words(FORMAT)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     warp = thread // 32
     lane = thread % 32
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    offsets = (warp * words + lane * 4)[:, None] + word
+    offsets = (warp * (APART * words) + lane * 4)[:, None] + word
     units = ()
     scales = ()
     for m in gl.static_range(MT):
-        units = units + (load_unit(bases[m] + step * (WARPS * words), offsets, warp * words + lane, FORMAT),)
+        units = units + (load_unit(bases[m] + unit * words, offsets, warp * (APART * words) + lane, FORMAT),)
         if BLOCKS:
-            scales = scales + (gl.load(block_scales[m] + (warp + step * WARPS))[:, None],)
+            scales = scales + (gl.load(block_scales[m] + (warp * APART + unit))[:, None],)
     return (units, scales)
 
 
 @gluon.jit
-def over_warps(shares, WARPS: gl.constexpr):
-    """The sum of the warps' tensors, one share after the other and in order, fp32 [128]: element 64 c + 32 r + lane is
-    row g + 8 r of the tile and row 2 q + c of x's."""
+def over_warps(shares, WARPS: gl.constexpr, TREE: gl.constexpr):
+    """The sum of the shares' tensors, in order of K or (TREE) neighbours first, fp32 [128]: element 64 c + 32 r + lane
+    is row g + 8 r of the tile and row 2 q + c of x's."""
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    out = 0.0
+    parts = ()
     for share in gl.static_range(len(shares)):
         ordered = gl.reshape(gl.permute(gl.reshape(shares[share], [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
         memory = gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered)
         for warp in gl.static_range(WARPS):
-            part = memory.slice(warp, 1).load(row)
-            out = part if share + warp == 0 else out + part
+            parts = parts + (memory.slice(warp, 1).load(row),)
+    out = in_tree(parts) if TREE else in_turn(parts)
     return gl.convert_layout(gl.reshape(out, [128]), flat, assert_trivial=True)
+
+
+@gluon.jit
+def in_turn(parts):
+    """The parts added one after the other."""
+    out = parts[0]
+    for i in gl.static_range(1, len(parts)):
+        out = out + parts[i]
+    return out
+
+
+@gluon.jit
+def in_tree(parts):
+    """((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) of 8 parts; of 4, 2 or 1 the same."""
+    gl.static_assert(len(parts) <= 8)
+    pairs = ()
+    for i in gl.static_range(len(parts) // 2):
+        pairs = pairs + (parts[2 * i] + parts[2 * i + 1],)
+    if len(parts) == 1:
+        return parts[0]
+    elif len(parts) == 2:
+        return pairs[0]
+    elif len(parts) == 4:
+        return pairs[0] + pairs[1]
+    else:
+        gl.static_assert(len(parts) == 8)
+        return (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
 
 
 @gluon.jit

@@ -183,7 +183,7 @@ def experts_kernel(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tile * 2),)
             counts = counts + (gl.load(place + tile * 2 + 1),)
-    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, STAGES)
+    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES)
     if not LISTS:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
@@ -224,9 +224,11 @@ def experts_kernel(
     for m in gl.static_range(0, MT, SPAN):
         counted = (feature < counts[m // SPAN]) & (first_tile + m < TILES)
         for n in gl.static_range(NT):
-            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps), factors[m], FORMAT, DIVIDES)
+            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps, False), factors[m], FORMAT, DIVIDES)
             if SPAN == 2:
-                up = scaled(over_warps(totals[(m + 1) * NT + n :: MT * NT], warps), factors[m + 1], FORMAT, DIVIDES)
+                up = scaled(
+                    over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, False), factors[m + 1], FORMAT, DIVIDES
+                )
                 value = silu(value) * up
             target = out + targets[n] + (columns[m // SPAN] + feature)
             gl.store(target, value.to(out.dtype.element_ty), mask=counted & stored[n])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from pilotfish.engine.checkpoint.fp8 import per_tensor
 from pilotfish.engine.checkpoint.nvfp4 import quantize
@@ -23,8 +25,8 @@ def on_gpu(weight):
     return weight.cuda() if isinstance(weight, torch.Tensor) else weight.to("cuda")
 
 
-def packed(kind: str, rows: int, columns: int, swiglu: bool = False) -> PackedLinear:
-    return PackedLinear([on_gpu(weights(rows, columns)[kind]) for _ in range(2 if swiglu else 1)], swiglu)
+def packed(kind: str, rows: int, columns: int, swiglu: bool = False, segments: int = 0) -> PackedLinear:
+    return PackedLinear([on_gpu(weights(rows, columns)[kind]) for _ in range(2 if swiglu else 1)], swiglu, segments)
 
 
 def draw(rows: int, columns: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -63,10 +65,11 @@ def test_values(kind, shape):
     assert ((run(product, x).double() - want).abs() <= 2e-6 * bound).all()
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(("swiglu", "segments"), [(False, 0), (True, 0), (False, 8), (False, 2)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_bits_depend_on_no_other_row(kind, swiglu):
-    product, x = packed(kind, 400, 1024, swiglu), draw(256, 1024)
+def test_a_rows_bits_depend_on_no_other_row(kind, swiglu, segments):
+    """Of a row-parallel product (segments) too, whose warps have one segment or several."""
+    product, x = packed(kind, 400, 1024, swiglu, segments), draw(256, 1024)
     if swiglu:
         x *= 1e-3
     alone = torch.cat([run(product, x[row : row + 1].contiguous()) for row in range(256)])
@@ -82,7 +85,7 @@ def test_a_rows_bits_depend_on_no_other_row(kind, swiglu):
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8 block", "bf16"])
-def test_bits_depend_on_no_launch_shape_but_the_warps(kind):
+def test_bits_depend_on_no_launch_shape_but_the_shares(kind):
     product, x = packed(kind, 1000, 2048), draw(16, 2048)
     part = product.ranges[0]
     chosen = choose_shape(part, 16)
@@ -185,3 +188,36 @@ def test_bulk_is_the_libraries_product_of_the_same_weights(kind, swiglu):
     scratch = torch.full((product.scratch_size,), float("nan"), dtype=torch.bfloat16, device="cuda")
     got = product.bulk(x, scratch)
     torch.testing.assert_close(got.double(), want.double(), rtol=0.02, atol=0.01 * float(want.abs().max()))
+
+
+@triton.jit
+def _dot_kernel(a, b, out, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    total = tl.zeros((M, N), tl.float32)
+    for first in range(0, K, 16):
+        k = first + tl.arange(0, 16)
+        left = tl.load(a + rows[:, None] * K + k[None, :])
+        right = tl.load(b + columns[None, :] * K + k[:, None])
+        total = tl.dot(left, right, total)
+    tl.store(out + rows[:, None] * N + columns[None, :], total)
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "cancelling"])
+def test_a_warp_groups_instruction_adds_as_a_warps_does(kind):
+    """wgmma (four warps) and mma.sync (one), 16 columns of K at a time in the same order: what lets a kernel for many
+    rows use either. A column does not depend on how many there are."""
+    a, b = draw(64, 4096, 1).float(), draw(64, 4096, 2).float()
+    if kind == "wide":
+        a, b = (x * torch.exp(4 * draw(64, 4096, 3).float()) for x in (a, b))
+    if kind == "cancelling":
+        a[:, 1::2], b[:, 1::2] = -a[:, ::2], b[:, ::2] * (1 + 2**-7)
+    a, b = a.bfloat16(), b.bfloat16()
+    outs = {}
+    for warps in (1, 4):
+        for columns in (16, 32, 64):
+            out = torch.full((64, columns), float("nan"), device="cuda")
+            kernel = _dot_kernel[(1,)](a, b, out, 4096, 64, columns, num_warps=warps)
+            assert ("wgmma" in kernel.asm["ptx"]) == (warps == 4) and ("mma.sync" in kernel.asm["ptx"]) == (warps == 1)
+            outs[warps, columns] = out
+    for out in outs.values():
+        assert same_bits(out.contiguous(), outs[1, 64][:, : out.shape[1]].contiguous())

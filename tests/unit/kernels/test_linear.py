@@ -7,7 +7,7 @@ import torch
 
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.kernels import linear as linear_module
-from pilotfish.kernels.linear import TILE_ROWS, Linear, QuantizedLinear, make_linear, padded_rows
+from pilotfish.kernels.linear import TILE_ROWS, Linear, QuantizedLinear, in_tree, make_linear, padded_rows, segments
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((1, 7), (33, 65), (96, 64), (257, 130), (320, 64), (1000, 33))
@@ -50,6 +50,46 @@ def test_a_row_keeps_its_bits_at_every_position_of_every_tile(out_features, in_f
             x = random((tiles * TILE_ROWS, in_features), dtype, 2)
             x[position] = row
             assert torch.equal(linear.rows(x)[position], alone), (tiles, position)
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "count"),
+    [(17408, 8, 8), (6144, 24, 8), (4096, 16, 8), (3584, 8, 4), (512, 8, 4), (4096, 12, 4), (256, 4, 2), (384, 6, 1)],
+)
+def test_segments_fall_on_units_and_on_heads(width, heads, count):
+    assert segments(width, heads) == count
+
+
+def test_parts_are_added_by_one_tree():
+    # of these numbers every other order gives another sum
+    parts = [torch.tensor(x) for x in (1e8, 3.0, -1e8, 5.0, 7.0, 1e7, 0.3, -1e7)]
+    a, b, c, d, e, f, g, h = parts
+    assert torch.equal(in_tree(parts), ((a + b) + (c + d)) + ((e + f) + (g + h)))
+    assert not torch.equal(in_tree(parts), sum(parts[1:], parts[0]))
+    assert torch.equal(in_tree(parts[:2]), a + b) and in_tree(parts[:1]) is a
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_row_parallel_product_is_what_devices_with_its_segments_would_add_up_to(count, dtype):
+    """Each device has some columns of x and of the weight, and knows nothing of the others."""
+    weight, x = random((96, 1024), dtype), random((2 * TILE_ROWS, 1024), dtype, 1)
+    whole = Linear(weight, count)
+    for devices in (1, 2, count):
+        shares = zip(x.chunk(devices, 1), weight.chunk(devices, 1), strict=True)
+        parts = [
+            Linear(columns.clone()).rows(part.clone()).float()
+            for own, matrix in shares
+            for part, columns in zip(own.chunk(count // devices, 1), matrix.chunk(count // devices, 1), strict=True)
+        ]
+        assert torch.equal(whole.rows(x), in_tree(parts).to(dtype))
+    quantized = QuantizedLinear([weight], dtype, count)
+    torch.testing.assert_close(quantized.rows(x), whole.rows(x), rtol=1e-2, atol=1e-3 * 1024**0.5)
+    wanted, rounding = x.double() @ weight.double().T, 2**-8 if dtype == torch.bfloat16 else 1e-6
+    scale = x.double().abs() @ weight.double().abs().T
+    # each segment is rounded, then their sum
+    assert ((whole.bulk(x).double() - wanted).abs() <= rounding * scale).all()
+    assert torch.equal(whole.rows(x)[3], whole.rows(x.roll(5, 0))[8])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

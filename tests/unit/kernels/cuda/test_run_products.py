@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine, combine_reference
 from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.cuda.swiglu import silu_product
+from pilotfish.kernels.linear import in_tree
 from tests.support.ptx import running
 from tests.unit.kernels.cuda.test_experts import expert
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
@@ -58,7 +61,7 @@ def test_a_rows_bits_depend_on_no_other_row():
     assert same_bits(run(product, x, 9), all_rows[:9])
 
 
-def test_bits_depend_on_no_launch_shape_but_the_warps():
+def test_bits_depend_on_no_launch_shape_but_the_shares():
     """With a loop and without, several depths of prefetching, one tile a program and four, some past the last."""
     product, x = PackedLinear([weights(40, 1024)["nvfp4"]]), draw(9, 1024)
     results = []
@@ -69,6 +72,36 @@ def test_bits_depend_on_no_launch_shape_but_the_warps():
         results.append(out)
     assert all(same_bits(results[0], other) for other in results[1:])
     close(results[0], x.double() @ product.dequantize().double().T, 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 2048, 8), ("fp8 block", 512, 2)])
+def test_a_row_parallel_product_adds_its_segments_by_the_tree(kind, columns, segments):
+    """Whatever warps have them: each segment is what a weight of its columns alone gives, in one share."""
+    weight, x = weights(20, columns)[kind], draw(9, columns)
+    product = PackedLinear([weight], segments=segments)
+    want = run(product, x)
+    close(want, x.double() @ values(weight).double().T, 1e-6)
+    for warps in (1, 2, segments):
+        out = torch.full((9, 20), NAN)
+        with running():
+            linear.launch(product.ranges[0], x, out, LaunchShape(warps, 2, 2, 1, 0, segments), False, True)
+        assert same_bits(out, want)
+    part, width = product.ranges[0], columns // segments
+    sums = []
+    for i in range(segments):
+        units = slice(i * width // 128, (i + 1) * width // 128)
+        scale = None if part.block_scale is None else part.block_scale[:, units].contiguous()
+        own = replace(
+            part, data=part.data[:, units].contiguous(), number=torch.ones_like(part.number), block_scale=scale
+        )
+        sums.append(torch.full((9, 20), NAN))
+        with running():
+            columns_of_x = x[:, i * width : (i + 1) * width].contiguous()
+            shape = LaunchShape(1, 1, 1, 1, 0, 1)
+            linear.launch(replace(own, divides=False), columns_of_x, sums[-1], shape, False, True)
+    number = part.number[0, 0]
+    whole = in_tree(sums) / number if part.divides else in_tree(sums) * number
+    assert same_bits(whole, want)
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("modelopt", 12), ("fp8 channel", 5)])
