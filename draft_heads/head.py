@@ -2,7 +2,9 @@
 
 A head owns its cache; the trunk's embedding and lm_head are lent to it.
 
-B = sequences, W = window rows, H = hidden, T = prompt rows, K = drafts. The pair (h_i, t_(i+1)) stands at position i.
+B = sequences, W = window rows, H = hidden, T = prompt rows, K = drafts. The pair (h_i, t_(i+1)) has position i, and is
+stored at place i + 1: the head's cache lags by one (engine.cache.tensors.KvCache), so that what is stored up to a place
+depends on the tokens before it alone.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class DraftHead(Protocol):
     def reads_history(self) -> bool: ...
 
     def fill(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
-        """Hidden rows [T, H] of a prompt span's pairs; next_tokens int64 [T], hidden [T, H] the trunk's."""
+        """Hidden rows [T, H] of the pairs at a span's positions; next_tokens int64 [T], hidden [T, H] the trunk's."""
         ...
 
     def record(self, round: RoundPass, count: int, width: int, depth: int, flags: int) -> None:
@@ -92,10 +94,7 @@ class DraftHead(Protocol):
         of `count` sequences into the state (0: none).
 
         All window rows are repaired, with the trunk's own next tokens: that overwrites what drafting left there, and
-        rows past the first rejection hold noise beyond the sequence's length. `flags`: bits that any sequence may have.
+        rows past the first rejection hold noise beyond the sequence's length. A prompt's last pair is made here too, as
+        a window of one row. `flags`: bits that any sequence may have.
         """
-        ...
-
-    def propose(self, round: RoundPass, count: int, depth: int, flags: int) -> None:
-        """Drafts alone, after a prompt: from the head's hidden rows that `fill` gave, in head_hidden."""
         ...

@@ -234,7 +234,8 @@ def _max_num_seqs(options: EngineOptions, depth: int) -> tuple[int, str]:
 
 
 def reserved_pages(num_tokens: int, depth: int) -> int:
-    """Pages that a request of at most so many tokens owns: its last window may reach past them."""
+    """Pages that a request of at most so many tokens owns: its last window may begin with the last token, which has
+    `depth` rows after it, and the head's cache is one place longer than the trunk's."""
     return pages_for(num_tokens + depth + 1)
 
 

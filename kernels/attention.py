@@ -70,29 +70,34 @@ class RowTile:
     """At most TILE_ROWS consecutive rows of one sequence, and its pages up to the last of these rows, in order.
 
     For the chunks that some row does not see whole: `hidden` bool [TILE_ROWS, PAGE], columns past the row (padding rows
-    see what the last row sees), and `num_written`, the columns that some row sees.
+    see what the last row sees) or before the first entry, and `seen`, the columns that some row sees, from .. to.
     """
 
     first_row: int
     num_rows: int
     pages: list[int]
     hidden: dict[int, torch.Tensor]
-    num_written: dict[int, int]
+    seen: dict[int, tuple[int, int]]
 
 
-def row_tiles(starts: list[int], tables: list[list[int]], width: int, device: torch.device) -> list[RowTile]:
-    """The tiles of a window of `width` rows a sequence, sequence b's first at position starts[b]; for all layers."""
+def row_tiles(
+    starts: list[int], tables: list[list[int]], width: int, device: torch.device, lag: int = 0
+) -> list[RowTile]:
+    """The tiles of a window of `width` rows a sequence, sequence b's first at position starts[b]; for all layers whose
+    caches hold position p at place p + lag."""
     columns = torch.arange(PAGE, device=device)
     tiles = []
     for b, (start, table) in enumerate(zip(starts, tables, strict=True)):
         for offset in range(0, width, TILE_ROWS):
-            first, count = start + offset, min(TILE_ROWS, width - offset)
+            first, count = start + lag + offset, min(TILE_ROWS, width - offset)
             num_chunks = pages_for(first + count)
             rows = torch.arange(TILE_ROWS, device=device).clamp_(max=count - 1) + first
-            partial = range(first // PAGE, num_chunks)
+            partial = {*range(first // PAGE, num_chunks), *([0] if lag else [])}
             hidden = {c: columns + c * PAGE > rows[:, None] for c in partial}
-            num_written = {c: min(PAGE, first + count - c * PAGE) for c in partial}
-            tiles.append(RowTile(b * width + offset, count, table[:num_chunks], hidden, num_written))
+            seen = {c: (0 if c else lag, min(PAGE, first + count - c * PAGE)) for c in partial}
+            if lag:
+                hidden[0] |= columns < lag
+            tiles.append(RowTile(b * width + offset, count, table[:num_chunks], hidden, seen))
     return tiles
 
 
@@ -126,7 +131,8 @@ def _attend(
         if chunk in tile.hidden:
             # filled, not added: what an unwritten slot gave may be NaN
             scores.view(kv, group, TILE_ROWS, PAGE).masked_fill_(tile.hidden[chunk], float("-inf"))
-            v[:, tile.num_written[chunk] :] = 0
+            first, end = tile.seen[chunk]
+            v[:, :first], v[:, end:] = 0, 0
         highest = scores.amax(-1, keepdim=True)
         new_best = highest if best is None else torch.maximum(best, highest)
         probabilities = scores.sub_(new_best).exp_()
@@ -150,19 +156,20 @@ def prefill_attention(
     start: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    lag: int = 0,
 ) -> torch.Tensor:
-    """fp32 [T, h, D] of T consecutive prompt rows from position `start`, their KV already written. Bits depend on
-    (start, T) and the values alone.
+    """fp32 [T, h, D] of T consecutive prompt rows from position `start`, their KV already written, position p at place
+    p + lag. Bits depend on (start, T) and the values alone.
 
     On a GPU in 16 bits, by the library's flash kernel, without a mask in memory; elsewhere in fp32, with one.
     """
     rows, _, dim = q_ThD.shape
-    end = start + rows
+    end = start + rows + lag
     # one on the device already is not copied: a copy from the host would wait for all that came before
     pages = torch.as_tensor(table, device=q_ThD.device)[: pages_for(end)]
     dtype = prompt_dtype(k_cache.dtype, q_ThD.device)
     k, v = (
-        from_cache(_indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, :end], dtype)
+        from_cache(_indexable(cache)[pages].view(cache.dtype).transpose(0, 1).flatten(1, 2)[:, lag:end], dtype)
         for cache in (k_cache, v_cache)
     )
     return prefill_product(q_ThD.to(dtype), k, v, start, dim**-0.5 * k_scale).float() * v_scale

@@ -40,11 +40,7 @@ class LookupHead:
         return hidden
 
     def record(self, round: RoundPass, count: int, width: int, depth: int, flags: int) -> None:
-        """See DraftHead; there is nothing to repair."""
-        self.propose(round, count, depth, flags)
-
-    def propose(self, round: RoundPass, count: int, depth: int, flags: int) -> None:
-        """See DraftHead. Reads the text so far, which the commit has written."""
+        """See DraftHead; there is nothing to repair. Reads the text so far, which the commit has written."""
         if depth:
             b = round.buffers
             round.ops.look_up(b.slots[:count], round.state, depth, self.longest, self.shortest, b.scratch)

@@ -58,7 +58,7 @@ class MtpHead:
         self.propose(round, count, depth, flags)
 
     def propose(self, round: RoundPass, count: int, depth: int, flags: int) -> None:
-        """See DraftHead. Every draft but the last appends one entry to the head's own cache."""
+        """Drafts from head_hidden on. Every one but the last appends one entry to the head's own cache."""
         b, rows = round.buffers, round.ops.padded(count)
         hidden = b.first(rows).head_hidden
         for number in range(depth):

@@ -17,12 +17,17 @@ from pilotfish.kernels.delta_net import delta_replay
 
 @dataclass(frozen=True)
 class KvCache:
-    """One attention layer's keys (normed, rotated) and values, [P, kv, PAGE, D] each; in FP8 divided by the scales."""
+    """One attention layer's keys (normed, rotated) and values, [P, kv, PAGE, D] each; in FP8 divided by the scales.
+
+    The entry of position p stands at place p + `lag` of its sequence's pages; the places before are never read. A draft
+    head's cache lags by 1: its entry p holds token p + 1, and so the pages of places [0, N) hold tokens before N alone.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
+    lag: int = 0
 
     @classmethod
     def empty(
@@ -33,10 +38,11 @@ class KvCache:
         device: torch.device,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        lag: int = 0,
     ) -> KvCache:
         shape = (num_pages, config.num_key_value_heads, PAGE, config.head_dim)
         k, v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
-        return cls(k, v, k_scale, v_scale)
+        return cls(k, v, k_scale, v_scale, lag)
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,13 @@ class RecurrentState:
 
     s [L, S, Hv, dk, dv] in fp32: a narrower state would round at each store, and bits would depend on run lengths.
     conv [L, S, J-1, C]: the last pre-activation convolution inputs.
+    last_hidden [S, H]: the trunk's final-norm hidden of the newest prompt row, which the head pairs with the token that
+    follows. PromptPass.end_span writes it, rounds do not.
     """
 
     s: torch.Tensor
     conv: torch.Tensor
+    last_hidden: torch.Tensor
     pending: Pending
 
     @classmethod
@@ -91,10 +100,11 @@ class RecurrentState:
             buffer(max_window, config.conv_dim, kind=dtype),
         )
         history = config.linear_conv_kernel_dim - 1
-        return cls(buffer(heads, dk, dv), buffer(history, config.conv_dim, kind=dtype), pending)
+        last_hidden = torch.full((num_slots, config.hidden_size), float("nan"), dtype=dtype, device=device)
+        return cls(buffer(heads, dk, dv), buffer(history, config.conv_dim, kind=dtype), last_hidden, pending)
 
     def reset(self, slot: int) -> None:
-        """The state before the first token: zero."""
+        """The state before the first token: zero. There is no hidden row yet, and none is read."""
         self.s[:, slot] = 0
         self.conv[:, slot] = 0
 

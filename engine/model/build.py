@@ -145,7 +145,7 @@ class Builder:
             self.norm("mtp.pre_fc_norm_hidden"),
             self.layer("mtp.layers.0", True),
             self.norm("mtp.norm"),
-            self.kv_cache("mtp.layers.0.self_attn"),
+            self.kv_cache("mtp.layers.0.self_attn", lag=1),
         )
 
     def layer(self, name: str, full: bool) -> Layer:
@@ -238,10 +238,11 @@ class Builder:
     def take(self, name: str) -> Weight:
         return self.weights.pop(name)
 
-    def kv_cache(self, attention: str) -> KvCache:
+    def kv_cache(self, attention: str, lag: int = 0) -> KvCache:
         sizes = self.sizes
         scales = sizes.kv_scales.get(attention, (1.0, 1.0))
-        return KvCache.empty(self.config, sizes.num_pages, sizes.kv_dtype or self.dtype, self.device, *scales)
+        kv_dtype = sizes.kv_dtype or self.dtype
+        return KvCache.empty(self.config, sizes.num_pages, kv_dtype, self.device, *scales, lag)
 
 
 def _split_heads(weight: Weight, heads: int, dim: int) -> tuple[Weight, Weight]:

@@ -28,8 +28,8 @@ Trace = Callable[[str, torch.Tensor], None]
 """Sees named rows [R, ...] in the order they are computed; the audit compares runs by them."""
 
 
-def _nothing(phase: str) -> None:
-    pass
+def unmarked(phase: str) -> None:
+    """Nobody times the phases."""
 
 
 class RoundBody:
@@ -42,7 +42,7 @@ class RoundBody:
         self.model, self.buffers, self.ops = model, buffers, operators
         self.batch_state, self.state = batch_state, batch_state.fields
         self.trace: Trace | None = None
-        self.mark: Callable[[str], None] = _nothing
+        self.mark: Callable[[str], None] = unmarked
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -97,11 +97,14 @@ class RoundBody:
         self._replace_drafts(shape.num_sequences, next_depth)
         self.mark("draft")
 
-    def first_drafts(self, count: int, depth: int, flags: int) -> None:
-        """Drafts after a prompt, from the head's hidden rows in head_hidden on."""
-        assert self.model.head is not None
-        self.model.head.propose(self, count, depth, flags)
-        self._replace_drafts(count, depth)
+    def start_head(self, hidden: torch.Tensor, token: int, depth: int, flags: int) -> None:
+        """The head's part after a prompt, for the one sequence in place: a round's whose only row was the prompt's last
+        one, of this hidden state [H], and gave `token`."""
+        b = self.buffers
+        # the length counts the prompt, so its last row stands one before
+        self.plan(1, 1, -1)
+        b.hidden[0], b.chosen[0], b.verdicts(1).head_row[0] = hidden, token, 0
+        self.draft(Shape(1, 0), depth, flags)
 
     def _replace_drafts(self, count: int, depth: int) -> None:
         """Puts other drafts in place of the head's, for measurements."""

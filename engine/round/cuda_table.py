@@ -162,7 +162,7 @@ class CudaOperators:
     ) -> None:  # fmt: skip
         attention.attention_window(
             projected, slots_B, scratch.plan, tables, cache.k, cache.v, mixer.qk_norm, mixer.eps, width,
-            scratch.attention, out, cache.k_scale, cache.v_scale, pdl=self.pdl,
+            scratch.attention, out, cache.k_scale, cache.v_scale, cache.lag, pdl=self.pdl,
         )  # fmt: skip
 
     def gdn_window(
@@ -242,7 +242,7 @@ class CudaOperators:
         if not self.on_device:
             return self.plain.attention_prompt(mixer, projected, span, cache)
         place = (span.positions, span.start, span.cos, span.sin, span.table, cache.k, cache.v)
-        return attention_prompt(projected, *place, mixer.qk_norm, mixer.eps, cache.k_scale, cache.v_scale)
+        return attention_prompt(projected, *place, mixer.qk_norm, mixer.eps, cache.k_scale, cache.v_scale, cache.lag)
 
     def gdn_prompt(
         self, mixer: GatedDeltaNet, projected: torch.Tensor, state: torch.Tensor, history: torch.Tensor

@@ -19,13 +19,13 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.guard import Guarded
 from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.round.body import RoundBody
+from pilotfish.engine.round.body import RoundBody, unmarked
 from pilotfish.engine.round.buffers import RoundBuffers, num_bytes, report_size, split_report
 from pilotfish.engine.round.grammars import SlotGrammars
 from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
 from pilotfish.engine.round.operators import Operators, operators_of
-from pilotfish.engine.round.prompt import PromptPass, Span
+from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.engine.round.reports import Batch, SequenceReport, num_forced, token_logprobs
 from pilotfish.engine.round.shapes import Shape, Shapes, Sizes
 from pilotfish.engine.round.torch_table import forbidden_of
@@ -143,38 +143,31 @@ class RoundExecutor:
         prompt_logprobs: int | None = None, generates: bool = True,
     ) -> SequenceReport | None:  # fmt: skip
         """See Executor."""
-        device, span = self.model.device, self.prompt.span(slot, start, end - start, table)
-        hidden = self.prompt.trunk(torch.tensor(prompt[start:end], device=device), span)
+        span = self.prompt.span(slot, start, end - start, table)
+        tokens = torch.tensor(prompt[start:end], device=self.model.device)
+        hidden = self.prompt.trunk(tokens, span)
         read = None
         if prompt_logprobs is not None:
             read = self.prompt.logprobs(hidden, prompt[start + 1 : end + 1], prompt_logprobs)
-        if end < len(prompt):
-            if self.head_on:
-                self._fill(prompt[start + 1 : end + 1], hidden, span)
-            return None if read is None else SequenceReport.of_prompt(slot, read, done=False)
-        if not generates:
-            return SequenceReport.of_prompt(slot, read, done=True)
-        slots = torch.tensor([slot], device=device)
-        self.state.length[slot] = end
-        logits = self.prompt.logits(hidden[-1:])
-        self.observe("prefill.logits", logits, [slot], [end - 1])
-        report = self._first_token(slot, slots, logits, logprobs)
+        ends = end == len(prompt)
+        # the first token is waited for before the head reads, since the head may go on behind the report
+        report = self._first_token(slot, hidden[-1:], end, logprobs) if ends and generates else None
+        self.prompt.end_span(tokens, hidden, span, self.head_on)
+        if report is None:
+            return SequenceReport.of_prompt(slot, read, done=ends) if ends or read is not None else None
         if self.head_on and not report.done:
-            # at depth 0 too: a later round may draft, and then reads all of the head's entries
-            rows = self._fill([*prompt[start + 1 :], report.token_ids[0]], hidden, span)
-            if depth:
-                self._first_drafts(slot, slots, table, rows[-1:], depth, end)
+            self._start_head(slot, table, end, report.token_ids[0], depth)
         self.grammars.advance([report])
         return replace(report, prompt_logprobs=read)
 
-    def _fill(self, next_tokens: list[int], hidden: torch.Tensor, span: Span) -> torch.Tensor:
-        return self.prompt.fill(torch.tensor(next_tokens, device=self.model.device), hidden, span)
-
-    def _first_token(
-        self, slot: int, slots: torch.Tensor, logits: torch.Tensor, logprobs: int | None
-    ) -> SequenceReport:
-        """Chosen and committed as a window of one row is, by spec's own functions on every device."""
+    def _first_token(self, slot: int, hidden: torch.Tensor, end: int, logprobs: int | None) -> SequenceReport:
+        """Chosen from the prompt's last hidden row [1, H] and committed as a window of one row is, by spec's own
+        functions on every device."""
         state, flags = self.state.fields, self.state.host_flags[slot]
+        slots = torch.tensor([slot], device=self.model.device)
+        state.length[slot] = end
+        logits = self.prompt.logits(hidden)
+        self.observe("prefill.logits", logits, [slot], [end - 1])
         masks = self.grammars.start_masks([slot], 0)
         forbidden = None
         if masks is not None:
@@ -192,14 +185,15 @@ class RoundExecutor:
             slot, tokens, 0, 0, bool(verdict.stopped[0]), bool(verdict.done[0]), is_nan, found, num_forced=forced
         )
 
-    def _first_drafts(
-        self, slot: int, slots: torch.Tensor, table: list[int], hidden: torch.Tensor, depth: int, length: int
-    ) -> None:
+    def _start_head(self, slot: int, table: list[int], end: int, token: int, depth: int) -> None:
+        """The head's part of a round whose only row was the prompt's last one. At depth 0 too: a later round may draft,
+        and then reads all of the head's entries."""
         self._placement.place([slot], [table], 1)
-        self.body.buffers.head_hidden[:1] = hidden
+        slots = torch.tensor([slot], device=self.model.device)
         accept.offer(self.state.fields, slots, depth)
-        self.body.first_drafts(1, depth, self.state.host_flags[slot])
-        self.observe("draft", self.state.drafts[slots, :1], [slot], [length])
+        self.body.start_head(self.model.trunk.state.last_hidden[slot], token, depth, self.state.host_flags[slot])
+        if depth:
+            self.observe("draft", self.state.drafts[slots, :1], [slot], [end])
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
@@ -221,6 +215,7 @@ class RoundExecutor:
             clock.mark("mask")
             body.buffers.allowed[: len(words)].copy_(words)
             graph &= self._run(work, FINISH)
+        body.mark = unmarked
         letter = self._mail.fetch(body.buffers.report)
         # the next round overwrites the logits
         rows = body.buffers.logits[: shape.num_rows].unflatten(0, (-1, shape.width))

@@ -34,17 +34,14 @@ class Span:
     length: int
     table: torch.Tensor
     positions: torch.Tensor
-    pages: torch.Tensor
-    offsets: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
 
     @classmethod
-    def build(cls, slot: int, start: int, length: int, table: list[int], inv_freq: torch.Tensor) -> Span:
+    def build(cls, slot: int, start: int, length: int, table: list[int] | torch.Tensor, inv_freq: torch.Tensor) -> Span:
         positions = torch.arange(start, start + length, device=inv_freq.device)
-        owned = torch.tensor(table, device=inv_freq.device)
-        pages, offsets = owned[positions // PAGE], positions % PAGE
-        return cls(slot, start, length, owned, positions, pages, offsets, *rope_angles(positions, inv_freq))
+        owned = torch.as_tensor(table, device=inv_freq.device)
+        return cls(slot, start, length, owned, positions, *rope_angles(positions, inv_freq))
 
 
 class PromptPass:
@@ -53,7 +50,7 @@ class PromptPass:
     def __init__(self, model: Model, operators: Operators | None = None):
         self.model, self.ops = model, operators or operators_of(model)
 
-    def span(self, slot: int, start: int, length: int, table: list[int]) -> Span:
+    def span(self, slot: int, start: int, length: int, table: list[int] | torch.Tensor) -> Span:
         return Span.build(slot, start, length, table, self.model.inv_freq)
 
     def trunk(self, tokens_T: torch.Tensor, span: Span) -> torch.Tensor:
@@ -79,8 +76,21 @@ class PromptPass:
         mixed = self._attention(layer.mixer, self.ops.norm(x, layer.input_norm), span, cache)
         return self._end(x, mixed, layer, after)
 
+    def end_span(self, tokens_T: torch.Tensor, hidden: torch.Tensor, span: Span, head_on: bool) -> None:
+        """What the text after a span goes on from, once the trunk gave `hidden` for its tokens: the head's pairs of the
+        positions start - 1 .. end - 2, whose tokens are the span's, and the span's last hidden row, which the state
+        carries to the next pair."""
+        carried = self.model.trunk.state.last_hidden[span.slot]
+        # before a prompt's first token there is no hidden row to pair it with
+        skipped = int(span.start == 0)
+        if head_on and span.length > skipped:
+            before = hidden[:-1] if skipped else torch.cat((carried[None], hidden[:-1]))
+            pairs = self.span(span.slot, span.start - 1 + skipped, span.length - skipped, span.table)
+            self.fill(tokens_T[skipped:], before, pairs)
+        carried.copy_(hidden[-1])
+
     def fill(self, next_tokens_T: torch.Tensor, hidden: torch.Tensor, span: Span) -> torch.Tensor:
-        """The head's hidden rows [T, H] of a span's pairs; see DraftHead.fill."""
+        """The head's hidden rows [T, H] of the pairs at a span's positions; see DraftHead.fill."""
         assert self.model.head is not None
         return self.model.head.fill(self, next_tokens_T, hidden, span)
 

@@ -47,37 +47,55 @@ from pilotfish.spec.slots import MASKED, SlotState
 
 
 @dataclass(frozen=True)
-class Window:
-    """Where the rows of a pass stand: row b * W + j is position starts[b] + j.
+class Places:
+    """Where a window's keys and values go in a cache, pages and offsets int64 [R], and what attention reads of it."""
 
-    `pages`, `offsets` int64 [R] say where a row's keys and values go; `cos`, `sin` fp32 [R, 1, rotary / 2]. `tiles` is
-    what attention reads.
-    """
-
-    positions: torch.Tensor
     pages: torch.Tensor
     offsets: torch.Tensor
+    tiles: list[RowTile]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where the rows of a pass stand: row b * W + j is position starts[b] + j; `cos`, `sin` fp32 [R, 1, rotary / 2]."""
+
+    width: int
+    starts: list[int]
+    tables: list[list[int]]
     cos: torch.Tensor
     sin: torch.Tensor
-    tiles: list[RowTile]
+    _places: dict[int, Places] = field(default_factory=dict)
 
     @classmethod
     def build(cls, width: int, starts: list[int], tables: list[list[int]], inv_freq: torch.Tensor) -> Window:
         rows = [start + j for start in starts for j in range(width)]
-        pages = [table[(start + j) // PAGE] for start, table in zip(starts, tables, strict=True) for j in range(width)]
-        positions = torch.tensor(rows)
         padded = torch.zeros(padded_rows(len(rows)), dtype=torch.int64)
-        padded[: len(rows)] = positions
+        padded[: len(rows)] = torch.tensor(rows)
         # angles of whole tiles, so that the library's vector code meets every row alike
-        device = inv_freq.device
-        cos, sin = rope_angles(padded.to(device), inv_freq)
-        return cls(
-            positions.to(device),
-            torch.tensor(pages).to(device),
-            (positions % PAGE).to(device),
-            cos[: len(rows)],
-            sin[: len(rows)],
-            row_tiles(starts, tables, width, device),
+        cos, sin = rope_angles(padded.to(inv_freq.device), inv_freq)
+        return cls(width, starts, tables, cos[: len(rows)], sin[: len(rows)])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts) * self.width
+
+    def places(self, lag: int) -> Places:
+        """For caches of this lag; made once for all layers."""
+        if lag not in self._places:
+            self._places[lag] = self._make_places(lag)
+        return self._places[lag]
+
+    def _make_places(self, lag: int) -> Places:
+        rows = [
+            (table, start + lag + j)
+            for start, table in zip(self.starts, self.tables, strict=True)
+            for j in range(self.width)
+        ]
+        device = self.cos.device
+        return Places(
+            torch.tensor([table[place // PAGE] for table, place in rows]).to(device),
+            torch.tensor([place % PAGE for _, place in rows]).to(device),
+            row_tiles(self.starts, self.tables, self.width, device, lag),
         )
 
 
@@ -126,7 +144,8 @@ class TorchOperators:
     ) -> None:  # fmt: skip
         starts = [length + step for length in state.length[slots_B].tolist()]
         used = [
-            tables[slot, : pages_for(start + width)].tolist()
+            # a lagging cache's last entry too
+            tables[slot, : pages_for(start + width + 1)].tolist()
             for slot, start in zip(slots_B.tolist(), starts, strict=True)
         ]
         scratch.window = Window.build(width, starts, used, inv_freq)
@@ -183,10 +202,10 @@ class TorchOperators:
     ) -> None:  # fmt: skip
         window = scratch.window
         assert window is not None
-        num_rows = len(window.positions)
+        num_rows, places = window.num_rows, window.places(cache.lag)
         q, k, v, gate = project_heads(mixer, projected[:num_rows], window.cos, window.sin)
-        write_kv(cache.k, cache.v, window.pages, window.offsets, k, v, cache.k_scale, cache.v_scale)
-        mixed = window_attention(q, cache.k, cache.v, window.tiles, cache.k_scale, cache.v_scale)
+        write_kv(cache.k, cache.v, places.pages, places.offsets, k, v, cache.k_scale, cache.v_scale)
+        mixed = window_attention(q, cache.k, cache.v, places.tiles, cache.k_scale, cache.v_scale)
         out[:num_rows] = mixed.flatten(1) * sigmoid(gate.float())
 
     def gdn_window(
@@ -295,8 +314,9 @@ class TorchOperators:
         self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache
     ) -> torch.Tensor:
         q, k, v, gate = project_heads(mixer, projected, span.cos, span.sin)
-        write_kv(cache.k, cache.v, span.pages, span.offsets, k, v, cache.k_scale, cache.v_scale)
-        mixed = prefill_attention(q, cache.k, cache.v, span.table, span.start, cache.k_scale, cache.v_scale)
+        scales, places = (cache.k_scale, cache.v_scale), span.positions + cache.lag
+        write_kv(cache.k, cache.v, span.table[places // PAGE], places % PAGE, k, v, *scales)
+        mixed = prefill_attention(q, cache.k, cache.v, span.table, span.start, *scales, cache.lag)
         return (mixed.flatten(1) * sigmoid(gate.float())).to(mixer.dtype)
 
     def gdn_prompt(

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from pilotfish.kernels.activation import sigmoid
-from pilotfish.kernels.attention import PAGE, row_tiles, window_attention, write_kv
+from pilotfish.kernels.attention import PAGE, pages_for, row_tiles, window_attention, write_kv
 from pilotfish.kernels.cuda.attention_kernels import items_kernel, merge_kernel, plan_kernel, project_kernel
 from pilotfish.kernels.norm import rms_norm
 from pilotfish.kernels.rope import apply_rope, rope_angles
@@ -29,6 +29,8 @@ the merge folds."""
 MERGED = 32
 """Chunks that the merge folds side by side."""
 MAX_SEQUENCES = 256
+MAX_LAG = 1
+"""How far past its position a cache may store an entry (a draft head's does)."""
 STAGES = 5
 """Pipeline stages of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152
 KB), 7 three. Where multiprocessors have less shared memory, 4: one buffer. No bit depends on it."""
@@ -39,8 +41,9 @@ _LOG2_E = 1.4426950408889634
 class RowPlan:
     """Where a window's rows stand, for all layers of a pass: written by `plan_rows` on the device.
 
-    positions int32 [R]; cos, sin fp32 [R, rotary / 2]; items int32 [B + 2]: positions of an item, then where each
-    sequence's items begin, then their number.
+    positions int32 [R]; cos, sin fp32 [R, rotary / 2]; items int32 [B + 2]: places of an item, then where each
+    sequence's items begin, then their number. The items reach MAX_LAG places past the last row, so that one plan is
+    right for all caches.
     """
 
     positions: torch.Tensor
@@ -103,7 +106,7 @@ def max_items(
     max_sequences: int, max_width: int, max_model_len: int, num_pages: int, num_heads: int, num_kv_heads: int
 ) -> int:
     """The most partial results that one call can write. Null sequences (padding) hold one chunk each."""
-    # a window may end max_width rows past the last position of the model
+    # a window's entries may end max_width places past the last position of the model
     each = -(-(max_model_len + max_width) // CHUNK)
     chunks = min(max_sequences * each, num_pages // (CHUNK // PAGE) + max_sequences)
     items = chunks * num_kv_heads * num_tiles(max_width, num_heads // num_kv_heads)
@@ -131,7 +134,8 @@ def plan_rows(
     plan_kernel[(batch * width + 1,)](
         slots, length, inv_freq, plan.positions, plan.cos, plan.sin, plan.items, batch, width, step,
         HALF=half, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_B=MAX_SEQUENCES, GROUP=num_heads // num_kv_heads,
-        KV=num_kv_heads, TILE=TILE, UNIT=UNIT, CHUNK=CHUNK, FEW=FEW_ITEMS, PDL=pdl, num_warps=1, **_options(pdl),
+        KV=num_kv_heads, MAX_LAG=MAX_LAG, TILE=TILE, UNIT=UNIT, CHUNK=CHUNK, FEW=FEW_ITEMS, PDL=pdl, num_warps=1,
+        **_options(pdl),
     )  # fmt: skip
 
 
@@ -152,7 +156,7 @@ def plan_rows_reference(
     row_cos, row_sin = rope_angles(plan.positions[:num_rows], inv_freq)
     plan.cos[:num_rows], plan.sin[:num_rows] = row_cos[:, 0], row_sin[:, 0]
     each = num_kv_heads * num_tiles(width, num_heads // num_kv_heads)
-    ends = starts + width
+    ends = starts + width + MAX_LAG
     few = (ends + CHUNK - 1).div(CHUNK, rounding_mode="floor").sum() * each < FEW_ITEMS
     span = torch.where(few, UNIT, CHUNK).int()
     plan.items[0] = span
@@ -174,6 +178,7 @@ def attention_window(
     out: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    lag: int = 0,
     num_programs: int | None = None,
     pdl: bool = False,
 ) -> None:
@@ -186,29 +191,31 @@ def attention_window(
     k_cache, v_cache [P, kv, PAGE, D], bf16, or float8_e4m3fn holding value / scale
     qk_norm    fp32 [h + kv, D]: 1 + w of q_norm and k_norm
     out        bf16 [>= R, h D]: attention times sigmoid(gate)
+    lag        position p is stored at place p + lag <= p + MAX_LAG; the places before lag are not read
     num_programs (default: one a multiprocessor) changes no bit.
     A value that is not finite is stored as 0: a row before it in the window gives it weight 0, and 0 x NaN is NaN.
     """
     kv, dim = k_cache.shape[1], k_cache.shape[3]
     heads, half, batch = len(qk_norm) - kv, plan.cos.shape[1], len(slots)
     num_rows, fp8 = batch * width, k_cache.element_size() == 1
+    assert 0 <= lag <= MAX_LAG
     _check(projected, tables, k_cache, v_cache, qk_norm, scratch, out, num_rows)
     most_programs, stages = _limits(out.device)
     sizes = {"H": heads, "KV": kv, "D": dim, "PDL": pdl}
     options = _options(pdl)
     project_kernel[(num_rows * (heads + kv),)](
         projected, slots, plan.positions, plan.cos, plan.sin, tables, qk_norm, k_cache, v_cache, scratch.q,
-        eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, width, tables.shape[1],
+        eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, width, tables.shape[1], lag,
         HALF=half, PAGE=PAGE, FP8=fp8, num_warps=1, **sizes, **options,
     )  # fmt: skip
     items_kernel[(num_programs or most_programs,)](
         scratch.q, slots, plan.positions, plan.items, tables, k_cache, v_cache, scratch.partial, scratch.stats,
-        k_scale, batch, width, tables.shape[1],
+        k_scale, batch, width, tables.shape[1], lag,
         PAGE=PAGE, UNIT=UNIT, TILE=TILE, FP8=fp8, num_warps=8, num_stages=stages, **sizes, **options,
     )  # fmt: skip
     block = min(dim, 64)
     merge_kernel[(num_rows * heads * (dim // block),)](
-        projected, plan.positions, plan.items, scratch.partial, scratch.stats, out, v_scale, width,
+        projected, plan.positions, plan.items, scratch.partial, scratch.stats, out, v_scale, width, lag,
         BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, num_warps=4, **sizes, **options,
     )  # fmt: skip
 
@@ -275,6 +282,7 @@ def attention_window_reference(
     out: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    lag: int = 0,
 ) -> None:
     """`attention_window` in plain torch, from the CPU path's operators; reads positions and tables on the host."""
     num_rows, kv, dim = len(slots) * width, k_cache.shape[1], k_cache.shape[3]
@@ -283,11 +291,12 @@ def attention_window_reference(
     qk, v, gate = projected[:num_rows].split([(heads + kv) * dim, kv * dim, heads * dim], dim=-1)
     qk = rms_norm(qk.reshape(num_rows, heads + kv, dim), qk_norm, eps, torch.float32)
     q, k = apply_rope(qk, plan.cos[:num_rows, None], plan.sin[:num_rows, None]).split([heads, kv], dim=1)
-    pages = tables[slots.repeat_interleave(width), positions // PAGE].long()
+    places = positions + lag
+    pages = tables[slots.repeat_interleave(width), places // PAGE].long()
     values = v.reshape(num_rows, kv, dim).float().nan_to_num(0.0, 0.0, 0.0)
-    write_kv(k_cache, v_cache, pages, positions % PAGE, k, values, k_scale, v_scale)
+    write_kv(k_cache, v_cache, pages, places % PAGE, k, values, k_scale, v_scale)
     starts = positions[::width].tolist()
-    used = [tables[slot, : (start + width - 1) // PAGE + 1].tolist() for slot, start in zip(slots, starts, strict=True)]
-    tiles = row_tiles(starts, used, width, q.device)
+    used = [tables[slot, : pages_for(start + width + lag)].tolist() for slot, start in zip(slots, starts, strict=True)]
+    tiles = row_tiles(starts, used, width, q.device, lag)
     mixed = window_attention(q.contiguous(), k_cache, v_cache, tiles, k_scale, v_scale)
     out[:num_rows] = (mixed.flatten(1) * sigmoid(gate.float())).to(out.dtype)

@@ -43,6 +43,7 @@ def plan_kernel(
     BLOCK_B: tl.constexpr,
     GROUP: tl.constexpr,
     KV: tl.constexpr,
+    MAX_LAG: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -66,7 +67,7 @@ def plan_kernel(
     else:
         b = tl.arange(0, BLOCK_B)
         all_slots = tl.load(slots + b, b < B, other=0).to(tl.int64)
-        end = tl.load(length + all_slots, b < B, other=0).to(tl.int32) + step + W
+        end = tl.load(length + all_slots, b < B, other=0).to(tl.int32) + step + W + MAX_LAG
         each = KV * tl.cdiv(W * GROUP, TILE)
         chunks = tl.sum(tl.where(b < B, tl.cdiv(end, CHUNK), 0), 0)
         span = tl.where(chunks * each < FEW, UNIT, CHUNK)
@@ -76,7 +77,7 @@ def plan_kernel(
         tl.store(items + 2 + b, ends, b < B)
 
 
-@triton.jit(do_not_specialize=["W", "max_pages"])
+@triton.jit(do_not_specialize=["W", "max_pages", "lag"])
 def project_kernel(
     projected,
     slots,
@@ -94,6 +95,7 @@ def project_kernel(
     v_scale,
     W,
     max_pages,
+    lag,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -125,10 +127,10 @@ def project_kernel(
     if head < H:
         tl.store(q_out + (row * H + head).to(tl.int64) * D + d, (x * q_factor).to(q_out.dtype.element_ty))
     else:
-        position = tl.load(positions + row)
+        place = tl.load(positions + row) + lag
         slot = tl.load(slots + row // W).to(tl.int64)
-        page = tl.load(tables + slot * max_pages + position // PAGE).to(tl.int64)
-        cell = ((page * KV + head - H) * PAGE + position % PAGE) * D + d
+        page = tl.load(tables + slot * max_pages + place // PAGE).to(tl.int64)
+        cell = ((page * KV + head - H) * PAGE + place % PAGE) * D + d
         v = tl.load(source + (H + KV) * D + (head - H) * D + d).to(tl.float32)
         # comparisons with NaN are false
         v = tl.where(tl.abs(v) < float("inf"), v, 0.0)
@@ -140,7 +142,7 @@ def project_kernel(
         tl.store(v_cache + cell, v.to(v_cache.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["B", "W", "max_pages"])
+@triton.jit(do_not_specialize=["B", "W", "max_pages", "lag"])
 def items_kernel(
     q,
     slots,
@@ -155,6 +157,7 @@ def items_kernel(
     B,
     W,
     max_pages,
+    lag,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -182,7 +185,7 @@ def items_kernel(
         head = index // tiles % KV
         first = index // (tiles * KV) * span
         slot = tl.load(slots + b).to(tl.int64)
-        start = tl.load(positions + b * W)
+        start = tl.load(positions + b * W) + lag
         end = start + W
         flat = tile * TILE + m
         w = tl.minimum(flat // GROUP, W - 1)
@@ -196,13 +199,14 @@ def items_kernel(
             page = tl.load(tables + slot * max_pages + unit // PAGE).to(tl.int64)
             cell = ((page * KV + head) * PAGE + unit % PAGE) * D
             column = unit + n
-            written = column < end
+            written = (column >= lag) & (column < end)
             k = tl.load(k_cache + cell + n[None, :] * D + d[:, None], written[None, :], other=0.0)
             v = tl.load(v_cache + cell + n[:, None] * D + d[None, :], written[:, None], other=0.0)
             scores = tl.dot(query, k.to(query.dtype), input_precision="ieee")
             if FP8:
                 scores = scores * k_scale
-            scores = tl.where(column[None, :] <= sees[:, None], scores, float("-inf"))
+            seen = (column[None, :] >= lag) & (column[None, :] <= sees[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
             highest = tl.max(scores, 1)
             base = tl.where(highest == float("-inf"), 0.0, highest)
             p = tl.exp2(scores - base[:, None])
@@ -224,7 +228,7 @@ def _load_part(partial, stats, place, seen, d, D: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "lag"])
 def merge_kernel(
     projected,
     positions,
@@ -234,6 +238,7 @@ def merge_kernel(
     out,
     v_scale,
     W,
+    lag,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -255,25 +260,25 @@ def merge_kernel(
         gdc_wait()
     gate = tl.load(projected + row.to(tl.int64) * ((2 * H + 2 * KV) * D) + (H + 2 * KV + head) * D + d)
     b = row // W
-    span, base, position = tl.load(items), tl.load(items + 1 + b), tl.load(positions + row)
+    span, base, place = tl.load(items), tl.load(items + 1 + b), tl.load(positions + row) + lag
     flat = row % W * GROUP + head % GROUP
     tiles = tl.cdiv(W * GROUP, TILE)
     stride = KV * tiles
     base += head // GROUP * tiles + flat // TILE
-    spans = position // span + 1
+    spans = place // span + 1
     lane = tl.arange(0, MERGED)
     best = tl.full((MERGED,), float("-inf"), tl.float32)
     mass = tl.zeros((MERGED,), tl.float32)
     total = tl.zeros((MERGED, BLOCK_D), tl.float32)
     if span == UNIT:
-        for first in range(0, position // CHUNK + 1, MERGED):
+        for first in range(0, place // CHUNK + 1, MERGED):
             part_best = tl.full((MERGED,), float("-inf"), tl.float32)
             part_mass = tl.zeros((MERGED,), tl.float32)
             part_total = tl.zeros((MERGED, BLOCK_D), tl.float32)
             for u in tl.static_range(UNITS):
                 index = (first + lane) * UNITS + u
-                place = (base + index * stride).to(tl.int64) * TILE + flat % TILE
-                unit_best, unit_mass, unit_total = _load_part(partial, stats, place, index < spans, d, D)
+                part = (base + index * stride).to(tl.int64) * TILE + flat % TILE
+                unit_best, unit_mass, unit_total = _load_part(partial, stats, part, index < spans, d, D)
                 part_best, part_mass, part_total = _fold(
                     part_best, part_mass, part_total, unit_best, unit_mass, unit_total
                 )
@@ -283,8 +288,8 @@ def merge_kernel(
             # two, so that their loads are on their way together
             for half in tl.static_range(2):
                 index = first + half * MERGED + lane
-                place = (base + index * stride).to(tl.int64) * TILE + flat % TILE
-                part_best, part_mass, part_total = _load_part(partial, stats, place, index < spans, d, D)
+                part = (base + index * stride).to(tl.int64) * TILE + flat % TILE
+                part_best, part_mass, part_total = _load_part(partial, stats, part, index < spans, d, D)
                 best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
     weight = tl.exp2(best - tl.max(best, 0))
     attended = tl.sum(total * weight[:, None], 0) / tl.sum(mass * weight, 0) * v_scale

@@ -18,7 +18,7 @@ ROWS = 32
 """Positions of a program; a page is a multiple."""
 
 
-@triton.jit(do_not_specialize=["end"])
+@triton.jit(do_not_specialize=["end", "lag"])
 def _gather_kernel(
     table,
     k_cache,
@@ -26,20 +26,21 @@ def _gather_kernel(
     k_out,
     v_out,
     end,
+    lag,
     KV: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS positions of one head's keys and values."""
+    """ROWS places of one head's keys and values, of those in [lag, end)."""
     first = tl.program_id(0) * ROWS
     head = tl.program_id(1)
     page = tl.load(table + first // PAGE).to(tl.int64)
     row = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, D)[None, :]
-    there = first + row < end
+    there = (first + row >= lag) & (first + row < end)
     cell = ((page * KV + head) * PAGE + first % PAGE + row) * D + d
-    target = (head.to(tl.int64) * end + first + row) * D + d
+    target = (head.to(tl.int64) * (end - lag) + first + row - lag) * D + d
     k = tl.load(k_cache + cell, there, other=0.0)
     v = tl.load(v_cache + cell, there, other=0.0)
     tl.store(k_out + target, k.to(k_out.dtype.element_ty), there)
@@ -73,6 +74,7 @@ def attention_prompt(
     eps: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    lag: int = 0,
 ) -> torch.Tensor:
     """[T, h D] in projected's dtype: attention times sigmoid(gate) of T rows from position `start`; writes the caches.
 
@@ -80,24 +82,25 @@ def attention_prompt(
     positions  integers [T]: start, start + 1, ...
     cos, sin   fp32 [T, 1, rotary / 2]
     table      integers [>= pages of the context], on the device
-    k_cache, v_cache, qk_norm as for kernels.cuda.attention.attention_window; so too, what is not finite is stored as 0.
+    k_cache, v_cache, qk_norm, lag as for kernels.cuda.attention.attention_window; so too, what is not finite is stored
+    as 0.
     """
     num_rows, kv, dim, half = len(projected), k_cache.shape[1], k_cache.shape[3], cos.shape[-1]
-    heads, end, device = len(qk_norm) - kv, start + num_rows, projected.device
+    heads, end, device = len(qk_norm) - kv, start + num_rows + lag, projected.device
     projected = projected.contiguous()
     assert projected.shape[1] == 2 * (heads + kv) * dim and len(positions) == num_rows and qk_norm.is_contiguous()
     assert all(t.is_contiguous() for t in (cos, sin, table, k_cache, v_cache)) and len(table) * PAGE >= end
     dtype = prompt_dtype(k_cache.dtype, device)
     q = torch.empty((num_rows, heads, dim), dtype=dtype, device=device)
-    keys, values = torch.empty((2, kv, end, dim), dtype=dtype, device=device)
+    keys, values = torch.empty((2, kv, end - lag, dim), dtype=dtype, device=device)
     # one sequence's table: where the next would begin is no matter, nor which slot is read
     project_kernel[(num_rows * (heads + kv),)](
         projected, table, positions, cos, sin, table, qk_norm, k_cache, v_cache, q,
-        eps, 1.0, k_scale, v_scale, num_rows, 0,
+        eps, 1.0, k_scale, v_scale, num_rows, 0, lag,
         H=heads, KV=kv, D=dim, HALF=half, PAGE=PAGE, FP8=k_cache.element_size() == 1, PDL=False, num_warps=1,
     )  # fmt: skip
     _gather_kernel[(-(-end // ROWS), kv)](
-        table, k_cache, v_cache, keys, values, end, KV=kv, D=dim, PAGE=PAGE, ROWS=ROWS
+        table, k_cache, v_cache, keys, values, end, lag, KV=kv, D=dim, PAGE=PAGE, ROWS=ROWS
     )
     mixed = prefill_product(q, keys, values, start, dim**-0.5 * k_scale)
     assert mixed.stride(2) == 1

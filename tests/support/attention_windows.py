@@ -68,19 +68,23 @@ def written_pages(kv, dim, lengths, cache_dtype, scales):
 class AttentionLayer:
     """A full-attention layer's weights and pages: random where `lengths` say that something was written, else NaN.
 
-    Slot s > 0 holds lengths[s - 1] tokens; its pages are dealt out of order.
+    Slot s > 0 holds lengths[s - 1] tokens; its pages are dealt out of order. `lag`: the first that many of its places
+    are left out, and positions count from there on.
     """
 
-    def __init__(self, sizes, lengths, dtype=torch.float32, cache_dtype=torch.float32, device="cpu"):
+    def __init__(self, sizes, lengths, dtype=torch.float32, cache_dtype=torch.float32, device="cpu", lag=0):
         self.heads, self.kv, self.dim, rotary = sizes
         self.dtype, self.cache_dtype, self.device = dtype, cache_dtype, torch.device(device)
         self.inv_freq = inverse_frequencies(rotary, 1e7).to(device)
         self.qk_norm = (1 + 0.1 * draw(self.heads + self.kv, self.dim, seed=1)).to(device)
-        self.lengths = torch.tensor([0, *lengths], device=device)
+        self.lag, self.lengths = lag, torch.tensor([0, *(length - lag for length in lengths)], device=device)
         self.scales = SCALES if cache_dtype == FP8 else (1.0, 1.0)
         tables, caches = written_pages(self.kv, self.dim, tuple(lengths), cache_dtype, self.scales)
         self.tables = tables.to(device, copy=True)
         self.caches = [cache.to(device, copy=True) for cache in caches]
+        for cache in self.caches if lag else ():
+            bits_of = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+            bits_of[self.tables[1:, 0].long(), :, :lag] = 0x7F if cache.element_size() == 1 else NAN
 
     def rows(self, num_rows, seed):
         return draw(num_rows, 2 * (self.heads + self.kv) * self.dim, seed=seed).to(self.dtype)
@@ -112,7 +116,7 @@ class AttentionLayer:
         function(
             projected.to(self.device), torch.tensor(slots, dtype=torch.int32, device=self.device), plan, self.tables,
             *self.caches, self.qk_norm, EPS, width, self.scratch(len(projected), len(slots)), out,
-            k_scale=self.scales[0], v_scale=self.scales[1], **options,
+            k_scale=self.scales[0], v_scale=self.scales[1], lag=self.lag, **options,
         )  # fmt: skip
         return out[: len(slots) * width].cpu()
 
@@ -127,7 +131,7 @@ class AttentionLayer:
 
 @pytest.fixture
 def make(device, dtype, cache_dtype, sizes, lengths):
-    return lambda: AttentionLayer(sizes, lengths, dtype, cache_dtype, device)
+    return lambda lag=0: AttentionLayer(sizes, lengths, dtype, cache_dtype, device, lag)
 
 
 def test_plan_matches_the_reference(make):
@@ -141,9 +145,9 @@ def test_plan_matches_the_reference(make):
             torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=0, atol=3e-7)
 
 
-@pytest.mark.parametrize(("slots", "width"), (([1, 2, 3], 4), ([3, 1], 1)))
-def test_matches_the_reference(make, sizes, lengths, dtype, cache_dtype, slots, width):
-    layer, other = make(), AttentionLayer(sizes, lengths, dtype, cache_dtype)
+@pytest.mark.parametrize(("slots", "width", "lag"), (([1, 2, 3], 4, 0), ([3, 1], 1, 0), ([2, 3, 1], 3, 1)))
+def test_matches_the_reference(make, sizes, lengths, dtype, cache_dtype, slots, width, lag):
+    layer, other = make(lag), AttentionLayer(sizes, lengths, dtype, cache_dtype, lag=lag)
     rows = layer.rows(len(slots) * width, 3)
     got = layer.step(rows, slots, width)
     wanted = other.step(rows, slots, width, function=attention_window_reference)
@@ -158,15 +162,28 @@ def test_matches_the_reference(make, sizes, lengths, dtype, cache_dtype, slots, 
 
 def test_windows_have_the_bits_of_single_rows(make, lengths):
     wide = 6
-    for slot in (1, 2):
+    for slot, lag in ((1, 1), (2, 0)):
         rows = make().rows(wide, 4)
-        alone, whole = make(), make()
+        alone, whole = make(lag), make(lag)
         wanted = torch.cat([alone.step(rows[j : j + 1], [slot], 1, step=j) for j in range(wide)])
         got = whole.step(rows, [slot], wide)
         assert torch.equal(got, wanted)
         assert torch.equal(whole.written(slot, lengths[slot - 1], wide), alone.written(slot, lengths[slot - 1], wide))
         for width in (2, 3):
-            assert torch.equal(make().step(rows[:width], [slot], width), wanted[:width]), width
+            assert torch.equal(make(lag).step(rows[:width], [slot], width), wanted[:width]), width
+
+
+@pytest.mark.parametrize("junk", (NAN, 3e38))
+def test_what_a_lagging_cache_s_free_place_holds_is_not_seen(make, junk):
+    rows = make().rows(2, 11)
+    wanted = make(1).step(rows, [1], 2)
+    layer = make(1)
+    for cache in layer.caches:
+        bits_of = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        # in FP8 the largest number that is one
+        bits_of[layer.tables[1, 0], :, 0] = 0x7E if cache.element_size() == 1 else junk
+    assert torch.equal(layer.step(rows, [1], 2), wanted)
+    assert bool(wanted.isfinite().all())
 
 
 def test_bits_do_not_depend_on_how_the_work_is_dealt(make, monkeypatch):

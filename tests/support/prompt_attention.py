@@ -15,8 +15,11 @@ from pilotfish.kernels.cuda.attention_prompt import attention_prompt
 from pilotfish.kernels.rope import inverse_frequencies
 
 
-@pytest.mark.parametrize(("start", "rows"), ((0, 1), (0, 70), (PAGE, 40), (PAGE + 5, PAGE), (2 * PAGE - 1, 1)))
-def test_a_prompt_s_attention_matches_the_torch_table(start, rows, cache_dtype, device, dtype):
+@pytest.mark.parametrize(
+    ("start", "rows", "lag"),
+    ((0, 1, 0), (0, 70, 0), (PAGE, 40, 0), (PAGE + 5, PAGE, 0), (2 * PAGE - 1, 1, 0), (0, 69, 1), (PAGE - 1, 40, 1)),
+)
+def test_a_prompt_s_attention_matches_the_torch_table(start, rows, lag, cache_dtype, device, dtype):
     heads, kv, dim, rotary = 4, 2, 32, 16
     generator = torch.Generator().manual_seed(start + rows)
 
@@ -28,20 +31,21 @@ def test_a_prompt_s_attention_matches_the_torch_table(start, rows, cache_dtype, 
     # what the context does not reach is never read
     caches = [draw(4, kv, PAGE, dim).to(cache_dtype or dtype) for _ in range(2)]
     for cache in caches:
-        from_end = (start + rows - 1) % PAGE + 1
-        cache[3 - (start + rows - 1) // PAGE, :, from_end:] = float("nan")
+        last = start + rows + lag - 1
+        cache[3 - last // PAGE, :, last % PAGE + 1 :] = float("nan")
         cache[0] = float("nan")
+        cache[3, :, :lag] = float("nan")
     # pages from the last to the first
     table = [3, 2, 1]
     layer = GatedAttention(None, None, norm, heads, kv, dim, 1e-6, dtype)
     inv_freq = inverse_frequencies(rotary, 1e4)
     own = [cache.clone() for cache in caches]
     span = Span.build(1, start, rows, table, inv_freq)
-    want = TorchOperators().attention_prompt(layer, projected, span, KvCache(*own, *scales))
+    want = TorchOperators().attention_prompt(layer, projected, span, KvCache(*own, *scales, lag))
     moved = [cache.to(device) for cache in caches]
     span = Span.build(1, start, rows, table, inv_freq.to(device))
     place = (span.positions, start, span.cos, span.sin, span.table, *moved)
-    got = attention_prompt(projected.to(device), *place, norm.to(device), 1e-6, *scales)
+    got = attention_prompt(projected.to(device), *place, norm.to(device), 1e-6, *scales, lag)
     # FP8 has 3 bits behind the point: what lies between two numbers may become either
     near = 1e-4 if dtype == torch.float32 else 2e-2 if cache_dtype is None else 0.13
     torch.testing.assert_close(got.cpu().float(), want.float(), rtol=near, atol=near * float(want.abs().max()))

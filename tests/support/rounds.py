@@ -158,16 +158,18 @@ class Driver:
 
     def entries(self, cache: Any, slot: int, end: int) -> torch.Tensor:
         """Keys and values of positions 0..end-1, [2, kv, end, D]; FP8 ones as bytes, which torch can compare."""
-        pages = self.tables[slot][: -(-end // PAGE)]
+        places = slice(cache.lag, end + cache.lag)
+        pages = self.tables[slot][: -(-places.stop // PAGE)]
         stored = [t.view(torch.uint8) if t.element_size() == 1 else t for t in (cache.k, cache.v)]
-        return torch.stack([t[pages].transpose(0, 1).flatten(1, 2)[:, :end].clone() for t in stored])
+        return torch.stack([t[pages].transpose(0, 1).flatten(1, 2)[:, places].clone() for t in stored])
 
     def memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every buffer that rounds change, and a copy of it; `restore` takes it back."""
         caches = [*self.trunk.kv, *([self.executor.model.head.cache] if self.executor.model.head else [])]
         state, pending = self.trunk.state, self.trunk.state.pending
         buffers = [buffer for buffer in self.state.fields if buffer is not None]
-        buffers += [state.s, state.conv, *vars(pending).values(), *(t for c in caches for t in (c.k, c.v))]
+        buffers += [state.s, state.conv, state.last_hidden, *vars(pending).values()]
+        buffers += [t for c in caches for t in (c.k, c.v)]
         self._kept_tokens = {slot: list(tokens) for slot, tokens in self.tokens.items()}
         return [(buffer, buffer.clone()) for buffer in buffers]
 

@@ -45,9 +45,13 @@ class KnowingHead:
 
     def record(self, round, count, width, depth, flags):
         tokens = round.buffers.chosen[: count * width].tolist()
-        committed = round.buffers.verdicts(count).num_committed
-        starts = (round.state.length[round.buffers.slots[:count]] - committed).tolist()
-        self.repaired.append((tokens, starts, width))
+        slots = round.buffers.slots[:count]
+        # the tokens end with the last one that is committed
+        places = [
+            int(round.state.length[slot]) - int(row) % width
+            for slot, row in zip(slots, round.buffers.verdicts(count).head_row, strict=True)
+        ]
+        self.repaired.append((tokens, slots.tolist(), places, width))
         self.propose(round, count, depth, flags)
 
     def propose(self, round, count, depth, flags):
@@ -95,8 +99,9 @@ def test_a_head_that_knows_one_position_late_is_not(mode):
 
 def test_a_head_gets_the_trunk_s_own_tokens_for_every_row():
     driver, head, _, _ = run("greedy", 3)
-    for tokens, starts, width in head.repaired:
-        for b, (start, slot) in enumerate(zip(starts, PROMPTS, strict=True)):
-            first = start - PROMPTS[slot][0] + 1
+    assert {len(slots) for _, slots, _, _ in head.repaired} == {1, len(PROMPTS)}
+    for tokens, slots, places, width in head.repaired:
+        for b, (place, slot) in enumerate(zip(places, slots, strict=True)):
+            first = place - PROMPTS[slot][0]
             right = driver.tokens[slot][first : first + width]
             assert tokens[b * width : b * width + len(right)] == right

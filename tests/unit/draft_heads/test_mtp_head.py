@@ -45,11 +45,12 @@ class Head:
         return self.prompt.logits(hidden)
 
     def entries(self, b, start, end):
-        pages = [t[TABLES[b]].transpose(0, 1).flatten(1, 2)[:, start:end] for t in (self.cache.k, self.cache.v)]
+        places = slice(start + self.cache.lag, end + self.cache.lag)
+        pages = [t[TABLES[b]].transpose(0, 1).flatten(1, 2)[:, places] for t in (self.cache.k, self.cache.v)]
         return torch.stack(pages).clone()
 
     def written(self):
-        """Positions of each sequence whose entry is whole."""
+        """Places in each sequence's pages whose entry is whole."""
         whole = self.cache.k.isfinite().all(-1).all(1) & self.cache.v.isfinite().all(-1).all(1)
         return [whole[table].flatten().nonzero().flatten().tolist() for table in TABLES]
 
@@ -62,8 +63,8 @@ def test_repaired_rows_have_the_bits_of_one_row_at_a_time(kind, dtype, length):
     tokens, hidden = head.pairs(1, width)
     together = head.repair([0], [length], tokens, hidden)
     entries = head.entries(0, length, length + width)
-    for start in range(length, length + width):
-        head.cache.k[TABLES[0][start // PAGE], :, start % PAGE] = float("nan")
+    for place in range(length + 1, length + 1 + width):
+        head.cache.k[TABLES[0][place // PAGE], :, place % PAGE] = float("nan")
     for j in range(width):
         alone = head.repair([0], [length + j], tokens[:, j : j + 1], hidden[:, j : j + 1])
         assert torch.equal(alone[0, 0], together[0, j]), j
@@ -105,11 +106,11 @@ def test_fill_agrees_with_repair(kind, dtype):
     torch.testing.assert_close(head.entries(0, 5, 11), by_rows, rtol=tolerance, atol=tolerance)
 
 
-def test_fill_writes_its_span_alone():
+def test_fill_writes_its_span_alone_one_place_late():
     head = Head("moe", "float32", (5, 0))
     head.fill(1, 0, *head.pairs(3))
-    head.fill(1, PAGE - 1, *head.pairs(2))
-    assert head.written() == [list(range(5)), [0, 1, 2, PAGE - 1, PAGE], []]
+    head.fill(1, PAGE - 2, *head.pairs(2))
+    assert head.written() == [list(range(1, 6)), [1, 2, 3, PAGE - 1, PAGE], []]
 
 
 def propose(head, lengths, num_drafts, hidden):
@@ -142,8 +143,8 @@ def test_every_draft_but_the_last_appends_an_entry(num_drafts):
     _, hidden = head.pairs(2)
     drafts, _ = propose(head, lengths, num_drafts, hidden)
     assert drafts.shape == (2, num_drafts)
-    assert [positions[length:] for positions, length in zip(head.written(), lengths, strict=False)] == [
-        list(range(length, length + num_drafts - 1)) for length in lengths
+    assert [places[length:] for places, length in zip(head.written(), lengths, strict=False)] == [
+        list(range(length + 1, length + num_drafts)) for length in lengths
     ]
 
 

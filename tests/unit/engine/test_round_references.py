@@ -259,11 +259,13 @@ def test_what_rejected_rows_left_behind_is_never_read(kind, dtype, junk, accepte
 
 
 def plant_junk(driver, end, junk):
-    """Overwrites keys and values past `end` in the sequence's pages, and every page that is not its own."""
+    """Overwrites keys and values past `end` in the sequence's pages, the place that a lagging cache leaves free, and
+    every page that is not the sequence's own."""
     for kv in (*driver.trunk.kv, driver.executor.model.head.cache):
         for tensor in (kv.k, kv.v):
             tensor[[page for page in range(len(tensor)) if page != TABLE[0]]] = junk
-            tensor[TABLE[0], :, end:] = junk
+            tensor[TABLE[0], :, : kv.lag] = junk
+            tensor[TABLE[0], :, end + kv.lag :] = junk
 
 
 @two_models

@@ -220,3 +220,20 @@ def test_write_kv_touches_only_its_slots(dtype):
     for cache, values in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache.float()[pages, :, offsets], values.to(dtype).float())
         assert int(cache.float().isfinite().sum()) == values.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", (0, PAGE - 3))
+def test_a_lagging_cache_gives_what_its_entries_give_and_hides_its_free_place(dtype, start):
+    heads, kv, dim, width = 4, 2, 32, 5
+    k, v = (draw(start + width, kv, dim, seed=s).to(dtype) for s in (1, 2))
+    q = draw(1, width, heads, dim)
+    wanted = torch.stack([reference(q[0, j], k, v, start + j) for j in range(width)])
+    found = []
+    for junk in (NAN, 400.0):
+        cache = caches(kv, dim, dtype, *(torch.cat((torch.full_like(t[:1], junk), t)) for t in (k, v)))
+        tiles = row_tiles([start], [TABLE], width, q.device, lag=1)
+        found.append((window_attention(q[0], *cache, tiles), prefill_attention(q[0], *cache, TABLE, start, lag=1)))
+    for got, again in zip(*found, strict=True):
+        assert torch.equal(got, again)
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=5e-6)

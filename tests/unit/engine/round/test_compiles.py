@@ -207,11 +207,11 @@ def test_all_that_a_batch_may_launch_is_compiled_before_any(monkeypatch):
         shape = rounds.shapes.fit(count, depth)
         assert shape is not None
         assert launched(lambda s=shape, p=part: rounds._work(rounds._work_of(s), p)) <= everything, (shape, part)
-    # what follows a prompt: its first token's logits, and the first drafts
+    # what follows a prompt: its first token's logits, its last pair and the first drafts
     logits = torch.empty(1, config.vocab_size)
     hidden = torch.empty(1, config.hidden_size, dtype=torch.bfloat16)
     assert launched(lambda: body.ops.linear(model.trunk.lm_head, hidden, logits)) <= everything
-    assert launched(lambda: body.first_drafts(1, 3, EVERYTHING)) <= everything
+    assert launched(lambda: body.start_head(hidden[0], 0, 3, EVERYTHING)) <= everything
     ends = compiled([Shape(1, 3), Shape(8, 3)])
     missing = [
         launch.kernel

@@ -147,7 +147,7 @@ def add_shape(found: Found, plan: Plan, rounds, shape: Shape) -> None:
 
 def add_drafts(found: Found, plan: Plan, body, shape: Shape, where: str) -> None:
     count, head = shape.num_sequences, plan.head
-    first = launches_of(lambda: body.first_drafts(count, 1, EVERYTHING))
+    first = launches_of(lambda: body.model.head.propose(body, count, 1, EVERYTHING))
     found.add_rows(f"{head}: first draft", first, count, where)
     launches = launches_of(lambda: body.draft(shape, shape.depth, EVERYTHING))
     repair = len(launches_of(lambda: body.draft(shape, 1, EVERYTHING))) - len(first)
