@@ -66,7 +66,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
         template_values=args.default_chat_template_kwargs,
     )
     if args.enable_prefix_caching:
-        _tell_of_reasoning(files)
+        tell_of_reasoning(files)
     tls = _tls(args)
     cors = Cors(
         origins=None if args.allowed_origins is None else tuple(args.allowed_origins),
@@ -105,7 +105,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
     return asyncio.run(_run(app, addresses, args.shutdown_timeout, room_for_connections(args.max_connections)))
 
 
-def _tell_of_reasoning(files: ModelFiles) -> None:
+def tell_of_reasoning(files: ModelFiles) -> None:
     """Says once where what a conversation shares with its last turn ends early, and what to do about it."""
     template, values = files.chat_template, files.template_values
     if template is None or not files.parses_reasoning or template.keeps_history(values):

@@ -68,8 +68,8 @@ def chat_prompt(request: ChatRequest, files: ModelFiles, notes: FieldNotes, *, p
         raise BadRequest("This model has no chat template: use /v1/completions, or serve it with --chat-template.")
     tools = _tools(request, files, notes)
     messages = _messages(request, files, notes)
-    given = files.template_values | (request.chat_template_kwargs or {})
-    values = template_values(given, _wish(request), template.variables, notes)
+    own = template_values(request.chat_template_kwargs or {}, _wish(request), template.variables, notes)
+    values = files.template_values | own
     text = _render(request, template, messages, tools, values)
     begun = messages[-1]["content"] if request.continue_final_message else None
     if tools is not None and tools.is_demanded:

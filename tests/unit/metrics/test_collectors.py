@@ -3,13 +3,24 @@
 import random
 import re
 from collections import Counter
+from typing import get_args
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pilotfish.engine.link.messages import Execution, HeadCheck, RequestOutput, StepReport, StepStats, TrunkCheck
+from pilotfish.engine.link.messages import (
+    CacheMiss,
+    Execution,
+    HeadCheck,
+    MissReason,
+    PrefixCacheStats,
+    RequestOutput,
+    StepReport,
+    StepStats,
+    TrunkCheck,
+)
 from pilotfish.metrics.collectors import Collector, RequestEnd
-from pilotfish.metrics.definitions import DEFINITIONS, SPEC
+from pilotfish.metrics.definitions import DEFINITIONS, MISS_REASONS, SPEC
 from tests.support.loaded import ready
 
 
@@ -214,6 +225,28 @@ def test_rounds_by_path_and_load_by_key(registry):
     collector.on_key("2", 17)
     assert value(registry, "pilotfish_key_requests_total", key="2") == 1
     assert value(registry, "pilotfish_key_generation_tokens_total", key="2") == 17
+
+
+def test_the_prefix_cache_is_counted_in_tokens_and_ends_with_its_engine(registry):
+    collector = Collector(registry)
+    misses = (CacheMiss(request_id="a", reason="differs", num_prompt_tokens=9),) * 2
+    now = {"num_snapshots": 3, "num_bytes": 300, "capacity_bytes": 500, "num_evictions": 1, "misses": misses}
+    for hits in (0, 512, None, 256):
+        cache = None if hits is None else PrefixCacheStats(num_queried_tokens=1000, num_hit_tokens=hits, **now)
+        collector.on_report(StepReport(outputs=[], stats=StepStats(prefix_cache=cache)))
+
+    def known(name, **labels):
+        return value(registry, f"pilotfish_prefix_cache_{name}", **labels)
+
+    names = ("queries_total", "hits_total", "evictions_total", "snapshots", "bytes", "capacity_bytes")
+    assert [known(name) for name in names] == [3000, 768, 3, 3, 300, 500]
+    assert [known("misses_total", reason=reason) for reason in ("differs", "salt")] == [6, 0]
+    collector.on_restart()
+    assert [known(name) for name in names] == [3000, 768, 3, 0, 0, 500]
+
+
+def test_reasons_are_those_that_the_engine_gives():
+    assert get_args(MissReason) == MISS_REASONS
 
 
 def test_names_follow_the_rules():

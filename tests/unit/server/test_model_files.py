@@ -65,3 +65,9 @@ def test_parsers_follow_the_template_unless_named(model_folder):
     assert (files.parses_reasoning, files.parses_tool_calls) == (True, True)
     files = load_model_files(model_folder, reasoning_parser="none", tool_call_parser="none")
     assert (files.parses_reasoning, files.parses_tool_calls) == (False, False)
+
+
+def test_switches_of_the_template_that_a_server_sets(folder):
+    assert load_model_files(folder, template_values={"preserve_thinking": True}).template_values
+    with pytest.raises(ModelFilesError, match="--default-chat-template-kwargs: cannot set 'messages'"):
+        load_model_files(folder, template_values={"messages": []})

@@ -315,3 +315,41 @@ def test_a_client_may_name_its_answer(files):
     assert first.engine_id != second.engine_id
     for name in ("", "a b", "é", "x" * 129):
         assert refusal(complete, files, request_id=name).param == "request_id"
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({}, "on,a"),
+        ({"chat_template_kwargs": {"word": "b"}}, "on,b"),
+        # what a request says of thinking goes before what the server sets
+        ({"thinking": {"type": "disabled"}}, "off,a"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "off,a"),
+    ],
+)
+def test_a_server_s_switches_are_those_that_a_request_says_nothing_of(files, fields, seen):
+    template = ChatTemplate("{{ 'on' if enable_thinking else 'off' }},{{ word }}")
+    values = {"enable_thinking": True, "word": "a"}
+    files = msgspec.structs.replace(files, chat_template=template, template_values=values)
+    (prompt,) = chat(files, **fields).prompts
+    assert files.tokenizer.decode(prompt.token_ids) == seen
+
+
+def test_salts_of_owners_never_meet(files):
+    def salt(owner, **fields):
+        body = json.dumps({"prompt": "hi", **fields}).encode()
+        context = Context(model="m", files=files, ready=READY, arrived=0.0, cache_owner=owner)
+        return plan_completion(decode_request(body, CompletionRequest), context).cache_salt
+
+    assert (salt(""), salt("", cache_salt="x"), salt("1")) == ("", "x", "1:")
+    salts = [salt(owner, **fields) for owner in ("a", "a.b", "1", "none") for fields in ({}, {"cache_salt": "b:a"})]
+    assert len(set(salts)) == len(salts)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 64])
+def test_what_stays_of_a_prompt_ends_at_a_boundary(files, length):
+    keeps = ready(max_model_len=100, page_size=16, prefill_chunk=32, prefix_caching=True)
+    (kept,) = (prompt.num_kept for prompt in complete(files, keeps, prompt="x" * length, max_tokens=1).prompts)
+    assert kept == (length // 32 * 32 or (16 if length >= 16 else 0))
+    for off in (READY, ready(max_model_len=100, page_size=16, prefill_chunk=32)):
+        assert complete(files, off, prompt="x" * length, max_tokens=1).prompts[0].num_kept == 0

@@ -106,6 +106,36 @@ def test_a_syntax_error_names_the_line():
         ChatTemplate("a\n{% if %}")
 
 
+FORGETS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ m.role }}:{% if m.reasoning_content and (KEPT loop.index0 > ns"
+    ".last) %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{% endfor %}\n{% endfor %}"
+)
+"""Reasoning of turns before the user's last message is dropped, as in Qwen's templates."""
+
+
+@pytest.mark.parametrize(
+    ("kept", "values", "keeps"),
+    [
+        ("", {}, False),
+        ("preserve_thinking is defined and preserve_thinking or", {}, False),
+        ("preserve_thinking is defined and preserve_thinking or", {"preserve_thinking": True}, True),
+        ("preserve_thinking is not defined or preserve_thinking or", {}, True),
+        ("preserve_thinking is not defined or preserve_thinking or", {"preserve_thinking": False}, False),
+    ],
+)
+def test_a_template_that_forgets_is_found(kept, values, keeps):
+    assert ChatTemplate(FORGETS.replace("KEPT", kept)).keeps_history(values) is keeps
+
+
+def test_a_template_without_tools_or_reasoning_is_asked_about_what_it_has():
+    assert ChatTemplate(QWEN_LIKE).keeps_history({})
+    no_tools = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    assert not ChatTemplate(no_tools + FORGETS.replace("KEPT", "")).keeps_history({})
+    assert ChatTemplate("{{ raise_exception('no') }}").keeps_history({})
+
+
 def test_where_a_template_is_found(tmp_path):
     config = {"chat_template": "from config", "eos_token": {"content": "<e>"}}
     assert load_chat_template(tmp_path, {}, None) is None
