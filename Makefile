@@ -21,7 +21,7 @@ OLDEST_TESTS ?= tests/unit $(addprefix tests/e2e/test_,$(addsuffix .py,openai_cl
   structured token_rules faults cors origins limits tls))
 LEGS ?=
 
-.PHONY: demo serve chat test test-oldest check bench audit fuzz mutation soak gpu-test gpu-bench clean
+.PHONY: demo serve chat test test-oldest check bench audit fuzz mutation soak screenshots gpu-test gpu-bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py
 	@echo "setting up $(VENV), once: a few minutes, most of them for torch"
@@ -76,6 +76,9 @@ soak: $(VENV)/.installed  ## attacks beside a victim's stream, then 64 streaming
 	$(BIN)/python -m tests.soak.attacks --seconds 10 --model $(MODEL)
 	$(BIN)/python -m tests.soak.soak --seconds 600 --model $(MODEL)
 	$(BIN)/python -m tests.soak.soak --seconds 60 --rate 200
+
+screenshots: $(VENV)/.installed  ## pictures of the page for docs/, two minutes; wants Chromium
+	$(BIN)/python -m tests.support.screenshots
 
 # on a machine without network: make gpu-test GPU_PYTHON=python3, with the packages at hand
 gpu-test: $(GPU_SETUP)  ## tests/gpu/legs.py says what a leg is; LEGS="linear moe" runs these

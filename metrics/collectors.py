@@ -44,6 +44,27 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     num_round_tokens: int
 
 
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """What has been counted so far, and the gauges now. Lists go by draft position or by bucket; a histogram's counts
+    have one entry more than its bounds."""
+
+    num_tokens: float
+    num_prompt_tokens: float
+    num_drafts: float
+    drafted_at: list[float]
+    accepted_at: list[float]
+    num_queried: float
+    num_cached: float
+    first_token: list[int]
+    first_token_bounds: tuple[float, ...]
+    inter_token: list[int]
+    inter_token_bounds: tuple[float, ...]
+    num_running: int
+    num_waiting: int
+    kv_pages_used: int
+    state_slots_used: int
+
+
 class Collector:
     """Owns one set of series. Every method is cheap and none raises for odd values."""
 
@@ -70,6 +91,31 @@ class Collector:
     def exposition(self) -> bytes:
         """The Prometheus text format."""
         return generate_latest(self.registry)
+
+    def totals(self) -> Totals:
+        first_token, inter_token = self._first_token.labels(), self._inter_token.labels()
+        drafted_at, accepted_at = self._rounds.by_position()
+        return Totals(
+            num_tokens=self._series["generation_tokens"].labels().value,
+            num_prompt_tokens=self._series["prefill_tokens"].labels().value,
+            num_drafts=self._series["spec_decode_num_drafts"].labels().value,
+            drafted_at=drafted_at,
+            accepted_at=accepted_at,
+            num_queried=self._series["prefix_cache_queries"].labels().value,
+            num_cached=self._series["prefix_cache_hits"].labels().value,
+            first_token=list(first_token.counts),
+            first_token_bounds=first_token.bounds,
+            inter_token=list(inter_token.counts),
+            inter_token_bounds=inter_token.bounds,
+            num_running=self._gauge("num_requests_running"),
+            num_waiting=self._gauge("num_requests_waiting"),
+            kv_pages_used=self._gauge("kv_pages_used"),
+            state_slots_used=self._gauge("state_slots_used"),
+        )
+
+    def _gauge(self, name: str) -> int:
+        (family,) = self._series[name].collect()
+        return int(family.samples[0].value)
 
     def on_ready(self, ready: Ready) -> None:
         series = self._series
@@ -238,6 +284,10 @@ class _RoundSeries:
         """Series exist, at 0, before anything happens: rates then start from the first scrape."""
         for position in range(len(self._positions), num_positions):
             self._positions.append((self._drafted_at.labels(str(position)), self._accepted_at.labels(str(position))))
+
+    def by_position(self) -> tuple[list[float], list[float]]:
+        """Drafts offered and accepted so far, by position."""
+        return [drafted.value for drafted, _ in self._positions], [accepted.value for _, accepted in self._positions]
 
     def observe(self, output: RequestOutput) -> None:
         """Accepted drafts are always a prefix, so the counts by position follow from the two numbers."""

@@ -126,6 +126,7 @@ def _add_serve(parser: Parser) -> None:
     group.add_argument(
         "--root-path", type=_root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
     )
+    group.add_argument("--no-page", action="store_true", help="no page to look at: GET / answers as /version does")
     group.add_argument(
         "--strict-fields", action="store_true", help="refuse every field that nobody here knows (default: say so only)"
     )

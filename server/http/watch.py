@@ -1,0 +1,67 @@
+"""GET /v1/watch: the last minutes in numbers, for a person who looks; the page at / draws them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+from msgspec import Struct
+
+from pilotfish.metrics.history import INTERVAL_SECONDS, History, Point
+from pilotfish.server.handlers import SERVICE, json_answer
+
+HISTORY: web.AppKey[History] = web.AppKey("history", History)
+
+
+class Watch(Struct, frozen=True, kw_only=True):
+    """`points`: the newest last, one each `interval_seconds`. What the engine says at its start is null until then.
+
+    `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0; {} where the start
+    did not time it (--cost-table).
+    """
+
+    time: float
+    interval_seconds: float
+    num_speculative_tokens: int | None
+    max_num_seqs: int | None
+    kv_pages: int | None
+    state_slots: int | None
+    break_even: dict[int, float]
+    points: list[Point]
+
+
+async def watch(request: web.Request) -> web.Response:
+    ready = request.app[SERVICE].client.ready
+    execution = ready.execution if ready is not None else None
+    answer = Watch(
+        time=time.time(),
+        interval_seconds=INTERVAL_SECONDS,
+        num_speculative_tokens=ready.num_speculative_tokens if ready else None,
+        max_num_seqs=ready.max_num_seqs if ready else None,
+        kv_pages=ready.kv_pages_total if ready else None,
+        state_slots=ready.limits.get("state slots", ready.max_num_seqs) if ready else None,
+        break_even=execution.break_even if execution is not None else {},
+        points=list(request.app[HISTORY].points),
+    )
+    return json_answer(answer)
+
+
+async def sampling(app: web.Application) -> AsyncIterator[None]:
+    """A point each interval, as long as the application lives."""
+    task = asyncio.create_task(_sample(app[HISTORY]))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _sample(history: History) -> None:
+    clock = asyncio.get_running_loop()
+    at = clock.time()
+    while True:
+        # by the clock, so that points do not drift; one that a busy loop missed is not made up for
+        at = max(at + INTERVAL_SECONDS, clock.time())
+        await asyncio.sleep(at - clock.time())
+        history.sample()

@@ -1,0 +1,77 @@
+// How the server is, in sentences: [level, text] with level good, note, warn or bad.
+
+import { percent } from "./dom.js";
+
+export function sentences(health, watch, capacity) {
+  return [
+    ...engine(health),
+    ...(health.speculation ? speculation(health.speculation) : []),
+    ...checks(health),
+    ...(capacity ? paying(watch, health) : []),
+    ...(capacity ? room(watch, capacity) : []),
+  ];
+}
+
+function engine({ status, engine, version }) {
+  const part = engine.part ? ` (${engine.part})` : "", message = engine.message ? `: ${engine.message}` : "";
+  return {
+    ok: [["good", `The engine serves. pilotfish ${version}.`]],
+    loading: [["note", "The model is loading."]],
+    draining: [["warn", "The server is ending: running requests may end, new ones are refused."]],
+    stalled: [["bad", `The engine has not answered for ${Math.round(engine.seconds_silent)} s.`]],
+  }[status] ?? [["bad", `The engine has failed${part}${message}.`]];
+}
+
+function speculation(told) {
+  if (told.enabled) {
+    const count = told.num_speculative_tokens;
+    return [["good", `Speculation is on: ${count} drafted token${count === 1 ? "" : "s"} a round, by ${told.draft_head ?? "the head"}.`]];
+  }
+  return [["warn", `Speculation is off: ${told.disabled_reason ?? "it was not asked for"}.`]];
+}
+
+function checks({ speculation, trunk_check: trunk }) {
+  const told = [], head = speculation?.head_check;
+  if (head?.verdict === "ok") {
+    const [first] = head.head_top1;
+    told.push(["good", `Of a known text the head ranked ${percent(first)} of the next tokens first, the trunk ${percent(head.trunk_top1)}.`]);
+  } else if (head) {
+    const level = { weak: "warn", dead: "bad" }[head.verdict] ?? "note";
+    told.push([level, `The head was ${head.verdict === "untested" ? "not tested" : `found ${head.verdict}`}${head.reason ? `: ${head.reason}` : ""}.`]);
+  }
+  if (trunk?.verdict === "failed") told.push(["bad", `The trunk failed its test: ${trunk.reason}.`]);
+  return told;
+}
+
+/** The newest value that was measured, within the last minute. */
+export function latest(watch, value) {
+  const from = watch.time - 60;
+  return watch.points.findLast((point) => point.time >= from && value(point) !== null);
+}
+
+/** Break-even at so many sequences: of the largest count that was timed and is not above, else of the smallest. */
+export function breakEven(watch, running) {
+  const counts = Object.keys(watch.break_even).map(Number).sort((a, b) => a - b);
+  const count = counts.findLast((one) => one <= Math.max(1, running)) ?? counts[0];
+  return count === undefined ? null : watch.break_even[count];
+}
+
+function paying(watch, { speculation }) {
+  if (!speculation?.enabled) return [];
+  const point = latest(watch, (one) => one.acceptance_length);
+  if (!point) return [["note", "No round in the last minute."]];
+  const length = `A round commits ${point.acceptance_length.toFixed(2)} tokens`;
+  const even = breakEven(watch, point.num_running);
+  if (even === null) return [["note", `${length}. From how many on it pays was not timed (--cost-table times it).`]];
+  if (point.acceptance_length < even) return [["warn", `${length}, and pays from ${even.toFixed(2)} on: a smaller k, or 0, would be faster.`]];
+  return [["good", `${length}; it pays from ${even.toFixed(2)} on.`]];
+}
+
+function room(watch, { binding_limit: limit, max_num_seqs: most }) {
+  const now = watch.points.at(-1), told = [];
+  if (now?.num_waiting) told.push(["note", `${now.num_waiting} wait: ${most} may run at once, by ${limit}.`]);
+  if (now && watch.kv_pages && now.kv_pages_used > 0.9 * watch.kv_pages) {
+    told.push(["warn", `The key-value cache is ${percent(now.kv_pages_used / watch.kv_pages)} full.`]);
+  }
+  return told;
+}
