@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -39,12 +40,24 @@ class TimedAnswer:
 
 
 class Endpoint:
-    """An OpenAI endpoint. `url` with or without /v1; /metrics and /v1/capacity are read where it has them."""
+    """An OpenAI endpoint. `url` with or without /v1; /metrics and /v1/capacity are read where it has them.
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, model: str | None = None, key: str | None = None) -> None:
+    `salted`: each request has a cache_salt of its own, so that every prompt is read, not remembered; a server of ours
+    is found to know the field.
+    """
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        model: str | None = None,
+        key: str | None = None,
+        salted: bool = False,
+    ) -> None:
         self._http = http
         self.root = url.rstrip("/").removesuffix("/v1")
         self.model = model
+        self.salted = salted
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def describe(self) -> dict[str, Any]:
@@ -58,6 +71,7 @@ class Endpoint:
             capacity = await self._get("/v1/capacity")
         except EndpointError:
             capacity = {}
+        self.salted = bool(capacity)
         return {"max_model_len": chosen.get("max_model_len")} | capacity
 
     async def _get(self, path: str) -> dict[str, Any]:
@@ -79,6 +93,8 @@ class Endpoint:
         else:
             body = {"prompt": prompt}
         body |= {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **fields}
+        if self.salted:
+            body["cache_salt"] = secrets.token_hex(8)
         url = f"{self.root}/v1/{'chat/completions' if path == 'chat' else path}"
         sent, first, last, usage = time.perf_counter(), None, 0.0, None
         async with self._http.post(url, json=body, headers=self._headers) as response:

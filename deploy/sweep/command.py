@@ -137,7 +137,7 @@ async def measure(
     async with aiohttp.ClientSession(timeout=TIMEOUT) as http:
         direct = Endpoint(http, url, args.served_model, args.api_key)
         facts = await direct.describe()
-        relay = Endpoint(http, settings.relay, direct.model, args.api_key) if settings.relay else None
+        relay = Endpoint(http, settings.relay, direct.model, args.api_key, direct.salted) if settings.relay else None
         told = facts.get("num_speculative_tokens")
         if cell.k is not None and told is not None and told != cell.k:
             raise EndpointError(f"the server serves k = {told}, not {cell.k}: see its log")

@@ -97,6 +97,21 @@ def test_a_chats_opening_event_is_no_token():
     assert answer.first_seconds >= 0.1
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_our_own_server_reads_every_prompt_anew(ours):
+    """A prompt that was sent before would be remembered; others may not know the field."""
+
+    async def twice(endpoint):
+        await endpoint.describe()
+        for _ in range(2):
+            await endpoint.complete("completions", "Hi", {"max_tokens": 40})
+
+    script = Script(capacity={"max_num_seqs": 4} if ours else None)
+    against(script, twice)
+    salts = {body.get("cache_salt") for _, body, _ in script.asked}
+    assert salts == {None} if not ours else None not in salts and len(salts) == 2
+
+
 def test_a_stream_without_usage_cannot_be_counted():
     with pytest.raises(EndpointError, match="usage"):
         complete(Script(events=STREAM[:2]))
