@@ -55,6 +55,23 @@ class TestMasks:
         # complete: nothing but the end may follow
         assert rows[3].nonzero()[0].tolist() == list(EOS)
 
+    def test_masks_of_rejected_drafts_leave_no_trace(self, library, tokenizer):
+        """A string in an object was drafted where one in a list came: what may end it is another token."""
+
+        def ids(text):
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        drafted, alone = (library.constraint(Grammar(kind="json_object"), EOS) for _ in range(2))
+        for constraint in (drafted, alone):
+            constraint.advance(ids('{"required'))
+        rows_of(drafted, ids('": {"type'))
+        for constraint in (drafted, alone):
+            constraint.advance(ids('": ["'))
+            assert constraint.error is None
+        want = rows_of(alone, [])[0]
+        assert want[tokenizer.token_to_id('"],')]
+        assert (rows_of(drafted, [])[0] == want).all()
+
     def test_drafts_leave_no_trace(self, library, tokenizer):
         a, b, c = (tokenizer.token_to_id(letter) for letter in "abc")
         constraint = library.constraint(Grammar(kind="regex", source="ab*c"), EOS)
