@@ -98,7 +98,9 @@ class Report:
         for rule in self.auditor.rules.silent:
             print(f"not compared: {rule}: this checkpoint's text could not be made to meet it")
         print(f"digest: {compared.digest()}")
-        same = "the tokens and bits of k = 0 in all that was compared"
+        span = f"k = {_span(self.depths)}, {_span(self.batches)} at once"
+        counts = f"{self.num_tokens} tokens, {self.num_rows} rows"
+        same = f"the tokens and bits of k = 0 in all that was compared: {span}, {counts}"
         print(f"PASS: {same}" if passed else f"FAIL: {self.num_findings} findings: output depends on speculation")
         return 0 if passed else 1
 

@@ -93,6 +93,9 @@ def test_the_verdict_says_what_was_compared_and_its_digest(folder, capsys):
         assert summary[key] == sum(run[f"num_{key}"] for run in runs) and f"{summary[key]} {key}" in out, key
     assert f"{summary['by_book']} tokens of k = 0 by the book" in out and summary["by_book"] == runs[0]["num_tokens"]
     assert {"text", "logits", "head", "draft", "layers.mlp", "history"} <= summary["digests"].keys()
+    # a verdict that is read alone says no more than what was compared
+    span = f"k = 1 .. 2, 1 at once, {summary['tokens']} tokens, {summary['rows']} rows"
+    assert out.endswith(f"PASS: the tokens and bits of k = 0 in all that was compared: {span}\n")
 
 
 def test_the_digest_knows_neither_the_order_of_runs_nor_how_often_a_row_was_met(folder, monkeypatch):
