@@ -9,7 +9,7 @@ from demo_models import DEMO, changed_demo, drop_tensor, shift_norms
 from processes import PATIENCE
 from releases import done, find_haproxy, machine
 
-FLAGS = "--max-model-len 1024 --max-num-seqs 1"
+FLAGS = "--max-model-len 1024 --max-num-seqs 1 --no-cost-table"
 GATES = ("--only", "version,k served,head weights,head rank,chat template,stays up", "--watch", "1")
 
 

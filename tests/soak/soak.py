@@ -112,7 +112,8 @@ async def server(model: Path, folder: Path, *flags: str) -> AsyncIterator[Runnin
     """`pilotfish serve`, ready. Raises RuntimeError with its log if it ends."""
     port = free_port()
     command = [sys.executable, "-m", "pilotfish.server.cli", "serve", str(model), "--port", str(port), *flags]
-    command += ["--max-num-seqs", str(MAX_NUM_SEQS), "--max-waiting", str(MAX_WAITING), "--served-model-name", "soaked"]
+    command += ["--max-num-seqs", str(MAX_NUM_SEQS), "--max-waiting", str(MAX_WAITING)]
+    command += ["--served-model-name", "soaked", "--no-cost-table"]
     with (folder / "log").open("w") as log:
         process = await asyncio.create_subprocess_exec(*command, env=ENVIRONMENT, stderr=log)
     try:
