@@ -46,11 +46,18 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """What has been counted so far, and the gauges now. Lists go by draft position or by bucket; a histogram's counts
-    have one entry more than its bounds."""
+    have one entry more than its bounds.
+
+    `num_committing`: rounds of a sequence that added tokens, `num_committed` in all; with `num_needed` they would have
+    been as fast as k = 0, by the rounds that were timed at the start: 0 where none were.
+    """
 
     num_tokens: float
     num_prompt_tokens: float
     num_drafts: float
+    num_committing: int
+    num_committed: float
+    num_needed: float
     drafted_at: list[float]
     accepted_at: list[float]
     num_queried: float
@@ -95,10 +102,14 @@ class Collector:
     def totals(self) -> Totals:
         first_token, inter_token = self._first_token.labels(), self._inter_token.labels()
         drafted_at, accepted_at = self._rounds.by_position()
+        committed = self._series["spec_decode_committed_tokens_per_round"].labels()
         return Totals(
             num_tokens=self._series["generation_tokens"].labels().value,
             num_prompt_tokens=self._series["prefill_tokens"].labels().value,
             num_drafts=self._series["spec_decode_num_drafts"].labels().value,
+            num_committing=sum(committed.counts),
+            num_committed=committed.sum,
+            num_needed=self._series["spec_decode_break_even_tokens"].labels().value,
             drafted_at=drafted_at,
             accepted_at=accepted_at,
             num_queried=self._series["prefix_cache_queries"].labels().value,

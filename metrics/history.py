@@ -30,7 +30,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """`time` is Unix time, at the end of the interval. None: nothing happened of which it could be said.
 
     `acceptance_length`: committed tokens a round and sequence, of rounds that offered drafts; `accepted` by the draft's
-    place: the share of the drafts offered there. `cached_share` of the admitted prompts' tokens were not read again.
+    place: the share of the drafts offered there. `break_even`: tokens that a round would have had to commit to a
+    sequence to be as fast as k = 0, by the rounds timed at the start; `speedup`: what was committed beside that.
+    `cached_share` of the admitted prompts' tokens were not read again.
     """
 
     time: float
@@ -38,6 +40,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     acceptance_length: float | None
     accepted: list[float | None]
+    break_even: float | None
+    speedup: float | None
     num_running: int
     num_waiting: int
     kv_pages_used: int
@@ -72,6 +76,7 @@ class History:
 
 def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
     num_rounds = after.num_drafts - before.num_drafts
+    num_needed = after.num_needed - before.num_needed
     offered, accepted = _growth(before.drafted_at, after.drafted_at), _growth(before.accepted_at, after.accepted_at)
     return Point(
         time=round(at, 3),
@@ -79,6 +84,8 @@ def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
         prompt_tokens_per_second=(after.num_prompt_tokens - before.num_prompt_tokens) / seconds,
         acceptance_length=1 + sum(accepted) / num_rounds if num_rounds else None,
         accepted=[_share(*pair) for pair in zip(accepted, offered, strict=True)],
+        break_even=_share(num_needed, after.num_committing - before.num_committing) or None,
+        speedup=_share(after.num_committed - before.num_committed, num_needed),
         num_running=after.num_running,
         num_waiting=after.num_waiting,
         kv_pages_used=after.kv_pages_used,

@@ -16,11 +16,7 @@ HISTORY: web.AppKey[History] = web.AppKey("history", History)
 
 
 class Watch(Struct, frozen=True, kw_only=True):
-    """`points`: the newest last, one each `interval_seconds`. What the engine says at its start is null until then.
-
-    `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0; {} where the start
-    did not time it (--cost-table).
-    """
+    """`points`: the newest last, one each `interval_seconds`. What the engine says at its start is null until then."""
 
     time: float
     interval_seconds: float
@@ -28,13 +24,11 @@ class Watch(Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None
     kv_pages: int | None
     state_slots: int | None
-    break_even: dict[int, float]
     points: list[Point]
 
 
 async def watch(request: web.Request) -> web.Response:
     ready = request.app[SERVICE].client.ready
-    execution = ready.execution if ready is not None else None
     answer = Watch(
         time=time.time(),
         interval_seconds=INTERVAL_SECONDS,
@@ -42,7 +36,6 @@ async def watch(request: web.Request) -> web.Response:
         max_num_seqs=ready.max_num_seqs if ready else None,
         kv_pages=ready.kv_pages_total if ready else None,
         state_slots=ready.limits.get("state slots", ready.max_num_seqs) if ready else None,
-        break_even=execution.break_even if execution is not None else {},
         points=list(request.app[HISTORY].points),
     )
     return json_answer(answer)

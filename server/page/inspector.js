@@ -45,7 +45,7 @@ function mark(pane, token, index) {
 
 function words(token, index) {
   const whose = {
-    trunk: "the trunk's own",
+    trunk: "the model's own",
     draft: `draft ${token.draft}, accepted`,
     grammar: token.draft ? `forced by the grammar, as draft ${token.draft}` : "forced by the grammar",
   };

@@ -18,7 +18,7 @@ export class Pane {
     this.k = k;
     this.scale = scale;
     this.name = `k = ${k}`;
-    const what = k ? `${k} draft${k === 1 ? "" : "s"} a round` : "the trunk alone";
+    const what = k ? `${k} draft${k === 1 ? "" : "s"} a round` : "the model alone";
     this.element.querySelector("h3").append(this.name, make("small", { text: what }));
     this.element.setAttribute("aria-label", this.name);
     this.text.setAttribute("aria-label", `The answer at ${this.name}. Left and right arrow go along its tokens.`);

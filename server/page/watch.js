@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { between, byId, color, make, percent, seconds } from "./dom.js";
 import { Plot } from "./plots.js";
-import { breakEven, sentences } from "./words.js";
+import { sentences } from "./words.js";
 
 let plots = null, drawnFor = null, timer = null, isShown = false, onRefused = () => {}, newest = null;
 
@@ -79,7 +79,7 @@ function kinds(k) {
       title: "Acceptance length", unit: "tokens a round", format: (value) => value.toFixed(2), top: k + 1,
       lines: [
         { label: "measured", color: first, value: (point) => point.acceptance_length },
-        { label: "break-even", color: second, dash: [3, 4], value: (point, watch) => breakEven(watch, point.num_running) },
+        { label: "break-even", color: second, dash: [3, 4], value: (point) => point.break_even },
         { label: "k + 1", color: limit, dash: [8, 5], value: () => k + 1 },
       ],
     },

@@ -7,6 +7,7 @@ export function sentences(health, watch, capacity) {
     ...engine(health),
     ...(health.speculation ? speculation(health.speculation) : []),
     ...checks(health),
+    ...health.slow.map((text) => ["warn", text]),
     ...(capacity ? paying(watch, health) : []),
     ...(capacity ? room(watch, capacity) : []),
   ];
@@ -34,12 +35,12 @@ function checks({ speculation, trunk_check: trunk }) {
   const told = [], head = speculation?.head_check;
   if (head?.verdict === "ok") {
     const [first] = head.head_top1;
-    told.push(["good", `Of a known text the head ranked ${percent(first)} of the next tokens first, the trunk ${percent(head.trunk_top1)}.`]);
+    told.push(["good", `Of a known text the head ranked ${percent(first)} of the next tokens first, the model ${percent(head.trunk_top1)}.`]);
   } else if (head) {
     const level = { weak: "warn", dead: "bad" }[head.verdict] ?? "note";
     told.push([level, `The head was ${head.verdict === "untested" ? "not tested" : `found ${head.verdict}`}${head.reason ? `: ${head.reason}` : ""}.`]);
   }
-  if (trunk?.verdict === "failed") told.push(["bad", `The trunk failed its test: ${trunk.reason}.`]);
+  if (trunk?.verdict === "failed") told.push(["bad", `The model failed its test: ${trunk.reason}.`]);
   return told;
 }
 
@@ -49,22 +50,15 @@ export function latest(watch, value) {
   return watch.points.findLast((point) => point.time >= from && value(point) !== null);
 }
 
-/** Break-even at so many sequences: of the largest count that was timed and is not above, else of the smallest. */
-export function breakEven(watch, running) {
-  const counts = Object.keys(watch.break_even).map(Number).sort((a, b) => a - b);
-  const count = counts.findLast((one) => one <= Math.max(1, running)) ?? counts[0];
-  return count === undefined ? null : watch.break_even[count];
-}
-
 function paying(watch, { speculation }) {
   if (!speculation?.enabled) return [];
   const point = latest(watch, (one) => one.acceptance_length);
   if (!point) return [["note", "No round in the last minute."]];
   const length = `A round commits ${point.acceptance_length.toFixed(2)} tokens`;
-  const even = breakEven(watch, point.num_running);
-  if (even === null) return [["note", `${length}. From how many on it pays was not timed (--cost-table times it).`]];
-  if (point.acceptance_length < even) return [["warn", `${length}, and pays from ${even.toFixed(2)} on: a smaller k, or 0, would be faster.`]];
-  return [["good", `${length}; it pays from ${even.toFixed(2)} on.`]];
+  if (point.speedup === null) return [["note", `${length}. Whether that pays was not timed at the start.`]];
+  const times = `${point.speedup.toFixed(2)} × as fast as k = 0, by rounds timed at the start`;
+  if (point.speedup < 1) return [["warn", `${length}: ${times}. A smaller k, or 0, would be faster.`]];
+  return [["good", `${length}: ${times}.`]];
 }
 
 function room(watch, { binding_limit: limit, max_num_seqs: most }) {

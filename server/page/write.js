@@ -43,7 +43,7 @@ function legend(k) {
     const depth = k <= 1 ? 5 : 1 + Math.round((i / (k - 1)) * 7);
     return entry(`d${depth}`, `draft ${i + 1}`);
   });
-  byId("legend").replaceChildren(entry("", "the trunk's own"), ...drafts, entry("grammar", "forced by a grammar"));
+  byId("legend").replaceChildren(entry("", "the model's own"), ...drafts, entry("grammar", "forced by a grammar"));
 }
 
 function tidy() {

@@ -105,6 +105,21 @@ def test_a_signal_while_the_model_loads_ends_it_clean(folder):
         assert process.wait(10) == 0
 
 
+@pytest.mark.parametrize("flags", [["--host", "0.0.0.0"], ["--no-page"]])
+def test_the_last_line_of_a_start_is_the_address_of_the_page(folder, flags):
+    port = str(free_port())
+    with command("serve", str(folder), "--port", port, "--core", "scripted_core:make_core", *flags) as process:
+        lines = []
+        while not lines or "speculation: 3" not in lines[-1]:
+            assert process.poll() is None
+            lines.append(process.stderr.readline())
+        if "--no-page" not in flags:
+            # what listens everywhere has a name that a browser here can open
+            assert f"open http://localhost:{port}/ in a browser" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert "in a browser" not in process.communicate(timeout=10)[1]
+
+
 def test_names_and_keys(folder):
     env = {**ENVIRONMENT, "PILOTFISH_API_KEY": "from-environment"}
     with served(folder, "--served-model-name", "a", "b", env=env) as (_, url):

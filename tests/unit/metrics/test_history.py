@@ -5,10 +5,11 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pilotfish.engine.link.messages import PrefixCacheStats, RequestOutput, StepReport, StepStats
+from pilotfish.engine.link.messages import Execution, PrefixCacheStats, RequestOutput, StepReport, StepStats
 from pilotfish.metrics.collectors import Collector
 from pilotfish.metrics.definitions import FIRST_TOKEN_SECONDS
 from pilotfish.metrics.history import History, Latency, quantile
+from tests.support.loaded import ready
 
 
 class Clock:
@@ -59,7 +60,14 @@ def test_nothing_is_said_of_what_did_not_happen(watched):
     clock.now += 1
     history.sample()
     (point,) = history.points
-    assert point.acceptance_length is point.first_token is point.inter_token is point.cached_share is None
+    assert (
+        point.acceptance_length
+        is point.first_token
+        is point.inter_token
+        is point.cached_share
+        is point.break_even
+        is None
+    )
     assert point.tokens_per_second == 0 and point.accepted == []
 
 
@@ -79,6 +87,23 @@ def test_gauges_of_a_failed_engine_are_zero(watched):
     clock.now += 1
     history.sample()
     assert (history.points[0].num_running, history.points[0].kv_pages_used) == (0, 0)
+
+
+def test_break_even_and_what_it_brought_are_of_the_rounds_that_ran(watched):
+    collector, clock, history = watched
+    execution = Execution(num_layers=1, kv_dtype="", state_dtype="", break_even={1: 1.5, 2: 2.0})
+    collector.on_ready(ready(execution=execution))
+    clock.now += 1
+    history.sample()
+    # a round of one sequence has to commit 1.5 tokens, one of two 2 each
+    collector.on_report(report((3, 3, 2)))
+    collector.on_report(report((4, 3, 3), (1, 3, 0)))
+    clock.now += 1
+    history.sample()
+    before, after = history.points
+    assert before.break_even is before.speedup is None
+    assert after.break_even == pytest.approx((1.5 + 2 + 2) / 3)
+    assert after.speedup == pytest.approx((3 + 4 + 1) / (1.5 + 2 + 2))
 
 
 def test_latencies_are_of_the_interval(watched):
