@@ -10,6 +10,8 @@ import torch
 from pilotfish.engine import ledger
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
+from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
+from pilotfish.engine.cache.snapshots import Snapshots
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
 from pilotfish.engine.model.build import Model
@@ -22,11 +24,13 @@ from pilotfish.kernels.attention import PAGE
 
 @dataclass(frozen=True)
 class Engine:
-    """What the loop drives. `grammars` is None where there is no tokenizer.json to read them with."""
+    """What the loop drives. `grammars` is None where there is no tokenizer.json to read them with, `snapshots` where
+    nothing of prompts is kept."""
 
     executor: RoundExecutor
     scheduler: Scheduler
     ready: Ready
+    snapshots: Snapshots | None = None
     grammars: GrammarLibrary | None = None
     audit_rate: float = 0.0
     plan: Plan | None = None
@@ -60,8 +64,11 @@ def assemble(
     state = BatchState(*slots_and_depth, vocab_size, plan.device, history_length)
     executor = _make_executor(model, state, plan)
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
-    scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.grid)
-    account = ledger.measure(model, state, executor, plan.device) | {"checkpoint_bytes": weight_bytes}
+    snapshots = Snapshots.empty(model.trunk.state, plan.num_snapshots) if plan.num_snapshots else None
+    prefix = _prefix_cache(model, plan, pages, snapshots)
+    scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.grid, prefix)
+    held = snapshots.num_bytes if snapshots is not None else 0
+    account = ledger.measure(model, state, executor, plan.device, held) | {"checkpoint_bytes": weight_bytes}
     ready = Ready(
         model_type=model.config.model_type,
         vocab_size=model.config.vocab_size,
@@ -77,6 +84,8 @@ def assemble(
         dtype=str(plan.dtype).removeprefix("torch."),
         load_seconds=load_seconds,
         prefill_chunk=plan.prefill_chunk,
+        prefix_caching=prefix.is_on,
+        snapshot_bytes=prefix.sizes.snapshot_bytes,
         ledger=account,
         limits=limits(plan, slots.capacity, executor),
         kv_bytes_per_token=ledger.bytes_per_token(model),
@@ -93,7 +102,15 @@ def assemble(
             graph_bytes=executor.graph_bytes,
         ),
     )
-    return Engine(executor, scheduler, ready)
+    return Engine(executor, scheduler, ready, snapshots)
+
+
+def _prefix_cache(model: Model, plan: Plan, pages: Pool, snapshots: Snapshots | None) -> PrefixCache:
+    if snapshots is None:
+        return PrefixCache(plan.grid, pages, PrefixSizes())
+    count = plan.num_snapshots
+    sizes = PrefixSizes(count, snapshots.num_bytes // count, ledger.bytes_per_token(model) * PAGE)
+    return PrefixCache(plan.grid, pages, sizes, snapshots.is_sound)
 
 
 def _make_executor(model: Model, state: BatchState, plan: Plan) -> RoundExecutor:

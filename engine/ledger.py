@@ -1,12 +1,13 @@
 """Where the memory went and what caps concurrency, as facts a person can add up.
 
-    weights + prefill scratch + KV cache + recurrent state + pending + buffers + rounds + other + free = total
+    weights + prefill scratch + KV cache + recurrent state + snapshots + pending + buffers + rounds + other + free
+    = total
 
-The first seven are the bytes of tensors that this process holds; prefill's scratch has room for one layer's weights in
-bf16, `rounds` are the static buffers of captured rounds and their graphs. On a GPU `other` is all else that is in use
-there (the CUDA context, the allocator's reserve, other processes). On a CPU it is what the process has resident beyond
-its tensors, and `total` is what the process has or could get: pages that were allocated and never touched count as
-used.
+The first eight are the bytes of tensors that this process holds; prefill's scratch has room for one layer's weights in
+bf16, `snapshots` are the prefix cache's (the pages that it keeps are the KV cache's), `rounds` are the static buffers
+of captured rounds and their graphs. On a GPU `other` is all else that is in use there (the CUDA context, the
+allocator's reserve, other processes). On a CPU it is what the process has resident beyond its tensors, and `total` is
+what the process has or could get: pages that were allocated and never touched count as used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.link.messages import Ready
 from pilotfish.engine.model.build import Model
 
-PARTS = ("weights", "prefill_scratch", "kv_cache", "recurrent_state", "pending", "buffers", "rounds", "other", "free")
+PARTS = (
+    *("weights", "prefill_scratch", "kv_cache", "recurrent_state", "snapshots", "pending", "buffers", "rounds"),
+    *("other", "free"),
+)
 """The ledger's lines in the order in which they are shown; `total` is their sum."""
 GIB = 1 << 30
 MIB = 1 << 20
@@ -42,7 +46,9 @@ class RoundMemory(Protocol):
     def graph_bytes(self) -> int: ...
 
 
-def measure(model: Model, state: BatchState, rounds: RoundMemory, device: torch.device) -> dict[str, int]:
+def measure(
+    model: Model, state: BatchState, rounds: RoundMemory, device: torch.device, snapshots_bytes: int = 0
+) -> dict[str, int]:
     """Bytes by part, as `<part>_bytes`, and `total_bytes`."""
     trunk = model.trunk
     pending = trunk.state.pending
@@ -52,6 +58,7 @@ def measure(model: Model, state: BatchState, rounds: RoundMemory, device: torch.
         "prefill_scratch": scratch_bytes(model),
         "kv_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
         "recurrent_state": trunk.state.s.nbytes + trunk.state.conv.nbytes,
+        "snapshots": snapshots_bytes,
         "pending": sum(t.nbytes for t in (pending.k, pending.v, pending.beta, pending.decay, pending.u))
         + rounds.pending_bytes,
         "buffers": tensor_bytes(state),

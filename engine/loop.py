@@ -60,6 +60,7 @@ class EngineLoop:
         self.executor: RoundExecutor = engine.executor
         self.scheduler: Scheduler = engine.scheduler
         self.ready: Ready = engine.ready
+        self.snapshots = engine.snapshots
         self.grammars: GrammarLibrary | None = engine.grammars
         self.depth = engine.ready.num_speculative_tokens
         self.self_audit = SelfAudit(engine.audit_rate)
@@ -174,7 +175,10 @@ class EngineLoop:
             # a finished grammar allows the end alone: its own min_tokens give way to that
             raise RequestError("min_tokens: want 0 beside a grammar, which has its own")
         guard = None if params.loop_rule is None else LoopGuard(params.loop_rule, params, len(prompt))
-        return Sequence(request, limit, own_k, num_pages, None, allowed_ids(params), guard)
+        sequence = Sequence(request, limit, own_k, num_pages, None, allowed_ids(params), guard)
+        # log-probabilities of a prompt's own tokens take all its hidden rows
+        sequence.uses_cache = params.prompt_logprobs is None
+        return sequence
 
     @property
     def _num_coming(self) -> int:
@@ -287,6 +291,9 @@ class EngineLoop:
 
     def _prefill(self, step: PrefillStep) -> list[RequestOutput]:
         sequence, params = step.sequence, step.sequence.request.sampling
+        if (snapshot := sequence.take_restore()) is not None:
+            assert self.snapshots is not None
+            self.snapshots.load(snapshot, sequence.slot)
         report = self.executor.prefill(
             sequence.slot,
             sequence.pages,
@@ -299,6 +306,9 @@ class EngineLoop:
             params.max_tokens > 0,
         )
         sequence.num_prefilled = step.end
+        if (snapshot := self.scheduler.prefix.publish(sequence)) is not None:
+            assert self.snapshots is not None
+            self.snapshots.save(snapshot, sequence.slot)
         return [] if report is None else self._outputs(sequence, report, after_round=False)
 
     def _round(self, sequences: list[Sequence], phases: dict[str, float]) -> list[RequestOutput]:
@@ -393,6 +403,7 @@ class EngineLoop:
             num_forced=report.num_forced,
             round=after_round,
             queue_seconds=sequence.take_queue_seconds(),
+            num_cached_tokens=sequence.take_num_cached(),
             looped=report.looped,
             prompt_logprobs=report.prompt_logprobs,
         )
@@ -412,6 +423,8 @@ class EngineLoop:
         if self.self_audit.running is None and (request := self.self_audit.start()) is not None:
             try:
                 sequence = self._check(request)
+                # what was found may be what is wrong
+                sequence.uses_cache = False
                 ticket = self._ask_grammar(request)
                 if ticket is not None:
                     self._coming[request.request_id] = sequence, ticket
@@ -452,6 +465,7 @@ class EngineLoop:
             kv_pages_total=scheduler.pages.capacity,
             state_slots_used=scheduler.slots.num_used,
             state_slots_total=scheduler.slots.capacity,
+            prefix_cache=scheduler.prefix.take_stats(),
         )
 
 

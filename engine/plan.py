@@ -34,6 +34,10 @@ SLOT_TABLE_BYTES = 128 << 10
 """A slot's tables beside what has the vocabulary's width: word bans, mostly."""
 MAX_NGRAM = 64
 CPU_KV_BYTES = 2 << 30
+SNAPSHOT_SHARE = 3
+"""Prefix snapshots take the memory of the KV pages over this."""
+MAX_SNAPSHOTS = 1024
+"""The host looks through all of them to find the one to give up."""
 FAST_ROWS = 16
 MAX_ROWS = 256
 
@@ -43,7 +47,8 @@ class Plan:
     """The options with every None decided. `binding_limit` names what set max_num_seqs; `lookup` is the head to draft
     with in place of the checkpoint's. `prefill_chunk`, the largest chunk of a prompt, is part of the exactness
     contract: prompts are cut as `grid` says, whatever the load. `fused`: the kernels of kernels.cuda, `captured` in
-    graphs. `kv_dtype`: of keys and values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones."""
+    graphs. `kv_dtype`: of keys and values, None for `dtype`; `kv_scales` are the checkpoint's for FP8 ones.
+    `num_snapshots` of the prefix cache; 0 switches it off."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,6 +64,7 @@ class Plan:
     captured: bool = False
     kv_dtype: torch.dtype | None = None
     kv_scales: KvScales = field(default_factory=dict)
+    num_snapshots: int = 0
 
     @property
     def grid(self) -> Grid:
@@ -87,6 +93,8 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
     kv_scales = _kv_scales(checkpoint, kv_dtype)
     num_pages = _num_pages(options, checkpoint, depth, kv_dtype, max_model_len, max_num_seqs, device)
+    with_mtp = depth > 0 and options.speculative_method == "mtp"
+    pages_bytes = num_pages * page_bytes(config, kv_dtype, with_head=with_mtp)
     return Plan(
         device,
         dtype,
@@ -102,6 +110,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
         fused and not options.enforce_eager,
         kv_dtype,
         kv_scales,
+        _num_snapshots(options, config, dtype, num_pages, pages_bytes),
     )
 
 
@@ -264,7 +273,12 @@ def _num_pages(
         free, total = torch.cuda.mem_get_info(device)
         room = -int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes
         room -= GPU_RESERVE_BYTES + buffer_bytes(config, depth, max_num_seqs)
-        pages = min(longest * max_num_seqs, max(0, free + room) // page)
+        pages = max(0, free + room) // page
+        if options.enable_prefix_caching:
+            # what sequences leave is the cache's, and snapshots stand beside the pages
+            pages = max(min(pages, longest), pages * SNAPSHOT_SHARE // (SNAPSHOT_SHARE + 1))
+        else:
+            pages = min(longest * max_num_seqs, pages)
         alone = max(0, total + room) // page
     else:
         pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page))
@@ -280,6 +294,25 @@ def page_bytes(config: ModelConfig, kv_dtype: torch.dtype, with_head: bool) -> i
     """Keys and values of a page, of every attention layer, the MTP head's too where there is one."""
     layers = len(config.full_layers) + with_head
     return 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
+
+
+def _num_snapshots(
+    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, num_pages: int, pages_bytes: int
+) -> int:
+    """As many as fit beside the pages, each with a page at least; 0 where nothing is to be kept."""
+    if not options.enable_prefix_caching:
+        return 0
+    count = pages_bytes // SNAPSHOT_SHARE // snapshot_bytes(config, dtype)
+    if count == 0:
+        logger.warning("prefix caching is off: the memory beside the KV pages holds no snapshot of a state")
+    return min(count, num_pages, MAX_SNAPSHOTS)
+
+
+def snapshot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The recurrent state of all layers and a hidden row."""
+    state = 4 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    history = (config.linear_conv_kernel_dim - 1) * config.conv_dim * dtype.itemsize
+    return len(config.linear_layers) * (state + history) + config.hidden_size * dtype.itemsize
 
 
 def buffer_bytes(config: ModelConfig, depth: int, max_num_seqs: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
-from pilotfish.engine.cache.prefix import CacheSizes, PrefixCache
+from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.waiting import FairLines
 
@@ -56,7 +56,7 @@ class Scheduler:
             raise ValueError(f"max_num_seqs: want 1..{slots.capacity} (state slots), got {max_num_seqs}")
         self.pages, self.slots = pages, slots
         self.max_num_seqs, self.max_waiting, self.grid = max_num_seqs, max_waiting, grid
-        self.prefix = prefix or PrefixCache(grid, pages, CacheSizes())
+        self.prefix = prefix or PrefixCache(grid, pages, PrefixSizes())
         self.waiting = FairLines()
         self.running: list[Sequence] = []
         self.retired: list[Sequence] = []

@@ -32,7 +32,8 @@ class Sequence:
     restore: int | None = None
     """The snapshot to go on from, until it has been copied."""
     num_cached: int = 0
-    """Prompt tokens that were found."""
+    """Prompt tokens that were found, of which somebody is told once."""
+    cached_told: bool = False
     arrived: float = field(default_factory=perf_counter)
     queue_seconds: float | None = None
     """How long it waited to be admitted, until somebody was told."""
@@ -53,6 +54,11 @@ class Sequence:
         """Once; None after that."""
         seconds, self.queue_seconds = self.queue_seconds, None
         return seconds
+
+    def take_num_cached(self) -> int | None:
+        """Once; None after that."""
+        told, self.cached_told = self.cached_told, True
+        return None if told else self.num_cached
 
     def take_restore(self) -> int | None:
         """The snapshot to copy to its slot before it goes on; None after that."""

@@ -53,6 +53,8 @@ def make_core(options: EngineOptions) -> EngineLoop:
         probe.warm_up(unaudited)
     assert engine.ready.execution is not None
     break_even = _break_even(engine, options) if options.cost_table else {}
+    # requests of our own are no client's prefix, and others than this engine have written its pages
+    engine.scheduler.prefix.forget()
     # what was compiled up to here kept no request waiting
     engine.executor.take_compiled()
     seconds = {"weights": engine.ready.load_seconds} | engine.executor.start_seconds

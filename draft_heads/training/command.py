@@ -222,6 +222,7 @@ def _load_trunk(source: Path, args: argparse.Namespace) -> FrozenTrunk:
         kv_cache_tokens=BATCH * reserved_pages(length, args.depths) * PAGE,
         dtype=args.dtype,
         device=args.device,
+        enable_prefix_caching=False,
     )
     # the depth is set here: there may be no head yet
     changes: dict[str, Any] = {"depth": args.depths, "disabled_reason": None, "fused": False, "captured": False}

@@ -9,6 +9,7 @@ the half. No torch: the HTTP process computes by it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 
 
@@ -23,13 +24,13 @@ class Grid:
         if self.chunk < 1 or self.page < 1:
             raise ValueError(f"grid: want a chunk and a page of at least 1 token, got {self.chunk} and {self.page}")
 
-    @property
+    @cached_property
     def half(self) -> int | None:
         """The first cut, if there is one before a whole chunk: no shorter than a page, or nothing could be shared."""
         half, odd = divmod(self.chunk, 2)
         return half if not odd and half % self.page == 0 else None
 
-    @property
+    @cached_property
     def spacing(self) -> int:
         """Tokens from one boundary to the next, past the half."""
         return lcm(self.chunk, self.page)

@@ -24,6 +24,7 @@ def miss_of(sequence: Sequence, tree: PrefixTree, last: Node, depth: int, is_com
     return CacheMiss(
         request_id=sequence.request_id,
         reason=reason,
+        key=sequence.request.key,
         num_prompt_tokens=length,
         num_cached_tokens=sequence.num_cached,
         num_allowed_tokens=tree.grid.last_boundary(length),

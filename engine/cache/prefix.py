@@ -7,7 +7,7 @@ and left, never what a round wrote. No torch: snapshots are numbers; the loop co
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from pilotfish.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class CacheSizes:
+class PrefixSizes:
     """`num_snapshots` of `snapshot_bytes` each, beside pages of `page_bytes`. Without snapshots nothing is kept."""
 
     num_snapshots: int = 0
@@ -42,7 +42,7 @@ class PrefixCache:
     """`is_sound` tells whether a snapshot's state is free of NaN. It may wait for the device, and is asked once, before
     the first use."""
 
-    def __init__(self, grid: Grid, pages: Pool, sizes: CacheSizes, is_sound: Callable[[int], bool] = lambda _: True):
+    def __init__(self, grid: Grid, pages: Pool, sizes: PrefixSizes, is_sound: Callable[[int], bool] = lambda _: True):
         self.grid, self.pages, self.sizes, self.is_sound = grid, pages, sizes, is_sound
         snapshot_tokens = sizes.snapshot_bytes * grid.page / sizes.page_bytes
         self.tree = PrefixTree(grid, pages, sizes.num_snapshots, snapshot_tokens)
@@ -157,14 +157,16 @@ class PrefixCache:
         if reader is not None:
             self.tree.leave(reader.node)
 
-    def clear(self) -> None:
-        """Forgets whatever no running sequence stands on."""
+    def forget(self) -> None:
+        """Gives up whatever no running sequence stands on, and forgets what was counted."""
         self.tree.clear()
+        self.take_stats()
 
     def _chunks(self, prompt: list[int]) -> list[bytes]:
-        tokens, chunks, start = array("i", prompt), [], 0
+        # half the time of an array, and nearly all of an admission's
+        tokens, chunks, start = struct.pack(f"{len(prompt)}i", *prompt), [], 0
         while (end := self.grid.next_boundary(start)) <= len(prompt):
-            chunks.append(tokens[start:end].tobytes())
+            chunks.append(tokens[4 * start : 4 * end])
             start = end
         return chunks
 

@@ -293,6 +293,5 @@ def _by_rank(node: Node) -> float:
 
 
 def _stays(number: int, newest: int) -> bool:
-    """Of chunks 0 .. newest: the last two, then multiples of 2, of 4, of 8, .. as the distance doubles."""
-    distance = newest - number
-    return distance < 2 or number % (1 << distance.bit_length() - 1) == 0
+    """Of chunks 0 .. newest - 1: the last one, then multiples of 2, of 4, of 8, .. as the distance doubles."""
+    return number % (1 << (newest - number).bit_length() - 1) == 0

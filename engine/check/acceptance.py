@@ -40,7 +40,7 @@ class Acceptance:
 def measure_acceptance(model: Model, plan: Plan, prompts: Sequence[list[int]], max_tokens: int) -> Acceptance:
     """Acceptance over every prompt's greedy continuation of `max_tokens`, at the plan's depth. The model has a head and
     caches."""
-    engine = assemble(model, dataclasses.replace(plan, lookup=None), len(prompts), 0, 0.0)
+    engine = assemble(model, dataclasses.replace(plan, lookup=None, num_snapshots=0), len(prompts), 0, 0.0)
     loop = EngineLoop(engine)
     driver.submit(loop, {str(number): prompt for number, prompt in enumerate(prompts)}, driver.greedy(max_tokens))
     accepted: Counter[int] = Counter()

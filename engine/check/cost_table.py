@@ -71,7 +71,9 @@ def measure(
     for batch, context in places:
         loops = {
             depth: EngineLoop(
-                assemble(model, dataclasses.replace(plan, depth=depth, max_num_seqs=batch), batch, 0, 0.0)
+                assemble(
+                    model, dataclasses.replace(plan, depth=depth, max_num_seqs=batch, num_snapshots=0), batch, 0, 0.0
+                )
             )
             for depth in (0, *depths)
         }

@@ -93,7 +93,8 @@ def warm_up(loop: EngineLoop) -> None:
     sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, max_tokens=NUM_TOKENS, ignore_eos=True)
     for length in sorted({min(length, room) for length in wanted} - {0}) if room > 0 else ():
         prompt = [(7 * i + 1) % ready.vocab_size for i in range(length)]
-        driver.submit(loop, {f"warm-up-{length}": prompt}, sampling)
+        name = f"warm-up-{length}"
+        driver.submit(loop, {name: prompt}, sampling, cache_salt=name)
         driver.drain(loop)
 
 

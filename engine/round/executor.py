@@ -78,8 +78,9 @@ class Executor(Protocol):
         self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
         prompt_logprobs: int | None = None, generates: bool = True,
     ) -> SequenceReport | None:  # fmt: skip
-        """Runs prompt[start:end]. The chunk that ends the prompt also chooses the first token, which is waited for, and
-        drafts `depth` tokens from it; not so, and the sequence is done, unless it `generates`."""
+        """Runs prompt[start:end], nothing where the state of all of it was restored. The chunk that ends the prompt
+        also chooses the first token, which is waited for, and drafts `depth` tokens from it; not so, and the sequence
+        is done, unless it `generates`."""
         ...
 
     def launch(self, batch: Batch, next_depth: int) -> Launched:
@@ -145,14 +146,16 @@ class RoundExecutor:
         """See Executor."""
         span = self.prompt.span(slot, start, end - start, table)
         tokens = torch.tensor(prompt[start:end], device=self.model.device)
-        hidden = self.prompt.trunk(tokens, span)
+        # of a prompt that was found whole the last hidden row came with its state
+        hidden = self.prompt.trunk(tokens, span) if start < end else self.model.trunk.state.last_hidden[slot, None]
         read = None
         if prompt_logprobs is not None:
             read = self.prompt.logprobs(hidden, prompt[start + 1 : end + 1], prompt_logprobs)
         ends = end == len(prompt)
         # the first token is waited for before the head reads, since the head may go on behind the report
         report = self._first_token(slot, hidden[-1:], end, logprobs) if ends and generates else None
-        self.prompt.end_span(tokens, hidden, span, self.head_on)
+        if start < end:
+            self.prompt.end_span(tokens, hidden, span, self.head_on)
         if report is None:
             return SequenceReport.of_prompt(slot, read, done=ends) if ends or read is not None else None
         if self.head_on and not report.done:

@@ -69,6 +69,7 @@ def make_engine(
     max_waiting: int = 8,
     draft_ids: Sequence[int] | None = None,
     kv_dtype: torch.dtype | None = None,
+    num_snapshots: int = 0,
 ) -> Engine:
     """An engine with caches of its own, full of NaN. depth 0: no head."""
     config, weights = checkpoint_of(kind, dtype)
@@ -84,6 +85,7 @@ def make_engine(
         num_pages,
         prefill_chunk,
         kv_dtype=kv_dtype,
+        num_snapshots=num_snapshots,
     )
     model = build_model(kept, config, plan.cache_sizes, plan.dtype, CPU, draft_ids=draft_ids)
     return assemble(model, plan, max_waiting, 0, 0.0)

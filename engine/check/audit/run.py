@@ -231,7 +231,7 @@ class Auditor:
         rows: bool = True,
         keep: int = 0,
     ) -> Recorder:
-        plan = dataclasses.replace(self.plan, depth=depth, max_num_seqs=batch, captured=captured)
+        plan = dataclasses.replace(self.plan, depth=depth, max_num_seqs=batch, captured=captured, num_snapshots=0)
         engine = assemble(self.model, plan, len(requests), 0, 0.0)
         if self.matchers is not None:
             engine = dataclasses.replace(engine, grammars=cast(GrammarLibrary, self.matchers))

@@ -13,7 +13,7 @@ import pytest
 
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
-from pilotfish.engine.cache.prefix import CacheSizes, PrefixCache
+from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.scheduler import PrefillStep, Scheduler
 from pilotfish.engine.sequence import Sequence
@@ -32,19 +32,20 @@ class Twin:
     def __init__(self, num_pages=64, num_snapshots=16, places=4, grid=GRID, page_bytes=1):
         pages, slots = Pool("pages", num_pages + 1), Pool("slots", places + 1)
         self.broken, self.has_nan = set(), {}
-        sizes = CacheSizes(num_snapshots, 4 * page_bytes, page_bytes)
+        sizes = PrefixSizes(num_snapshots, 4 * page_bytes, page_bytes)
         self.prefix = PrefixCache(grid, pages, sizes, lambda number: not self.has_nan[number])
         self.scheduler = Scheduler(pages, slots, places, 1000, grid, self.prefix)
         self.pages, self.slots, self.snapshots = {}, {}, {}
         self.finished, self.published, self.read, self.number = [], set(), {}, 0
 
-    def submit(self, prompt, salt="", spare=1, system_tokens=None, uses_cache=True):
+    def submit(self, prompt, salt="", spare=1, system_tokens=None, uses_cache=True, key=""):
         self.number += 1
         request = Submit(
             request_id=str(self.number),
             prompt_token_ids=list(prompt),
             sampling=SamplingParams(),
             cache_salt=salt,
+            key=key,
             system_tokens=system_tokens,
         )
         sequence = Sequence(request, len(prompt) + spare, 0, pages_for(len(prompt) + spare))
@@ -164,18 +165,19 @@ def tokens(length, seed=0):
         (14, 30, Grid(1, PAGE)),
         (40, 0, GRID),
         (40, 5, Grid(3, 2)),
+        (60, 7, Grid(2, 2)),
     ],
     ids=str,
 )
 def test_a_random_walk_finds_nothing_wrong_and_delays_nobody(num_pages, num_snapshots, grid, seed):
     generator = random.Random(seed)
     twin = Twin(num_pages, num_snapshots, grid=grid)
-    prompts = [[generator.randint(0, 1) for _ in range(24)] for _ in range(3)]
+    prompts = [[generator.randint(0, 1) for _ in range(48)] for _ in range(2)]
     for _ in range(700):
         action = generator.random()
         running = twin.scheduler.running
         if action < 0.25 and len(twin.scheduler.waiting) < 5:
-            prompt = generator.choice(prompts)[: generator.randint(1, 20)]
+            prompt = generator.choice(prompts)[: generator.randint(1, pages_for(num_pages))]
             if generator.random() < 0.3:
                 prompt = [*prompt[:-1], 1 - prompt[-1]]
             twin.submit(
@@ -195,7 +197,7 @@ def test_a_random_walk_finds_nothing_wrong_and_delays_nobody(num_pages, num_snap
         elif action < 0.42 and twin.published:
             twin.broken.add(generator.choice(sorted(twin.published, key=str)))
         elif action < 0.43:
-            twin.prefix.clear()
+            twin.prefix.forget()
         elif action < 0.6:
             twin.admit()
         else:
@@ -209,7 +211,7 @@ def test_a_random_walk_finds_nothing_wrong_and_delays_nobody(num_pages, num_snap
         twin.scheduler.finish(sequence)
     for sequence in list(twin.scheduler.retired):
         twin.scheduler.release(sequence)
-    twin.prefix.clear()
+    twin.prefix.forget()
     twin.check()
     assert twin.scheduler.pages.num_idle == 0 and not twin.nodes()
 
@@ -305,11 +307,28 @@ class TestWhatIsKept:
         assert twin.read_whole(forks[1]) == 52
         assert 52 in twin.kept(prompt)
 
+    def test_that_place_stays_when_one_of_the_prompts_goes_on(self):
+        twin, prompt = Twin(256, 64), tokens(4 * 60)
+        twin.read_whole(prompt[: 4 * 40])
+        twin.read_whole([*prompt[:53], 1000])
+        twin.read_whole(prompt)
+        assert 52 in twin.kept(prompt)
+
+    def test_what_is_in_use_is_not_thinned_out(self):
+        twin, prompt = Twin(256, 64), tokens(4 * 9)
+        twin.read_whole(prompt[: 4 * 5 + 1])
+        goes_on, waits = twin.submit(prompt), twin.submit(prompt[: 4 * 5 + 1])
+        twin.admit()
+        number = waits.restore
+        while not goes_on.is_prefilled:
+            twin.step()
+        assert waits.restore == number and twin.snapshots[number] == ("", *prompt[:20])
+
     def test_pages_past_the_last_snapshot_are_free_at_once(self):
         twin, prompt = Twin(), tokens(4 * 5 + 3)
         twin.read_whole(prompt)
         assert twin.scheduler.pages.num_idle == pages_for(4 * 5)
-        twin.prefix.clear()
+        twin.prefix.forget()
         assert twin.scheduler.pages.num_idle == 0
 
     def test_the_least_lately_used_gives_way_first(self):
@@ -324,6 +343,24 @@ class TestWhatIsKept:
         for prompt in (long, short, tokens(3, 3)):
             twin.read_whole(prompt)
         assert twin.kept(long) == [8] and not twin.kept(short)
+
+    def test_age_tells_in_the_end(self):
+        twin, long = Twin(256, 2), tokens(8, 1)
+        twin.read_whole(long)
+        for seed in range(20):
+            twin.read_whole(tokens(3, 2 + seed))
+            assert twin.read_whole(long) == 8
+        for seed in range(20):
+            twin.read_whole(tokens(3, 30 + seed))
+        assert twin.kept(long) == []
+
+    def test_within_a_conversation_the_last_boundary_stays(self):
+        twin, prompt = Twin(256, 4), tokens(8)
+        twin.read_whole(prompt)
+        assert twin.kept(prompt) == [2, 4, 8]
+        for seed in range(3):
+            twin.read_whole(tokens(3, 1 + seed))
+        assert twin.kept(prompt) == [8]
 
     def test_no_place_for_a_snapshot_while_all_are_in_use(self):
         twin = Twin(256, 2, places=3)
@@ -384,10 +421,10 @@ class TestWhatIsTold:
         twin, prompt = Twin(), list(range(20))
         twin.read_whole(prompt)
         twin.reasons()
-        twin.read_whole([*range(9), 77, *range(10, 20)])
+        twin.read_whole([*range(9), 77, *range(10, 20)], key="team")
         (miss,) = twin.prefix.take_stats().misses
-        assert (miss.reason, miss.first_difference, miss.num_cached_tokens, miss.num_allowed_tokens) == (
-            "differs", 9, 8, 20,
+        assert (miss.reason, miss.key, miss.first_difference, miss.num_cached_tokens, miss.num_allowed_tokens) == (
+            "differs", "team", 9, 8, 20,
         )  # fmt: skip
         assert miss.here == (77, *range(10, 17)) and miss.there == (9, 10, 11)
 
