@@ -10,10 +10,12 @@ Keys and tokens are not printed, only whether they are set; prompts and answers 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -54,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     found: dict[str, Facts] = {"pilotfish": own(), "machine": machine(), "packages": packages(), "torch": torch_facts()}
     found["environment"] = environment(os.environ)
+    found["servers on this machine"] = servers()
     if args.target and args.target.startswith(("http://", "https://")):
         found["server"] = server(Server(args.target, args.api_key))
     elif args.target:
@@ -128,6 +131,28 @@ def torch_facts() -> Facts:
 def environment(variables: Any) -> Facts:
     names = sorted(name for name in variables if name.startswith(SHOWN))
     return {name: "(set)" if any(part in name for part in SECRET) else variables[name] for name in names}
+
+
+def servers(processes: Path = Path("/proc")) -> Facts:
+    """Command lines of `pilotfish serve` by process id; keys are left out."""
+    found = {}
+    for path in sorted(processes.glob("[0-9]*/cmdline")):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+            if "serve" in words and any("pilotfish" in word for word in words[: words.index("serve")]):
+                found[path.parent.name] = shlex.join(_without_keys(words[words.index("serve") :]))
+    return found
+
+
+def _without_keys(words: list[str]) -> list[str]:
+    kept, is_key = [], False
+    for word in words:
+        if word.startswith("-"):
+            is_key = word.partition("=")[0] == "--api-key"
+            kept.append("--api-key=(set)" if is_key and "=" in word else word)
+        else:
+            kept.append("(set)" if is_key and not word.startswith("@") else word)
+    return kept
 
 
 def checkpoint(name: str) -> Facts:

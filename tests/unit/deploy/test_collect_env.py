@@ -57,3 +57,19 @@ def test_escape_sequences_of_a_server_stay_text(collected, monkeypatch):
     monkeypatch.setattr(collect_env.Server, "get", lambda self, path: "\x1b]0;title\x07")
     text = collected("http://127.0.0.1:9")
     assert "\x1b" not in text and "\\u001b]0;title" in text
+
+
+def test_flags_of_servers_here_are_told_without_their_keys(tmp_path):
+    commands = {
+        "7": ["/v/bin/python", "/v/bin/pilotfish", "serve", "m o", "--api-key", "sk-1", "sk-2", "--port", "8001"],
+        "8": ["python", "-m", "pilotfish.server.cli", "serve", "m", "--api-key=sk-3", "--api-key", "@keys"],
+        "9": ["vi", "serve", "pilotfish"],
+        "10": ["python", "-m", "pilotfish.engine.link.process"],
+    }
+    for number, words in commands.items():
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "cmdline").write_text("".join(f"{word}\0" for word in words))
+    assert collect_env.servers(tmp_path) == {
+        "7": "serve 'm o' --api-key '(set)' '(set)' --port 8001",
+        "8": "serve m '--api-key=(set)' --api-key @keys",
+    }
