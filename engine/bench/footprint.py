@@ -12,7 +12,7 @@ import torch
 from pilotfish.engine.bench.sizes import SIZES, released_config
 from pilotfish.engine.checkpoint.dummy import DummyLayout, stored_bytes
 from pilotfish.engine.config import ModelConfig
-from pilotfish.engine.plan import GPU_RESERVE_BYTES, buffer_bytes, page_bytes
+from pilotfish.engine.plan import GPU_RESERVE_BYTES, SNAPSHOT_SHARE, buffer_bytes, page_bytes
 from pilotfish.kernels.attention import PAGE
 
 LAYOUTS: dict[DummyLayout, str] = {
@@ -39,9 +39,11 @@ class Footprint:
     fixed: int
 
     def tokens_on(self, card: int) -> int:
-        """Tokens of context that fit a card of so many GB beside all else; negative where the rest does not fit."""
+        """Tokens whose keys and values fit a card of so many GB beside all else, prefix snapshots included; negative
+        where the rest does not fit."""
         room = int(card * 1e9 * USABLE * UTILIZATION) - self.weights - self.fixed
-        return room // (self.token * PAGE) * PAGE
+        pages = room // (self.token * PAGE) * SNAPSHOT_SHARE // (SNAPSHOT_SHARE + 1)
+        return pages * PAGE
 
 
 def footprint(config: ModelConfig, layout: DummyLayout) -> Footprint:
