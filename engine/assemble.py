@@ -114,7 +114,8 @@ def _prefix_cache(model: Model, plan: Plan, pages: Pool, snapshots: Snapshots | 
 
 
 def _make_executor(model: Model, state: BatchState, plan: Plan) -> RoundExecutor:
-    executor = make_executor(model, state, plan.depth, plan.max_num_seqs, plan.max_model_len, FAST_ROWS)
+    sizes = plan.depth, plan.max_num_seqs, plan.max_model_len, FAST_ROWS
+    executor = make_executor(model, state, *sizes, prefill_chunk=plan.prefill_chunk)
     if plan.captured:
         with torch.inference_mode():
             executor.capture()

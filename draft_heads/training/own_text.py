@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pilotfish.engine.cache.tensors import KvCache
+from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.round.prompt import SLOT, PromptPass, Span, pages_for, read_text
+from pilotfish.engine.round.prompt import SLOT, PromptPass, pages_for, read_text
+from pilotfish.engine.round.spans import Span, SpanRows
 from pilotfish.engine.round.torch_table import TorchOperators, gated_norm, project_heads, split_gates, split_heads
 from pilotfish.kernels.activation import sigmoid
 from pilotfish.kernels.conv import causal_conv
@@ -41,7 +42,10 @@ def write_on(model: Model, pieces: torch.Tensor, num_tokens: int) -> tuple[torch
         tokens.append(token)
         # angles for all pieces alike; where keys go is no matter of pages here
         span = prompt.span(SLOT, position, 1, list(range(pages_for(position + 1))))
-        parts.append(prompt.trunk(token[:, 0], span)[:, None])
+        rows = SpanRows.empty(model, batch, token[:, 0])
+        for _ in prompt.steps(rows, span):
+            pass
+        parts.append(rows.hidden[:, None])
     return torch.cat(tokens, 1), torch.cat(parts, 1)
 
 
@@ -61,21 +65,28 @@ class Lockstep(TorchOperators):
         for memory in memories:
             memory.take(number)
 
-    def attention_prompt(
-        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache
-    ) -> torch.Tensor:
-        """[B, h D]."""
+    def project_prompt(
+        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache, q: torch.Tensor
+    ) -> None:
+        """q [B, h, D]."""
         keys = self.keys[id(cache)]
-        q, k, v, gate = project_heads(mixer, projected, span.cos, span.sin)
+        rows, k, v, _ = project_heads(mixer, projected, span.cos, span.sin)
         keys.k[:, :, span.start], keys.v[:, :, span.start] = k, v
-        seen = slice(span.start + 1)
-        q = q.unflatten(1, (mixer.num_kv_heads, -1)) * mixer.head_dim**-0.5
-        weights = (q @ keys.k[:, :, seen].mT).softmax(-1)
+        q.copy_(rows)
+
+    def attend_prompt(
+        self, mixer: GatedAttention, q: torch.Tensor, projected: torch.Tensor, span: Span, cache: KvCache,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """out [B, h D]."""
+        keys, seen = self.keys[id(cache)], slice(span.start + 1)
+        rows = q.float().unflatten(1, (mixer.num_kv_heads, -1)) * mixer.head_dim**-0.5
+        weights = (rows @ keys.k[:, :, seen].mT).softmax(-1)
         mixed = (weights @ keys.v[:, :, seen]).flatten(1)
-        return (mixed.flatten(1) * sigmoid(gate.float())).to(mixer.dtype)
+        out.copy_(mixed.flatten(1) * sigmoid(projected[:, -out.shape[1] :].float()))
 
     def gdn_prompt(
-        self, mixer: GatedDeltaNet, projected: torch.Tensor, state: torch.Tensor, history: torch.Tensor
+        self, mixer: GatedDeltaNet, number: int, projected: torch.Tensor, span: Span, recurrent: RecurrentState
     ) -> torch.Tensor:
         """[B, Hv dv]; the model's own state and history stay."""
         own = self.states[id(mixer)]

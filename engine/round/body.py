@@ -41,6 +41,7 @@ class RoundBody:
     def __init__(self, model: Model, batch_state: BatchState, buffers: RoundBuffers, operators: Operators):
         self.model, self.buffers, self.ops = model, buffers, operators
         self.batch_state, self.state = batch_state, batch_state.fields
+        self._one = torch.ones(1, dtype=torch.int64, device=model.device)
         self.trace: Trace | None = None
         self.mark: Callable[[str], None] = unmarked
 
@@ -97,13 +98,21 @@ class RoundBody:
         self._replace_drafts(shape.num_sequences, next_depth)
         self.mark("draft")
 
-    def start_head(self, hidden: torch.Tensor, token: int, depth: int, flags: int) -> None:
-        """The head's part after a prompt, for the one sequence in place: a round's whose only row was the prompt's last
-        one, of this hidden state [H], and gave `token`."""
-        b = self.buffers
+    def choose_first(self, next_depth: int, flags: int) -> None:
+        """The token after a prompt, for the one sequence in place, from the first row of buffers.hidden: chosen and
+        committed as in a round whose only row is the prompt's last one. The length counts all rows but that one."""
+        b, ops, state = self.buffers, self.ops, self.state
+        slots, padded = b.slots[:1], ops.padded(1)
+        ops.linear(self.model.trunk.lm_head, b.hidden[:padded], b.logits[:padded])
+        ops.choose(b.logits[:1], slots, state, 1, b.chosen[:1], b.scratch, flags, b.has_nan[:1], b.allowed[:1])
+        # the row is in the caches and the state already
+        state.length.index_add_(0, slots, self._one)
+        ops.accept_commit(b.chosen[:1], slots, state, b.verdicts(1), 1, next_depth, flags, pending=False)
+
+    def start_head(self, depth: int, flags: int) -> None:
+        """The head's part after `choose_first`, from the same row."""
         # the length counts the prompt, so its last row stands one before
         self.plan(1, 1, -1)
-        b.hidden[0], b.chosen[0], b.verdicts(1).head_row[0] = hidden, token, 0
         self.draft(Shape(1, 0), depth, flags)
 
     def _replace_drafts(self, count: int, depth: int) -> None:

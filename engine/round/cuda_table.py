@@ -20,20 +20,23 @@ from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import PackedMoeMlp
 from pilotfish.engine.model.trunk import Embedding, Norm
 from pilotfish.engine.round.operators import AnyMoe
-from pilotfish.engine.round.prompt import Span
 from pilotfish.engine.round.shapes import Sizes
+from pilotfish.engine.round.spans import Span, padded_length
 from pilotfish.engine.round.torch_table import TorchOperators
 from pilotfish.kernels.cuda import attention, commit, delta_net, lookup, moe, moe_prompt, router, sample
 from pilotfish.kernels.cuda import norm as norm_kernels
-from pilotfish.kernels.cuda.attention_prompt import attention_prompt
+from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_prompt
 from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
-from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
 from pilotfish.kernels.cuda.warm import Compilations, compile_all
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
 from pilotfish.spec.accept import Verdicts
 from pilotfish.spec.sampling import See
 from pilotfish.spec.slots import FILTERED, SlotState
+
+FEW_ROWS = 128
+"""Rows of a prompt up to which a product is no slower by the round's kernel than by writing its weights out."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class CudaOperators:
         assert model.scratch is not None
         self.pdl, self.bulk_scratch = pdl, model.scratch
         self.on_device = model.device.type == "cuda" if on_device is None else on_device
+        # the plain form of the recurrence goes by lengths that the host knows
+        self.captures_prompts = not self.on_device or is_installed()
         self._compilations = Compilations.now()
         # what no kernel does
         self.plain = TorchOperators()
@@ -207,9 +212,9 @@ class CudaOperators:
 
     def accept_commit(
         self, chosen: torch.Tensor, slots_B: torch.Tensor, state: SlotState, verdicts: Verdicts, width: int,
-        next_depth: int, flags: int,
+        next_depth: int, flags: int, pending: bool = True,
     ) -> None:  # fmt: skip
-        commit.accept_commit(chosen, slots_B, state, verdicts, width, next_depth, pdl=self.pdl)
+        commit.accept_commit(chosen, slots_B, state, verdicts, width, next_depth, pending, pdl=self.pdl)
 
     def look_up(
         self, slots_B: torch.Tensor, state: SlotState, depth: int, longest: int, shortest: int, scratch: CudaScratch
@@ -231,41 +236,68 @@ class CudaOperators:
         norm_kernels.add_norm(x, delta, norm.scale, norm.eps, normed)
         return normed
 
-    def product(self, weight: AnyLinear, x: torch.Tensor) -> torch.Tensor:
-        assert isinstance(weight, PackedLinear)
-        return weight.bulk(x, self.bulk_scratch.memory)
+    def prompt_rows(self, length: int) -> int:
+        """See Operators: one of a few."""
+        return padded_length(length)
 
-    def attention_prompt(
-        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache
-    ) -> torch.Tensor:
-        """See Operators: the library's product among three launches of ours."""
+    def product(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See Operators: few rows by a round's kernel, which unpacks on the way, more from weights written out."""
+        assert isinstance(weight, PackedLinear)
+        if not (self.on_device and len(x) <= FEW_ROWS):
+            return weight.bulk(x, self.bulk_scratch.memory, out)
+        if out is None:
+            out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
+        weight.rows(x.contiguous(), out)
+        return out
+
+    def project_prompt(
+        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache, q: torch.Tensor
+    ) -> None:
         if not self.on_device:
-            return self.plain.attention_prompt(mixer, projected, span, cache)
-        place = (span.positions, span.start, span.cos, span.sin, span.table, cache.k, cache.v)
-        return attention_prompt(projected, *place, mixer.qk_norm, mixer.eps, cache.k_scale, cache.v_scale, cache.lag)
+            return self.plain.project_prompt(mixer, projected, span, cache, q)
+        project_prompt(
+            projected, span.positions, span.cos, span.sin, span.table, cache.k, cache.v, mixer.qk_norm, mixer.eps, q,
+            cache.k_scale, cache.v_scale, cache.lag,
+        )  # fmt: skip
+
+    def attend_prompt(
+        self, mixer: GatedAttention, q: torch.Tensor, projected: torch.Tensor, span: Span, cache: KvCache,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """See Operators: the library's product between two launches of ours."""
+        if not self.on_device:
+            return self.plain.attend_prompt(mixer, q, projected, span, cache, out)
+        attend_prompt(
+            q, projected, span.start, span.length, span.table, cache.k, cache.v, out, cache.k_scale, cache.v_scale,
+            cache.lag,
+        )  # fmt: skip
 
     def gdn_prompt(
-        self, mixer: GatedDeltaNet, projected: torch.Tensor, state: torch.Tensor, history: torch.Tensor
+        self, mixer: GatedDeltaNet, number: int, projected: torch.Tensor, span: Span, recurrent: RecurrentState
     ) -> torch.Tensor:
         """See Operators: by fla-core where it is installed."""
         if not (self.on_device and is_installed()):
-            return self.plain.gdn_prompt(mixer, projected, state, history)
+            return self.plain.gdn_prompt(mixer, number, projected, span, recurrent)
         weights = (mixer.conv_weight, mixer.decay_rate, mixer.dt_bias, mixer.gate_norm)
-        return gdn_prompt(projected, state, history, *weights, mixer.eps)
+        memory = (recurrent.s[number], recurrent.conv[number], span.numbers)
+        return gdn_prompt(projected, *memory, *weights, mixer.eps)
 
     def feed_forward_prompt(
         self, mlp: GatedMlp | AnyMoe, x: torch.Tensor, normed: torch.Tensor, after: Norm
     ) -> torch.Tensor:
-        """See Operators: experts by kernels that read them as they are packed, where those hold them."""
+        """See Operators: experts from their packed weights, of few rows by a round's kernels, of many by those of
+        moe_prompt.py where they hold them."""
         if isinstance(mlp, GatedMlp):
             return self.norm_of_sum(x, self.product(mlp.down, self.product(mlp.gate_up, normed)), after)
         assert isinstance(mlp, PackedMoeMlp)
         packed = mlp.experts
         weights, ids, gate = self._route(self.product(mlp.router, normed), packed)
-        if not (self.on_device and moe_prompt.takes(packed)):
+        few = self.on_device and len(normed) <= MAX_ROWS
+        if not (few or (self.on_device and moe_prompt.takes(packed))):
             return self.norm_of_sum(x, packed.bulk(normed, weights, ids, gate, self.bulk_scratch.memory), after)
+        parts = moe_prompt.parts_of_few(packed, normed, ids) if few else moe_prompt.parts(packed, normed, ids)
         out = torch.empty_like(normed)
-        moe.combine(moe_prompt.parts(packed, normed, ids), weights, gate, x, after.scale, after.eps, out)
+        moe.combine(parts, weights, gate, x, after.scale, after.eps, out)
         return out
 
     def _route(

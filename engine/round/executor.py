@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -25,21 +26,19 @@ from pilotfish.engine.round.grammars import SlotGrammars
 from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
 from pilotfish.engine.round.operators import Operators, operators_of
-from pilotfish.engine.round.prompt import PromptPass
+from pilotfish.engine.round.prompt import NULL_SLOT, PromptPass
 from pilotfish.engine.round.reports import Batch, SequenceReport, num_forced, token_logprobs
 from pilotfish.engine.round.shapes import Shape, Shapes, Sizes
-from pilotfish.engine.round.torch_table import forbidden_of
-from pilotfish.spec import accept
-from pilotfish.spec.rules import Rows
-from pilotfish.spec.sampling import choose
 from pilotfish.spec.slots import EVERYTHING, FILTERED
 
 Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
 """Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
 
 WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
+FIRST, HEAD = "first", "head"
 """Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
-for batches without them; the part before and the part after a grammar's masks."""
+for batches without them; the part before and the part after a grammar's masks. After a prompt: the choice of the first
+token, and the head's part."""
 
 
 class Launched(Protocol):
@@ -101,6 +100,20 @@ class Work(NamedTuple):
     flags: int
 
 
+class Once(NamedTuple):
+    """A part of the work that follows a prompt: FIRST or HEAD, with `depth` drafts for the next round; `flags` as in
+    Work."""
+
+    part: str
+    depth: int
+    flags: int
+
+    @property
+    def key(self) -> tuple[str, int, bool]:
+        """What it is captured by: as for rounds, whether with the launches that filters need."""
+        return self.part, self.depth, bool(self.flags & FILTERED)
+
+
 class RoundExecutor:
     """See Executor and the module's docstring.
 
@@ -115,9 +128,11 @@ class RoundExecutor:
         self.model, self.state, self.head_on, self.shapes, self.ops = model, state, head_on, shapes, operators
         self.body = RoundBody(model, state, RoundBuffers(model, sizes, operators), operators)
         self.prompt = PromptPass(model, operators)
+        if sizes.max_piece and operators.captures_prompts:
+            self.prompt.reserve(sizes.max_piece, sizes.max_model_len)
         self.grammars = SlotGrammars(state)
         self.observers: list[Observer] = []
-        self.graphs = Graphs(model.device)
+        self.graphs, self.prompt_graphs = Graphs(model.device), Graphs(model.device)
         self.num_missed, self.run_ahead = 0, None if operators.fixed_shapes else False
         self._placement = Placement(self.body.buffers.slots, self.body.buffers.tables)
         self._mail = Mailbox((report_size(sizes),), torch.uint8, model.device)
@@ -144,59 +159,72 @@ class RoundExecutor:
         prompt_logprobs: int | None = None, generates: bool = True,
     ) -> SequenceReport | None:  # fmt: skip
         """See Executor."""
-        span = self.prompt.span(slot, start, end - start, table)
-        tokens = torch.tensor(prompt[start:end], device=self.model.device)
-        # of a prompt that was found whole the last hidden row came with its state
-        hidden = self.prompt.trunk(tokens, span) if start < end else self.model.trunk.state.last_hidden[slot, None]
+        span = None
+        if start < end:
+            rows, span = self.prompt.take(slot, start, prompt[start:end], table)
+            for _ in self.prompt.steps(rows, span):
+                pass
+            tokens, hidden = rows.tokens[: span.length], rows.hidden[: span.length]
+        else:
+            # of a prompt that was found whole the last hidden row came with its state
+            hidden = self.model.trunk.state.last_hidden[slot, None]
         read = None
         if prompt_logprobs is not None:
             read = self.prompt.logprobs(hidden, prompt[start + 1 : end + 1], prompt_logprobs)
         ends = end == len(prompt)
-        # the first token is waited for before the head reads, since the head may go on behind the report
-        report = self._first_token(slot, hidden[-1:], end, logprobs) if ends and generates else None
-        if start < end:
+        first = self._choose_first(slot, table, hidden[-1], end, depth, logprobs) if ends and generates else None
+        # where launches are not waited for, the head reads before the first token is looked at
+        report = first.collect() if first is not None and not self.ops.fixed_shapes else None
+        if span is not None:
             self.prompt.end_span(tokens, hidden, span, self.head_on)
-        if report is None:
+        if first is None:
             return SequenceReport.of_prompt(slot, read, done=ends) if ends or read is not None else None
-        if self.head_on and not report.done:
-            self._start_head(slot, table, end, report.token_ids[0], depth)
+        if self.head_on and not (report is not None and report.done):
+            self._start_head(slot, end, depth)
+        report = report or first.collect()
         self.grammars.advance([report])
         return replace(report, prompt_logprobs=read)
 
-    def _first_token(self, slot: int, hidden: torch.Tensor, end: int, logprobs: int | None) -> SequenceReport:
-        """Chosen from the prompt's last hidden row [1, H] and committed as a window of one row is, by spec's own
-        functions on every device."""
-        state, flags = self.state.fields, self.state.host_flags[slot]
-        slots = torch.tensor([slot], device=self.model.device)
-        state.length[slot] = end
-        logits = self.prompt.logits(hidden)
-        self.observe("prefill.logits", logits, [slot], [end - 1])
+    def _choose_first(
+        self, slot: int, table: list[int], hidden: torch.Tensor, end: int, depth: int, logprobs: int | None
+    ) -> FirstToken:
+        """Launches the choice of the token that follows a prompt, from its last hidden row [H], and its commit."""
+        flags, b = self.state.host_flags[slot], self.body.buffers
+        self._placement.place([slot], [table], 1)
+        self.state.length[slot] = end - 1
+        b.hidden[0] = hidden
+        forced = self.grammars.forced([slot])
         masks = self.grammars.start_masks([slot], 0)
-        forbidden = None
         if masks is not None:
-            forbidden = forbidden_of(torch.from_numpy(masks.result()), self.state.vocab_size).to(logits.device)
-        chosen = choose(logits, Rows.of(state, slots, 1, offset=0), flags, forbidden)[:, None]
-        done, left = state.done[slots].view(torch.bool), accept.remaining(state, slots) + 1
-        empty = chosen[:, :0]
-        verdict = accept.accept(chosen, empty, torch.zeros_like(left), state.stop_ids[slots], left, done)
-        accept.commit(state, slots, chosen, verdict, flags, pending=False)
-        tokens = chosen[0, : int(verdict.num_committed[0])].tolist()
-        is_nan = bool(logits.gather(1, chosen)[0, : len(tokens)].isnan().any())
-        found = None if logprobs is None else token_logprobs(logits[: len(tokens)], tokens, logprobs)
-        forced = num_forced(tokens, *self.grammars.forced([slot]))
-        return SequenceReport(
-            slot, tokens, 0, 0, bool(verdict.stopped[0]), bool(verdict.done[0]), is_nan, found, num_forced=forced
-        )
+            words = torch.from_numpy(masks.result())
+            b.allowed[: len(words)].copy_(words)
+        self._run_once(Once(FIRST, depth, flags))
+        self.observe("prefill.logits", b.logits[:1], [slot], [end - 1])
+        kept = None if logprobs is None else b.logits[:1].clone()
+        return FirstToken(self, slot, self._mail.fetch(b.report), kept, logprobs, forced[0])
 
-    def _start_head(self, slot: int, table: list[int], end: int, token: int, depth: int) -> None:
+    def _start_head(self, slot: int, end: int, depth: int) -> None:
         """The head's part of a round whose only row was the prompt's last one. At depth 0 too: a later round may draft,
         and then reads all of the head's entries."""
-        self._placement.place([slot], [table], 1)
-        slots = torch.tensor([slot], device=self.model.device)
-        accept.offer(self.state.fields, slots, depth)
-        self.body.start_head(self.model.trunk.state.last_hidden[slot], token, depth, self.state.host_flags[slot])
+        self.body.buffers.hidden[0] = self.model.trunk.state.last_hidden[slot]
+        self._run_once(Once(HEAD, depth, self.state.host_flags[slot]))
         if depth:
-            self.observe("draft", self.state.drafts[slots, :1], [slot], [end])
+            self.observe("draft", self.state.drafts[slot : slot + 1, :1], [slot], [end])
+
+    def _run_once(self, once: Once) -> None:
+        """For the one sequence in place."""
+        key = once.key
+        if key in self.prompt_graphs:
+            self.prompt_graphs.replay(key)
+        else:
+            self._work_once(once)
+
+    def _work_once(self, once: Once) -> None:
+        part, depth, flags = once
+        if part == FIRST:
+            self.body.choose_first(depth, flags)
+        else:
+            self.body.start_head(depth, flags)
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +312,7 @@ class RoundExecutor:
     # -- getting ready ----------------------------------------------------------------------------------------------
 
     def capture(self, shapes: Iterable[Shape] | None = None, progress: bool = True) -> None:
-        """Captures these shapes, by default every one, after compiling what they launch, in parallel.
+        """Captures these shapes, by default every one, and prompts, after compiling what they launch, in parallel.
 
         The null slot alone is in the batches that this runs.
         """
@@ -293,10 +321,16 @@ class RoundExecutor:
         for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
             for part in (WHOLE, PLAIN, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(self._work_of(s), p))  # type: ignore[misc]
+        self.prompt.capture(self.prompt_graphs, progress)
+        for once in self._after_prompts():
+            self.prompt_graphs.capture(once.key, partial(self._work_once, once))
+        # the null slot's, which `choose_first` has counted up
+        self.state.length[NULL_SLOT] = 0
 
     @torch.inference_mode()
     def compile(self, shapes: Iterable[Shape] | None = None) -> None:
-        """Compiles what these shapes launch, by default all of them. Products differ by the number of rows."""
+        """Compiles what these shapes launch, by default all of them, and what prompts do. Products differ by the number
+        of rows."""
         chosen = list(self.shapes if shapes is None else shapes)
         began = perf_counter()
         self.body.buffers.slots.zero_()
@@ -307,6 +341,14 @@ class RoundExecutor:
         # batches without filters launch some of the same kernels
         for shape in shapes:
             self._work(self._work_of(shape), WHOLE)
+        self.prompt.launch_each()
+        for once in self._after_prompts():
+            self._work_once(once)
+
+    def _after_prompts(self) -> list[Once]:
+        """What follows a prompt at the depth that is served."""
+        depth, parts = max(self.shapes.depths), (FIRST, HEAD) if self.head_on else (FIRST,)
+        return [Once(part, depth, flags) for part in parts for flags in (EVERYTHING & ~FILTERED, EVERYTHING)]
 
     def take_compiled(self) -> int:
         """Kernels compiled since the last call: once serving, each one has made a round wait."""
@@ -318,15 +360,18 @@ class RoundExecutor:
         nothing to compile."""
         if not self.ops.fixed_shapes:
             return {}
-        return {"kernels": self._compile_seconds, "graphs": self.graphs.counts.seconds}
+        graphs = self.graphs.counts.seconds + self.prompt_graphs.counts.seconds
+        return {"kernels": self._compile_seconds, "graphs": graphs}
 
     @property
     def num_graphs(self) -> int:
+        """Of rounds."""
         return self.graphs.counts.number
 
     @property
     def graph_bytes(self) -> int:
-        return self.graphs.counts.num_bytes
+        """Of rounds and prompts."""
+        return self.graphs.counts.num_bytes + self.prompt_graphs.counts.num_bytes
 
     @property
     def max_captured(self) -> int:
@@ -340,8 +385,32 @@ class RoundExecutor:
 
     @property
     def buffer_bytes(self) -> int:
-        """What rounds hold beside the model's and the batch's own memory, pending rows and graphs apart."""
-        return num_bytes(self.body.buffers) - self.pending_bytes
+        """What rounds and prompts hold beside the model's and the batch's own memory, pending rows and graphs apart."""
+        return num_bytes(self.body.buffers) - self.pending_bytes + self.prompt.num_bytes
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The token after a prompt, launched. `logits` [1, V] if log-probabilities of `wanted` tokens were asked for;
+    `forced` what the grammar said must come."""
+
+    executor: RoundExecutor
+    slot: int
+    letter: Letter
+    logits: torch.Tensor | None
+    wanted: int | None
+    forced: list[int]
+
+    def collect(self) -> SequenceReport:
+        """Waits for it."""
+        counts, chosen, nans = split_report(self.letter.read(), self.executor.body.buffers.sizes)
+        _, committed, _, stopped, done = counts[:, 0].tolist()
+        tokens = chosen[:committed].tolist()
+        found = None
+        if self.logits is not None and self.wanted is not None:
+            found = token_logprobs(self.logits[:committed], tokens, self.wanted)
+        has_nan, forced = bool(nans[:committed].any()), num_forced(tokens, self.forced)
+        return SequenceReport(self.slot, tokens, 0, 0, bool(stopped), bool(done), has_nan, found, num_forced=forced)
 
 
 @dataclass(frozen=True)
@@ -410,9 +479,10 @@ def make_executor(
     max_model_len: int,
     fast_rows: int,
     operators: Operators | None = None,
+    prefill_chunk: int = 0,
 ) -> RoundExecutor:
     """An executor for rounds of k = 0 and `depth` over up to max_num_seqs sequences; nothing is captured yet.
-    `operators`: in place of the model's own table.
+    `operators`: in place of the model's own table. `prefill_chunk`: the longest piece of a prompt that may be captured.
 
     The null slot gets a state of its own, so that rows which fill up a batch are finite.
     """
@@ -424,6 +494,7 @@ def make_executor(
         max_rows=operators.padded(max(fast_rows, *(shape.num_rows for shape in shapes))),
         max_width=state.max_depth + 1,
         max_model_len=max_model_len,
+        max_piece=prefill_chunk,
     )
     model.trunk.state.reset(0)
     return RoundExecutor(model, state, depth > 0 and model.head is not None, sizes, shapes, operators)

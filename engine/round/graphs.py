@@ -34,20 +34,20 @@ class Graphs:
     def counts(self) -> GraphCounts:
         return GraphCounts(len(self._calls), self._seconds, self._bytes)
 
-    def capture(self, key: Hashable, work: Callable[[], None]) -> None:
+    def capture(self, key: Hashable, work: Callable[[], None], warm_ups: int = WARM_UPS) -> None:
         """Runs `work` to warm it up and records it."""
         began = perf_counter()
         if self.device.type == "cuda":
-            self._calls[key] = self._record(work)
+            self._calls[key] = self._record(work, warm_ups)
         else:
             self._calls[key] = work
         self._seconds += perf_counter() - began
 
-    def _record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def _record(self, work: Callable[[], None], warm_ups: int) -> Callable[[], None]:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+            for _ in range(warm_ups):
                 work()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)

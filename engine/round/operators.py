@@ -31,16 +31,18 @@ from pilotfish.spec.sampling import See
 from pilotfish.spec.slots import SlotState
 
 if TYPE_CHECKING:
-    from pilotfish.engine.round.prompt import Span
+    from pilotfish.engine.round.spans import Span
 
 AnyMoe = MoeMlp | PackedMoeMlp
 
 
 class Operators(Protocol):
     """`fixed_shapes`: work reads nothing on the host, so that it can be captured, runs ahead of the host, and is made
-    for a few shapes. `index_dtype`: of slots and page tables."""
+    for a few shapes. `captures_prompts`: so does a prompt's but for its attention. `index_dtype`: of slots and page
+    tables."""
 
     fixed_shapes: bool
+    captures_prompts: bool
     index_dtype: torch.dtype
 
     def padded(self, num_rows: int) -> int:
@@ -186,10 +188,10 @@ class Operators(Protocol):
 
     def accept_commit(
         self, chosen: torch.Tensor, slots_B: torch.Tensor, state: SlotState, verdicts: Verdicts, width: int,
-        next_depth: int, flags: int,
+        next_depth: int, flags: int, pending: bool = True,
     ) -> None:  # fmt: skip
-        """How much of each window becomes text, and the commit. Definition: spec.accept; held by
-        tests/support/small_operators.py."""
+        """How much of each window becomes text, and the commit. `pending`: the rows wait for replay and the length
+        grows (not so after a prompt). Definition: spec.accept; held by tests/support/small_operators.py."""
         ...
 
     def look_up(
@@ -213,23 +215,43 @@ class Operators(Protocol):
         """The norm of x + delta, which x fp32 [T, H] becomes; as `add_norm`."""
         ...
 
-    def product(self, weight: AnyLinear, x: torch.Tensor) -> torch.Tensor:
-        """[T, N] for any T; bits depend on T. Definition: AnyLinear.bulk; held by tests/gpu/test_linear.py."""
+    def prompt_rows(self, length: int) -> int:
+        """Rows that a prompt's piece of so many tokens runs over; those past them are padding. A function of the length
+        alone. Torch: no padding."""
         ...
 
-    def attention_prompt(
-        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache
-    ) -> torch.Tensor:
-        """[T, h D]; writes the span's keys and values.
+    def product(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, N] for any T, in `out` if that is given, contiguous, and a multiple of 8 wide; bits depend on T.
+
+        Definition: AnyLinear.bulk; held by tests/gpu/test_linear.py.
+        """
+        ...
+
+    def project_prompt(
+        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache, q: torch.Tensor
+    ) -> None:
+        """Full attention over a span up to its product: writes the span's keys and values, and q [T, h, D].
+
+        Definition: kernels.rope and kernels.attention.write_kv; held by tests/support/prompt_attention.py.
+        """
+        ...
+
+    def attend_prompt(
+        self, mixer: GatedAttention, q: torch.Tensor, projected: torch.Tensor, span: Span, cache: KvCache,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """out [T, h D], what q sees of the context, times its gate. Never captured: it may read on the host how long
+        the context is.
 
         Definition: kernels.attention.prefill_attention; held by tests/support/prompt_attention.py.
         """
         ...
 
     def gdn_prompt(
-        self, mixer: GatedDeltaNet, projected: torch.Tensor, state: torch.Tensor, history: torch.Tensor
+        self, mixer: GatedDeltaNet, number: int, projected: torch.Tensor, span: Span, recurrent: RecurrentState
     ) -> torch.Tensor:
-        """[T, Hv dv]; state and history become those after the span.
+        """[T, Hv dv] of linear layer `number`; the slot's state and history become those after the span. Rows of
+        padding give 0 and change nothing.
 
         Definition: kernels.delta_net.delta_prefill; held by tests/support/delta_prompts.py.
         """

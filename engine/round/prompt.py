@@ -5,76 +5,168 @@ T = prompt rows, H = hidden, V = vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.trunk import Layer, Norm
+from pilotfish.engine.round.buffers import num_bytes
+from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.operators import Operators, operators_of
 from pilotfish.engine.round.reports import prompt_logprobs
+from pilotfish.engine.round.spans import LENGTHS, Span, SpanRows, StaticSpan, padded_tokens
 from pilotfish.kernels.attention import PAGE, pages_for
-from pilotfish.kernels.rope import rope_angles
 
+NULL_SLOT = 0
 MOST_ROWS = 64
 """Rows of hidden states that become logits in one product."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Positions [start, start + length) of one prompt, whose sequence owns `slot` and the pages `table`, int64."""
+class Group:
+    """Layers between two products of attention: the end of a full-attention layer, the linear ones after it, and the
+    beginning of the next full one. Each layer with the norm of its output."""
 
-    slot: int
-    start: int
-    length: int
-    table: torch.Tensor
-    positions: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    @classmethod
-    def build(cls, slot: int, start: int, length: int, table: list[int] | torch.Tensor, inv_freq: torch.Tensor) -> Span:
-        positions = torch.arange(start, start + length, device=inv_freq.device)
-        owned = torch.as_tensor(table, device=inv_freq.device)
-        return cls(slot, start, length, owned, positions, *rope_angles(positions, inv_freq))
+    ended: tuple[Layer, Norm] | None
+    linear: list[tuple[Layer, Norm]]
+    begun: Layer | None
 
 
 class PromptPass:
-    """A model's prompts; `operators` are its own table unless another is given."""
+    """A model's prompts; `operators` are its own table unless another is given.
+
+    Work that looks at nothing on the host stands in groups of layers, which can be captured for a number of rows; full
+    attention, whose work grows with the context, stands between them.
+    """
 
     def __init__(self, model: Model, operators: Operators | None = None):
         self.model, self.ops = model, operators or operators_of(model)
+        self.groups = _groups(model)
+        self._static: StaticSpan | None = None
+        self._graphs: Graphs | None = None
+        self._taken: tuple[SpanRows, Span] | None = None
 
     def span(self, slot: int, start: int, length: int, table: list[int] | torch.Tensor) -> Span:
-        return Span.build(slot, start, length, table, self.model.inv_freq)
+        return Span.build(slot, start, length, table, self.model.inv_freq, self.ops.prompt_rows(length))
 
     def trunk(self, tokens_T: torch.Tensor, span: Span) -> torch.Tensor:
         """Final-norm hidden [T, H] of int64 tokens; the slot's state and the pages hold the span afterwards."""
-        trunk, ops = self.model.trunk, self.ops
-        x = ops.embed(trunk.embedding, tokens_T)
-        normed = ops.norm(x, trunk.layers[0].input_norm)
-        caches, number = iter(trunk.kv), 0
-        for layer, after in zip(trunk.layers, trunk.norms_after(), strict=True):
-            if isinstance(layer.mixer, GatedAttention):
-                mixed = self._attention(layer.mixer, normed, span, next(caches))
-            else:
-                projected = ops.product(layer.mixer.in_proj, normed)
-                state, history = trunk.state.s[number, span.slot], trunk.state.conv[number, span.slot]
-                mixed = ops.product(layer.mixer.output, ops.gdn_prompt(layer.mixer, projected, state, history))
-                number += 1
-            normed = self._end(x, mixed, layer, after)
-        return normed
+        padded = tokens_T[torch.arange(span.num_rows, device=tokens_T.device) % len(tokens_T)]
+        rows = SpanRows.empty(self.model, span.num_rows, padded)
+        for _ in self.steps(rows, span):
+            pass
+        return rows.hidden[: span.length]
+
+    def take(self, slot: int, start: int, tokens: Sequence[int], table: list[int]) -> tuple[SpanRows, Span]:
+        """A piece of a prompt, for `steps`: in memory that stays, if there is enough; the next piece overwrites it."""
+        num_rows = self.ops.prompt_rows(len(tokens))
+        if self._static is None or num_rows > self._static.num_rows:
+            padded = torch.tensor(padded_tokens(tokens, num_rows), device=self.model.device)
+            return SpanRows.empty(self.model, num_rows, padded), self.span(slot, start, len(tokens), table)
+        self._taken = self._static.rows.first(num_rows), self._static.take(slot, start, tokens, table, num_rows)
+        return self._taken
+
+    def steps(self, rows: SpanRows, span: Span) -> Iterator[None]:
+        """The trunk over a span, into rows.hidden, in steps between which anything may run that leaves its slot, its
+        pages and `rows` alone. The slot's state and the pages hold the span after the last one."""
+        caches = iter(self.model.trunk.kv)
+        for number, group in enumerate(self.groups):
+            self._run(number, rows, span)
+            if group.begun is not None:
+                assert isinstance(group.begun.mixer, GatedAttention)
+                self.ops.attend_prompt(group.begun.mixer, rows.q, rows.projected, span, next(caches), rows.mixed)
+            yield
+
+    def _run(self, number: int, rows: SpanRows, span: Span) -> None:
+        """A group's own work, replayed if it has been captured."""
+        key = (span.num_rows, number)
+        if self._graphs is not None and self._taken is not None and rows is self._taken[0] and key in self._graphs:
+            self._graphs.replay(key)
+        else:
+            self._work(number, rows, span)
+
+    def _work(self, number: int, rows: SpanRows, span: Span) -> None:
+        trunk, ops, group = self.model.trunk, self.ops, self.groups[number]
+        caches = sum(earlier.begun is not None for earlier in self.groups[:number])
+        linear = sum(len(earlier.linear) for earlier in self.groups[:number])
+        if group.ended is None:
+            span.place(self.model.inv_freq)
+            rows.x.copy_(ops.embed(trunk.embedding, rows.tokens))
+            normed = ops.norm(rows.x, trunk.layers[0].input_norm)
+        else:
+            layer, after = group.ended
+            normed = self._end(rows.x, ops.product(layer.mixer.output, rows.mixed), layer, after)
+        for place, (layer, after) in enumerate(group.linear, linear):
+            assert isinstance(layer.mixer, GatedDeltaNet)
+            projected = ops.product(layer.mixer.in_proj, normed)
+            mixed = ops.gdn_prompt(layer.mixer, place, projected, span, trunk.state)
+            normed = self._end(rows.x, ops.product(layer.mixer.output, mixed), layer, after)
+        if group.begun is None:
+            rows.hidden.copy_(normed)
+        else:
+            assert isinstance(group.begun.mixer, GatedAttention)
+            ops.product(group.begun.mixer.qkvg, normed, rows.projected)
+            ops.project_prompt(group.begun.mixer, rows.projected, span, trunk.kv[caches], rows.q)
+
+    # -- getting ready ----------------------------------------------------------------------------------------------
+
+    def reserve(self, num_rows: int, max_length: int) -> None:
+        """Memory that stays, for pieces of up to so many tokens of prompts of up to `max_length`."""
+        self._static = StaticSpan(self.model, self.ops.prompt_rows(num_rows), max_length)
+
+    def lengths(self) -> list[int]:
+        """The numbers of rows that the memory which stays is enough for."""
+        most = 0 if self._static is None else self._static.num_rows
+        return sorted({self.ops.prompt_rows(length) for length in range(LENGTHS[0], most + 1, LENGTHS[0])})
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that stays."""
+        return 0 if self._static is None else num_bytes(self._static)
+
+    def capture(self, graphs: Graphs, progress: bool = True) -> None:
+        """Captures every group of layers for every number of rows, the most first: what they need beside the memory
+        that stays they share. Reads prompts into the null slot, so that libraries have set up what they need."""
+        lengths = self.lengths()[::-1]
+        for num_rows in tqdm(lengths, desc="capturing prompts", unit="length", disable=not progress):
+            self._read_nothing(num_rows)
+            for number in range(len(self.groups)):
+                graphs.capture((num_rows, number), partial(self._work_taken, number), warm_ups=0)
+        self._graphs = graphs
+        self.model.trunk.state.reset(NULL_SLOT)
+
+    def launch_each(self) -> None:
+        """Launches what a piece of each number of rows does, for those who look at what is launched."""
+        for num_rows in self.lengths():
+            self._read_nothing(num_rows)
+
+    def _read_nothing(self, num_rows: int) -> None:
+        """A prompt of so many rows, into the null slot and the null page."""
+        for _ in self.steps(*self.take(NULL_SLOT, 0, [0] * num_rows, [])):
+            pass
+
+    def _work_taken(self, number: int) -> None:
+        assert self._taken is not None
+        self._work(number, *self._taken)
 
     def full_layer(self, x: torch.Tensor, layer: Layer, span: Span, cache: KvCache, after: Norm) -> torch.Tensor:
         """A full-attention layer over a span, as draft heads have: the norm `after` of what x fp32 [T, H] becomes."""
         assert isinstance(layer.mixer, GatedAttention)
-        mixed = self._attention(layer.mixer, self.ops.norm(x, layer.input_norm), span, cache)
-        return self._end(x, mixed, layer, after)
+        rows, ops = SpanRows.empty(self.model, span.num_rows), self.ops
+        ops.product(layer.mixer.qkvg, ops.norm(x, layer.input_norm), rows.projected)
+        ops.project_prompt(layer.mixer, rows.projected, span, cache, rows.q)
+        ops.attend_prompt(layer.mixer, rows.q, rows.projected, span, cache, rows.mixed)
+        return self._end(x, ops.product(layer.mixer.output, rows.mixed), layer, after)
 
     def end_span(self, tokens_T: torch.Tensor, hidden: torch.Tensor, span: Span, head_on: bool) -> None:
         """What the text after a span goes on from, once the trunk gave `hidden` for its tokens: the head's pairs of the
@@ -92,7 +184,9 @@ class PromptPass:
     def fill(self, next_tokens_T: torch.Tensor, hidden: torch.Tensor, span: Span) -> torch.Tensor:
         """The head's hidden rows [T, H] of the pairs at a span's positions; see DraftHead.fill."""
         assert self.model.head is not None
-        return self.model.head.fill(self, next_tokens_T, hidden, span)
+        padding = span.num_rows - span.length
+        padded = F.pad(next_tokens_T, (0, padding)), F.pad(hidden, (0, 0, 0, padding))
+        return self.model.head.fill(self, *padded, span)[: span.length]
 
     def logprobs(self, hidden: torch.Tensor, next_tokens: list[int], wanted: int) -> list[TokenLogprob]:
         """Log-probabilities of the tokens that follow hidden rows [n, H]; logits are held of MOST_ROWS rows at once."""
@@ -112,14 +206,23 @@ class PromptPass:
             parts.append(out[: len(rows)])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attention(self, mixer: GatedAttention, normed: torch.Tensor, span: Span, cache: KvCache) -> torch.Tensor:
-        projected = self.ops.product(mixer.qkvg, normed)
-        return self.ops.product(mixer.output, self.ops.attention_prompt(mixer, projected, span, cache))
-
     def _end(self, x: torch.Tensor, mixed: torch.Tensor, layer: Layer, after: Norm) -> torch.Tensor:
         """What follows the mixer; x becomes the layer's output, of which this is the norm `after`."""
         normed = self.ops.norm_of_sum(x, sum_over_ranks(mixed), layer.post_norm)
         return self.ops.feed_forward_prompt(layer.mlp, x, normed, after)
+
+
+def _groups(model: Model) -> list[Group]:
+    ended: tuple[Layer, Norm] | None = None
+    linear: list[tuple[Layer, Norm]] = []
+    groups = []
+    for layer, after in zip(model.trunk.layers, model.trunk.norms_after(), strict=True):
+        if isinstance(layer.mixer, GatedAttention):
+            groups.append(Group(ended, linear, layer))
+            ended, linear = (layer, after), []
+        else:
+            linear.append((layer, after))
+    return [*groups, Group(ended, linear, None)]
 
 
 SLOT = 1

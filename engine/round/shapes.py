@@ -37,13 +37,15 @@ def sizes(depth: int, fast_rows: int, max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the largest round, and of what it may read."""
+    """Sizes of the largest round, and of what it may read; and of the longest piece of a prompt that may be captured, 0
+    where none may."""
 
     num_slots: int
     max_sequences: int
     max_rows: int
     max_width: int
     max_model_len: int
+    max_piece: int = 0
 
 
 class Shapes:

@@ -22,8 +22,8 @@ from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.mlp import MoeMlp
 from pilotfish.engine.model.trunk import Embedding, Norm
 from pilotfish.engine.round.operators import AnyMoe
-from pilotfish.engine.round.prompt import Span
 from pilotfish.engine.round.shapes import Sizes
+from pilotfish.engine.round.spans import Span
 from pilotfish.kernels.activation import sigmoid, silu, softplus
 from pilotfish.kernels.attention import (
     PAGE,
@@ -119,6 +119,7 @@ class TorchOperators:
     """See the module's docstring, and Operators."""
 
     fixed_shapes = False
+    captures_prompts = False
     index_dtype = torch.int64
 
     def padded(self, num_rows: int) -> int:
@@ -271,15 +272,15 @@ class TorchOperators:
 
     def accept_commit(
         self, chosen: torch.Tensor, slots_B: torch.Tensor, state: SlotState, verdicts: accept.Verdicts, width: int,
-        next_depth: int, flags: int,
+        next_depth: int, flags: int, pending: bool = True,
     ) -> None:  # fmt: skip
         batch = len(slots_B)
         window = chosen[: batch * width].view(batch, width)
         offered = state.num_offered[slots_B].clamp(max=width - 1)
-        done, left = state.done[slots_B].view(torch.bool), accept.remaining(state, slots_B)
+        done, left = state.done[slots_B].view(torch.bool), accept.remaining(state, slots_B) + int(not pending)
         drafts = state.drafts[slots_B, : width - 1]
         verdict = accept.accept(window, drafts, offered, state.stop_ids[slots_B], left, done)
-        accept.commit(state, slots_B, window, verdict, flags)
+        accept.commit(state, slots_B, window, verdict, flags, pending)
         accept.offer(state, slots_B, next_depth)
         rows = torch.arange(0, batch * width, width, device=chosen.device) + verdict.num_accepted
         values = (verdict.num_accepted, verdict.num_committed, offered, verdict.stopped, verdict.done, rows)
@@ -307,28 +308,41 @@ class TorchOperators:
     def norm_of_sum(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self.norm(x.add_(delta), norm)
 
-    def product(self, weight: AnyLinear, x: torch.Tensor) -> torch.Tensor:
-        return weight.bulk(x)
+    def prompt_rows(self, length: int) -> int:
+        return length
 
-    def attention_prompt(
-        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache
-    ) -> torch.Tensor:
-        q, k, v, gate = project_heads(mixer, projected, span.cos, span.sin)
-        scales, places = (cache.k_scale, cache.v_scale), span.positions + cache.lag
-        write_kv(cache.k, cache.v, span.table[places // PAGE], places % PAGE, k, v, *scales)
-        mixed = prefill_attention(q, cache.k, cache.v, span.table, span.start, *scales, cache.lag)
-        return (mixed.flatten(1) * sigmoid(gate.float())).to(mixer.dtype)
+    def product(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return weight.bulk(x) if out is None else out.copy_(weight.bulk(x))
+
+    def project_prompt(
+        self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache, q: torch.Tensor
+    ) -> None:
+        rows, k, v, _ = project_heads(mixer, projected, span.cos, span.sin)
+        places = span.positions + cache.lag
+        write_kv(cache.k, cache.v, span.table[places // PAGE], places % PAGE, k, v, cache.k_scale, cache.v_scale)
+        q.copy_(rows)
+
+    def attend_prompt(
+        self, mixer: GatedAttention, q: torch.Tensor, projected: torch.Tensor, span: Span, cache: KvCache,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        rows, gate = q[: span.length].float(), projected[: span.length, -out.shape[1] :]
+        scales = cache.k_scale, cache.v_scale
+        mixed = prefill_attention(rows, cache.k, cache.v, span.table, span.start, *scales, cache.lag)
+        out[: span.length] = mixed.flatten(1) * sigmoid(gate.float())
+        out[span.length :] = 0
 
     def gdn_prompt(
-        self, mixer: GatedDeltaNet, projected: torch.Tensor, state: torch.Tensor, history: torch.Tensor
+        self, mixer: GatedDeltaNet, number: int, projected: torch.Tensor, span: Span, recurrent: RecurrentState
     ) -> torch.Tensor:
-        u, z, beta, log_decay = split_gates(mixer, projected)
+        state, history = recurrent.s[number, span.slot], recurrent.conv[number, span.slot]
+        u, z, beta, log_decay = split_gates(mixer, projected[: span.length])
         inputs = torch.cat((history, u))
         q, k, v = split_heads(mixer, causal_conv(inputs[None], mixer.conv_weight)[0])
         read, after = delta_prefill(state, q, k, v, beta, log_decay)
         state.copy_(after)
         history.copy_(inputs[-history.shape[0] :])
-        return gated_norm(mixer, read, z).to(mixer.dtype)
+        return F.pad(gated_norm(mixer, read, z).to(mixer.dtype), (0, 0, 0, span.num_rows - span.length))
 
     def feed_forward_prompt(
         self, mlp: GatedMlp | AnyMoe, x: torch.Tensor, normed: torch.Tensor, after: Norm

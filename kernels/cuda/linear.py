@@ -370,8 +370,9 @@ class PackedLinear:
                 found.append((part, None))
         return found
 
-    def bulk(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """bf16 [T, N] for prefill: any T. Rows are contiguous; N that is no multiple of 8 leaves a gap between them.
+    def bulk(self, x: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """bf16 [T, N] for prefill: any T. Rows are contiguous; N that is no multiple of 8 leaves a gap between them. In
+        `out` if that is given, contiguous, of such a multiple.
 
         scratch: bf16, at least `scratch_size` numbers; overwritten: by as many tiles at a time as it holds.
         """
@@ -379,7 +380,9 @@ class PackedLinear:
         step = scratch.numel() // (TILE * self.in_features) // span * span
         assert step > 0, f"want scratch of at least {self.scratch_size} numbers, got {scratch.numel()}"
         # the library wants rows at multiples of 16 bytes
-        out = torch.empty((len(x), -(-self.out_features // 8) * 8), dtype=x.dtype, device=x.device)
+        if out is None:
+            out = torch.empty((len(x), -(-self.out_features // 8) * 8), dtype=x.dtype, device=x.device)
+        assert out.shape == (len(x), -(-self.out_features // 8) * 8) and out.is_contiguous(), out.shape
         num_tiles = sum(part.num_tiles for part in self.ranges)
         for begin in range(0, num_tiles, step):
             end = min(begin + step, num_tiles)

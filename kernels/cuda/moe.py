@@ -57,10 +57,10 @@ class ExpertScratch:
     @staticmethod
     def make(rows: int, top_k: int, num_experts: int, width: int, hidden: int, device: torch.device) -> ExpertScratch:
         """num_experts, width: the largest of any layer, of the routed experts and the shared one."""
-        inner = torch.zeros((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
-        out = torch.zeros((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
+        inner = torch.empty((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
+        out = torch.empty((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
         listed = num_experts * (rows + 2) + rows * top_k // 8 if rows > FAST_ROWS else 1
-        return ExpertScratch(inner, out, torch.zeros(listed, dtype=torch.int32, device=device))
+        return ExpertScratch(inner, out, torch.empty(listed, dtype=torch.int32, device=device))
 
     @property
     def num_bytes(self) -> int:

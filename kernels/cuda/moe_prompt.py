@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pilotfish.kernels.cuda.mma import nvfp4_word
-from pilotfish.kernels.cuda.moe import GroupedExperts, combine
+from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
 from pilotfish.kernels.cuda.moe_kernels import list_kernel
 from pilotfish.kernels.cuda.packing import Format, Packed
 
@@ -187,6 +187,15 @@ def parts(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> torch.T
     _launch(packed, group.gate_up, x, lists, inner, down=False)
     _launch(packed, group.down, inner, lists, out, down=True)
     return out
+
+
+def parts_of_few(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The same by the kernels of a round, of any format: for linear.MAX_ROWS rows at most.
+
+    They multiply 8 or 16 of an expert's rows at a time, and are the faster ones while an expert has no more.
+    """
+    scratch = ExpertScratch.make(len(ids), packed.top_k, packed.num_experts, packed.width, packed.hidden, x.device)
+    return packed.rows(x, ids, scratch)
 
 
 def _launch(

@@ -268,7 +268,8 @@ def bench_prefill(models: list[str]) -> None:
         if delta_prefill.is_installed():
             layers = DeltaLayers(DELTA[model], 1, 1)
             projected = numbers(rows, layers.projected.shape[1], dtype=torch.bfloat16)
-            operands = (projected, layers.states[0, 1], layers.histories[0, 1], *layers.weights, EPS)
+            place = torch.tensor((1, rows), dtype=torch.int32, device="cuda")
+            operands = (projected, layers.states[0], layers.histories[0], place, *layers.weights, EPS)
             seconds = in_graph(lambda number: delta_prefill.gdn_prompt(*operands), 3)  # noqa: B023
             # rows in, rows out, and each of q, k, v and what is read once more each way
             num_bytes = 2 * rows * (projected.shape[1] + 5 * layers.out.shape[1])

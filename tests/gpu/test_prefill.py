@@ -51,8 +51,9 @@ def test_a_prompt_has_the_same_bits_twice(dtype, sizes, rule):
     rows = layer.rows(700, 61).cuda()
 
     def run():
-        state, history = (part[1].clone() for part in layer.memory[:2])
-        return gdn_prompt(rows, state, history, *layer.weights, EPS, rule), state, history
+        states, histories = (part.clone() for part in layer.memory[:2])
+        numbers = torch.tensor((1, 690), dtype=torch.int32, device="cuda")
+        return gdn_prompt(rows, states, histories, numbers, *layer.weights, EPS, rule), states[1], histories[1]
 
     assert all(torch.equal(mine, other) for mine, other in zip(run(), run(), strict=True))
 

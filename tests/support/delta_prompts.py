@@ -3,6 +3,8 @@ them and give `device`, `dtype`, `sizes` and `rule`."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -47,15 +49,25 @@ def assert_near(got, wanted):
     assert off <= 1e-2 and most <= 3e-2, f"{off:.2%} of the norm, {most:.2%} of the largest value"
 
 
-@pytest.mark.parametrize("num_rows", (1, 2, 70, 200))
-def test_a_prompt_matches_the_torch_table(device, dtype, sizes, rule, num_rows):
+@pytest.mark.parametrize(("num_rows", "padding"), ((1, 0), (2, 0), (70, 0), (200, 0), (1, 63), (130, 62)))
+def test_a_prompt_matches_the_torch_table(device, dtype, sizes, rule, num_rows, padding):
     layer = DeltaLayer(sizes, dtype, device)
-    state, history, _ = (part[1] for part in layer.memory)
-    rows = layer.rows(num_rows, 60)
-    wanted_state, wanted_history = (t.to("cpu", copy=True) for t in (state, history))
-    wanted = TorchOperators().gdn_prompt(cpu_layer(layer), rows, wanted_state, wanted_history)
-    after, newest = state.clone(), history.clone()
-    got = gdn_prompt(rows.to(device), after, newest, *layer.weights, EPS, rule)
+    states, histories, _ = layer.memory
+    rows = layer.rows(num_rows + padding, 60)
+    own = SimpleNamespace(s=states.cpu()[None].clone(), conv=histories.cpu()[None].clone())
+    span = SimpleNamespace(slot=1, length=num_rows, num_rows=num_rows + padding)
+    wanted = TorchOperators().gdn_prompt(cpu_layer(layer), 0, rows, span, own)
+    before = states.clone(), histories.clone()
+    numbers = torch.tensor((1, num_rows), dtype=torch.int32, device=device)
+    # what stands in padding is not read, not even where it is no number
+    rows[num_rows:] = float("nan")
+    got = gdn_prompt(rows.to(device), states, histories, numbers, *layer.weights, EPS, rule)
+    assert len(got) == num_rows + padding and not got[num_rows:].any() and not wanted[num_rows:].any()
+    others = [slot for slot in range(len(states)) if slot != 1]
+    for mine, theirs in zip((states, histories), before, strict=True):
+        assert torch.equal(mine[others].nan_to_num(), theirs[others].nan_to_num())
+    got, wanted, after, newest = got[:num_rows], wanted[:num_rows], states[1], histories[1]
+    wanted_state, wanted_history = own.s[0, 1], own.conv[0, 1]
     assert torch.equal(newest.cpu(), wanted_history)
     if dtype == torch.float32:
         torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-5)

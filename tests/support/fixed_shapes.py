@@ -16,15 +16,25 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.plan import FAST_ROWS
 from pilotfish.engine.round.executor import make_executor
+from pilotfish.engine.round.spans import padded_length
 from pilotfish.engine.round.torch_table import TorchOperators
 from tests.support.loops import LoopDriver
 from tests.support.rounds import CPU, MAX_DEPTH, make_engine
 
 
 class FixedShapes(TorchOperators):
-    """Made for a few shapes."""
+    """Made for a few shapes. Prompts are not padded, for on a CPU another number of rows is other bits, and these are
+    compared with those of the torch table; `PaddedPrompts` pads them."""
 
     fixed_shapes = True
+    captures_prompts = True
+
+
+class PaddedPrompts(FixedShapes):
+    """And pads prompts, as kernels' table does."""
+
+    def prompt_rows(self, length: int) -> int:
+        return padded_length(length)
 
 
 def fixed_engine(
@@ -46,7 +56,7 @@ def fixed_engine(
     if look_up is not None:
         model, history_length = dataclasses.replace(model, head=look_up), longest + MAX_DEPTH + 1
     state = BatchState(seqs + 1, max(1, depth), model.config.vocab_size, CPU, history_length)
-    executor = make_executor(model, state, depth, seqs, longest, FAST_ROWS, FixedShapes())
+    executor = make_executor(model, state, depth, seqs, longest, FAST_ROWS, FixedShapes(), engine.ready.prefill_chunk)
     if captured:
         with torch.inference_mode():
             executor.capture(progress=False)

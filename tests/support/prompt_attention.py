@@ -1,5 +1,5 @@
-"""Tests of `attention_prompt`; run in Triton's interpreter and on a GPU by those that import them and give `device`,
-`dtype` and `cache_dtype` (None: that of all else)."""
+"""Tests of `project_prompt` and `attend_prompt`; run in Triton's interpreter and on a GPU by those that import them and
+give `device`, `dtype` and `cache_dtype` (None: that of all else)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
-from pilotfish.engine.round.prompt import Span
+from pilotfish.engine.round.spans import Span
 from pilotfish.engine.round.torch_table import TorchOperators
-from pilotfish.kernels.attention import PAGE, from_cache
-from pilotfish.kernels.cuda.attention_prompt import attention_prompt
+from pilotfish.kernels.attention import PAGE, from_cache, prompt_dtype
+from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_prompt
 from pilotfish.kernels.rope import inverse_frequencies
 
 
@@ -19,7 +19,8 @@ from pilotfish.kernels.rope import inverse_frequencies
     ("start", "rows", "lag"),
     ((0, 1, 0), (0, 70, 0), (PAGE, 40, 0), (PAGE + 5, PAGE, 0), (2 * PAGE - 1, 1, 0), (0, 69, 1), (PAGE - 1, 40, 1)),
 )
-def test_a_prompt_s_attention_matches_the_torch_table(start, rows, lag, cache_dtype, device, dtype):
+@pytest.mark.parametrize("padding", (0, 24))
+def test_a_prompt_s_attention_matches_the_torch_table(start, rows, lag, padding, cache_dtype, device, dtype):
     heads, kv, dim, rotary = 4, 2, 32, 16
     generator = torch.Generator().manual_seed(start + rows)
 
@@ -27,6 +28,7 @@ def test_a_prompt_s_attention_matches_the_torch_table(start, rows, lag, cache_dt
         return torch.randn(shape, generator=generator)
 
     projected, norm = draw(rows, (2 * heads + 2 * kv) * dim).to(dtype), 1 + 0.1 * draw(heads + kv, dim)
+    more = draw(padding, projected.shape[1]).to(dtype)
     scales = (1.0, 1.0) if cache_dtype is None else (0.5, 2.0)
     # what the context does not reach is never read
     caches = [draw(4, kv, PAGE, dim).to(cache_dtype or dtype) for _ in range(2)]
@@ -40,12 +42,22 @@ def test_a_prompt_s_attention_matches_the_torch_table(start, rows, lag, cache_dt
     layer = GatedAttention(None, None, norm, heads, kv, dim, 1e-6, dtype)
     inv_freq = inverse_frequencies(rotary, 1e4)
     own = [cache.clone() for cache in caches]
-    span = Span.build(1, start, rows, table, inv_freq)
-    want = TorchOperators().attention_prompt(layer, projected, span, KvCache(*own, *scales, lag))
-    moved = [cache.to(device) for cache in caches]
-    span = Span.build(1, start, rows, table, inv_freq.to(device))
-    place = (span.positions, start, span.cos, span.sin, span.table, *moved)
-    got = attention_prompt(projected.to(device), *place, norm.to(device), 1e-6, *scales, lag)
+    span, cache = Span.build(1, start, rows, table, inv_freq), KvCache(*own, *scales, lag)
+    q, want = torch.empty(rows, heads, dim), torch.empty(rows, heads * dim, dtype=dtype)
+    TorchOperators().project_prompt(layer, projected, span, cache, q)
+    TorchOperators().attend_prompt(layer, q, projected, span, cache, want)
+    moved, (norm, more) = [cache.to(device) for cache in caches], (t.to(device) for t in (norm, more))
+    # padding holds anything, and its keys go to page 0
+    padded = torch.cat((projected.to(device), more))
+    span = Span.build(1, start, rows, table, inv_freq.to(device), rows + padding)
+    q = torch.full((len(padded), heads, dim), float("nan"), dtype=prompt_dtype(moved[0].dtype, norm.device)).to(device)
+    place = (span.positions, span.cos, span.sin, span.table, *moved)
+    project_prompt(padded, *place, norm, 1e-6, q, *scales, lag)
+    got = torch.full((len(padded), heads * dim), float("nan"), dtype=dtype, device=device)
+    attend_prompt(q, padded, start, rows, span.table, *moved, got, *scales, lag)
+    got = got[:rows]
+    for cache in moved:
+        cache[0] = float("nan")
     # FP8 has 3 bits behind the point: what lies between two numbers may become either
     near = 1e-4 if dtype == torch.float32 else 2e-2 if cache_dtype is None else 0.13
     torch.testing.assert_close(got.cpu().float(), want.float(), rtol=near, atol=near * float(want.abs().max()))

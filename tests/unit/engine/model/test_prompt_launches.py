@@ -24,17 +24,22 @@ from pilotfish.kernels.cuda.expand import expand
 from tests.support.compiled import compiling
 
 CPU = torch.device("cpu")
-MLP = [
-    "_add_norm_kernel",
-    "_expand_kernel",
-    "_route_kernel",
-    "list_kernel",
-    *["_experts_kernel"] * 2,
-    "combine_kernel",
-]
-ATTENTION = ["_expand_kernel", "project_kernel", "_gather_kernel", "_gate_kernel", "_expand_kernel"]
-LINEAR = [*["_expand_kernel"] * 2, "_mix_kernel", "_gate_kernel", "_expand_kernel"]
+ATTENTION = ["PRODUCT", "project_kernel", "_gather_kernel", "_gate_kernel", "PRODUCT"]
+LINEAR = ["IN_PROJ", "_mix_kernel", *["_state_kernel"] * 2, "_gate_kernel", "PRODUCT"]
 """fla-core's five are not among them."""
+MLP = ["_add_norm_kernel", "PRODUCT", "_route_kernel", "EXPERTS", "combine_kernel"]
+FEW = {
+    "PRODUCT": ["_rows_kernel"],
+    "IN_PROJ": ["_rows_kernel"],
+    "EXPERTS": ["list_kernel", "groups_kernel", *["experts_kernel"] * 2],
+}
+MANY = {
+    "PRODUCT": ["_expand_kernel"],
+    # b and a stay BF16, and are written out by a launch of their own
+    "IN_PROJ": ["_expand_kernel"] * 2,
+    "EXPERTS": ["list_kernel", *["_experts_kernel"] * 2],
+}
+"""What stands for each part: of few rows a round's kernels, of many what unpacks once for all of them."""
 
 
 def on_a_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> PromptPass:
@@ -49,15 +54,19 @@ def on_a_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> PromptPass:
     return PromptPass(model, cuda_table.CudaOperators(model, on_device=True))
 
 
-def test_a_prompt_takes_so_many_launches(monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "chosen"), [(40, FEW), (200, MANY | {"EXPERTS": FEW["EXPERTS"]}), (300, MANY)], ids=["40", "200", "300"]
+)
+def test_a_prompt_takes_so_many_launches(monkeypatch, rows, chosen):
     config = ModelConfig.load(Path(__file__).parents[4] / "demo" / "model")
     weights = dummy_weights(config, "nvfp4", CPU)
     model = build_model(weights, config, CacheSizes(8, 3, 0), torch.bfloat16, CPU, fused=True)
     prompt = on_a_gpu(model, monkeypatch)
     with torch.inference_mode(), compiling() as kernels:
-        hidden = prompt.trunk(torch.zeros(40, dtype=torch.int64), prompt.span(1, 0, 40, [1]))
-    assert hidden.shape == (40, config.hidden_size) and hidden.dtype == torch.bfloat16
+        hidden = prompt.trunk(torch.zeros(rows, dtype=torch.int64), prompt.span(1, 0, rows, [1, 2]))
+    assert hidden.shape == (rows, config.hidden_size) and hidden.dtype == torch.bfloat16
     want = []
     for layer in model.trunk.layers:
-        want += [*(ATTENTION if isinstance(layer.mixer, GatedAttention) else LINEAR), *MLP]
+        for part in [*(ATTENTION if isinstance(layer.mixer, GatedAttention) else LINEAR), *MLP]:
+            want += chosen.get(part, [part])
     assert [kernel.metadata.name for kernel in kernels] == want

@@ -26,7 +26,7 @@ from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.round import cuda_table
 from pilotfish.engine.round.executor import FINISH, PLAIN, VERIFY, WHOLE, make_executor
 from pilotfish.engine.round.shapes import Shape
-from pilotfish.spec.slots import EVERYTHING
+from pilotfish.spec.slots import EVERYTHING, FILTERED
 from tests.support.compiled import Code, compiling
 from tests.support.dependent_launch import Waits, argument_names
 from tests.support.launches import launches_of
@@ -207,11 +207,10 @@ def test_all_that_a_batch_may_launch_is_compiled_before_any(monkeypatch):
         shape = rounds.shapes.fit(count, depth)
         assert shape is not None
         assert launched(lambda s=shape, p=part: rounds._work(rounds._work_of(s), p)) <= everything, (shape, part)
-    # what follows a prompt: its first token's logits, its last pair and the first drafts
-    logits = torch.empty(1, config.vocab_size)
-    hidden = torch.empty(1, config.hidden_size, dtype=torch.bfloat16)
-    assert launched(lambda: body.ops.linear(model.trunk.lm_head, hidden, logits)) <= everything
-    assert launched(lambda: body.start_head(hidden[0], 0, 3, EVERYTHING)) <= everything
+    # what follows a prompt: its first token, its last pair and the first drafts
+    for flags in (EVERYTHING, EVERYTHING & ~FILTERED):
+        assert launched(lambda f=flags: body.choose_first(3, f)) <= everything
+        assert launched(lambda f=flags: body.start_head(3, f)) <= everything
     ends = compiled([Shape(1, 3), Shape(8, 3)])
     missing = [
         launch.kernel

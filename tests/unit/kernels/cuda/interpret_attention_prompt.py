@@ -1,4 +1,4 @@
-"""`attention_prompt` in Triton's interpreter, which is right for fp32 (not for bf16, nor when it
+"""`project_prompt` and `attend_prompt` in Triton's interpreter, which is right for fp32 (not for bf16, nor when it
 rounds to FP8)."""
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""`attention_prompt`: its kernels in Triton's interpreter (interpret_attention_prompt.py), and its code for a GPU."""
+"""`project_prompt` and `attend_prompt`: kernels in the interpreter (interpret_attention_prompt.py), code for a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.cuda.attention_prompt import attention_prompt
+from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_prompt
 from tests.support.compiled import Code, compiling
 from tests.support.interpreter import run_interpreted
 
@@ -25,7 +25,9 @@ def test_its_code_for_a_gpu(cache_dtype):
     projected, norm = torch.zeros(rows, 2 * (heads + kv) * dim).bfloat16(), torch.ones(heads + kv, dim)
     angles = torch.zeros(rows, 1, 32), torch.zeros(rows, 1, 32)
     with compiling() as kernels:
-        attention_prompt(projected, torch.arange(rows), 0, *angles, torch.tensor([1]), *caches, norm, 1e-6)
+        q, out = torch.zeros(rows, heads, dim).bfloat16(), torch.zeros(rows, heads * dim).bfloat16()
+        project_prompt(projected, torch.arange(rows), *angles, torch.tensor([1]), *caches, norm, 1e-6, q)
+        attend_prompt(q, projected, 0, rows, torch.tensor([1]), *caches, out)
     assert [kernel.metadata.name for kernel in kernels] == ["project_kernel", "_gather_kernel", "_gate_kernel"]
     codes = [Code(kernel) for kernel in kernels]
     assert [code.stack for code in codes] == [0, 0, 0]

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda import delta_prefill, moe_prompt, norm, router
-from pilotfish.kernels.cuda.attention_prompt import attention_prompt
+from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_prompt
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 from tests.support.launches import launches_of
 from tests.unit.kernels.cuda.test_packing import nvfp4
@@ -23,13 +23,13 @@ HIDDEN, HEADS, KEY_HEADS, WIDTH, TOP_K, EXPERTS = 256, 4, 2, 64, 4, 8
 def mixer(rows):
     channels = 2 * KEY_HEADS * WIDTH + HEADS * WIDTH
     projected = torch.zeros(rows, channels + HEADS * WIDTH + 2 * HEADS).bfloat16()
-    state, history = torch.zeros(HEADS, WIDTH, WIDTH), torch.zeros(3, channels).bfloat16()
+    memory = torch.zeros(2, HEADS, WIDTH, WIDTH), torch.zeros(2, 3, channels).bfloat16(), torch.zeros(3).int()
     weights = torch.zeros(4, channels), torch.zeros(HEADS), torch.zeros(HEADS), torch.zeros(WIDTH)
 
     def rule(q, k, v, *_, initial_state, **options):
         return torch.zeros_like(v), initial_state
 
-    delta_prefill.gdn_prompt(projected, state, history, *weights, 1e-6, rule)
+    delta_prefill.gdn_prompt(projected, *memory, *weights, 1e-6, rule)
 
 
 def experts(packed, rows):
@@ -50,8 +50,10 @@ def attention(rows, start=0):
     table = torch.arange(1, 20)
     caches = torch.zeros(2, 20, kv, PAGE, dim).bfloat16()
     projected = torch.zeros(rows, (2 * heads + 2 * kv) * dim).bfloat16()
-    place = (torch.arange(start, start + rows), start, *angles, table)
-    attention_prompt(projected, *place, *caches, torch.zeros(heads + kv, dim), 1e-6)
+    q, out = torch.zeros(rows, heads, dim).bfloat16(), torch.zeros(rows, heads * dim).bfloat16()
+    place = (torch.arange(start, start + rows), *angles, table, *caches, torch.zeros(heads + kv, dim), 1e-6)
+    project_prompt(projected, *place, q)
+    attend_prompt(q, projected, start, rows, table, *caches, out)
 
 
 def test_no_length_of_a_prompt_chooses_a_kernel():
@@ -64,7 +66,15 @@ def test_no_length_of_a_prompt_chooses_a_kernel():
         for rows in LENGTHS
     ]
     names = {launch.kernel.partition(".")[2] for launch in found[0]}
-    kinds = {"_mix_kernel", "_gate_kernel", "_route_kernel", "list_kernel", "_experts_kernel", "combine_kernel"}
+    kinds = {
+        "_mix_kernel",
+        "_state_kernel",
+        "_gate_kernel",
+        "_route_kernel",
+        "list_kernel",
+        "_experts_kernel",
+        "combine_kernel",
+    }
     assert names == kinds | {"_add_norm_kernel", "project_kernel", "_gather_kernel"}
     for rows, launches in zip(LENGTHS, found, strict=True):
         assert [launch.hash for launch in launches] == [launch.hash for launch in found[0]], rows
