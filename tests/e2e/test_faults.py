@@ -613,6 +613,9 @@ def test_wrong_content_types_methods_paths_and_sizes(folder):
                     assert response.status == status, (method, target, headers, text)
                     message = "" if status == 200 else json.loads(text)["error"]["message"]
                     assert bool(message) == (status != 200) and ("/openapi.json" in message) == (status == 404)
+                    # whoever sends another type is told how to send this one
+                    is_another = not headers.get("Content-Type", "application/json").startswith("application/json")
+                    assert ("-H 'Content-Type: application/json'" in message) == is_another
 
     run(story())
 
