@@ -17,6 +17,8 @@ from pilotfish.metrics.collectors import Collector, Totals
 INTERVAL_SECONDS = 2.0
 NUM_POINTS = 300
 MEDIAN, SLOW = 0.5, 0.95
+DIGITS = 4
+"""After the point: what a picture shows. Latencies have two more."""
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -63,6 +65,7 @@ class History:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.points: deque[Point] = deque(maxlen=num_points)
+        self.seconds = num_points * INTERVAL_SECONDS
         self._collector, self._clock, self._wall_clock = collector, clock, wall_clock
         self._sampled, self._before = clock(), collector.totals()
 
@@ -80,9 +83,9 @@ def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
     offered, accepted = _growth(before.drafted_at, after.drafted_at), _growth(before.accepted_at, after.accepted_at)
     return Point(
         time=round(at, 3),
-        tokens_per_second=(after.num_tokens - before.num_tokens) / seconds,
-        prompt_tokens_per_second=(after.num_prompt_tokens - before.num_prompt_tokens) / seconds,
-        acceptance_length=1 + sum(accepted) / num_rounds if num_rounds else None,
+        tokens_per_second=round((after.num_tokens - before.num_tokens) / seconds, DIGITS),
+        prompt_tokens_per_second=round((after.num_prompt_tokens - before.num_prompt_tokens) / seconds, DIGITS),
+        acceptance_length=_share(num_rounds + sum(accepted), num_rounds),
         accepted=[_share(*pair) for pair in zip(accepted, offered, strict=True)],
         break_even=_share(num_needed, after.num_committing - before.num_committing) or None,
         speedup=_share(after.num_committed - before.num_committed, num_needed),
@@ -102,13 +105,14 @@ def _growth(before: Sequence[float], after: Sequence[float]) -> list[float]:
 
 
 def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+    return round(part / whole, DIGITS) if whole else None
 
 
 def _latency(bounds: Sequence[float], counts: Sequence[float]) -> Latency | None:
     if not any(counts):
         return None
-    return Latency(quantile(bounds, counts, MEDIAN), quantile(bounds, counts, SLOW))
+    median, p95 = (round(quantile(bounds, counts, share), DIGITS + 2) for share in (MEDIAN, SLOW))
+    return Latency(median, p95)
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float:

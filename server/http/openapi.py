@@ -32,7 +32,8 @@ PACKAGE = "pilotfish.server."
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """`answer` is a struct, or the content type of what is no JSON. `also`: statuses with the same body."""
+    """`answer` is a struct, or the content type of what is no JSON. `also`: statuses with the same body. `query`: names
+    of numbers that the address may have."""
 
     path: str
     summary: str
@@ -41,6 +42,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[Any, ...] = ()
     error: type[msgspec.Struct] = errors.ErrorBody
     also: tuple[int, ...] = ()
+    query: tuple[str, ...] = ()
 
 
 OPERATIONS = (
@@ -97,7 +99,7 @@ OPERATIONS = (
     Operation(path="/v1/models/{name}", summary="One of the served names", answer=protocol.Model),
     Operation(path="/v1/capacity", summary="How many sequences may run, and why", answer=status.Capacity),
     Operation(path="/v1/cache", summary="What the prefix cache saves, and why it missed", answer=cache.CacheStatus),
-    Operation(path="/v1/watch", summary="The last minutes in numbers", answer=watch.Watch),
+    Operation(path="/v1/watch", summary="The last minutes in numbers", answer=watch.Watch, query=("after",)),
     Operation(path="/health", summary="Which part fails, if one does", answer=status.Health, also=(503,)),
     Operation(path="/ready", summary="Whether requests are taken", answer=status.Readiness, also=(503,)),
     Operation(path="/metrics", summary="Prometheus metrics", answer="text/plain"),
@@ -177,8 +179,13 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
     }
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema_of[operation.body]}}}
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "query", "schema": {"type": "number"}} for name in operation.query
+    ]
     if "{name}" in operation.path:
-        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
+    if parameters:
+        described["parameters"] = parameters
     return described
 
 

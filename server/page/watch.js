@@ -26,7 +26,8 @@ export function watching(is) {
 async function look() {
   let pause = 2;
   try {
-    const [watch, health] = await Promise.all([get("v1/watch"), get("health", { any: true })]);
+    const [news, health] = await Promise.all([get(`v1/watch?after=${since()}`), get("health", { any: true })]);
+    const watch = withOlder(news);
     // 503 while the engine loads or has failed
     const capacity = await get("v1/capacity").catch(() => null);
     pause = watch.interval_seconds;
@@ -44,6 +45,14 @@ async function look() {
   }
   clearTimeout(timer);
   if (isShown && !document.hidden) timer = setTimeout(look, pause * 1000);
+}
+
+const since = () => newest?.points.at(-1)?.time ?? 0;
+
+/** The news with the points that were there before, as far as they are told of. */
+function withOlder(news) {
+  const older = newest?.points.filter((point) => point.time > news.time - news.span_seconds) ?? [];
+  return { ...news, points: [...older, ...news.points] };
 }
 
 function tell(lines) {

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import aiohttp
 import pytest
 from serving import script, serving
 
+from pilotfish.server.http import watch
 from pilotfish.server.http.app import Page
 from pilotfish.server.http.cors import Cors
 
@@ -96,6 +98,22 @@ def test_what_is_known_is_not_sent_again(folder):
         assert (status, text, again["ETag"]) == (304, "", found["ETag"])
         assert (await ask("/page/app.js", headers={"If-None-Match": '"another"'}))[0] == 200
         assert (await ask("/page/app.js", "POST"))[0] == 405
+
+    told(story, folder)
+
+
+def test_watch_tells_only_the_points_that_are_wanted(folder, monkeypatch):
+    monkeypatch.setattr(watch, "INTERVAL_SECONDS", 0.05)
+
+    async def story(ask):
+        points = []
+        while len(points) < 3:
+            points = json.loads((await ask("/v1/watch"))[2])["points"]
+        *_, told = await ask(f"/v1/watch?after={points[1]['time']}")
+        assert json.loads(told)["points"][0] == points[2]
+        for wrong in ("x", "", "nan", "1e999"):
+            status, _, text = await ask(f"/v1/watch?after={wrong}")
+            assert status == 400 and json.loads(text)["error"]["param"] == "after"
 
     told(story, folder)
 

@@ -56,6 +56,12 @@ def test_request_then_checkpoint_then_neutral(files):
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 0, 1.0, 9)
 
 
+def test_single_tokens_are_kept_for_who_asks_for_them_and_nobody_else(files):
+    for plan in (complete, chat):
+        assert not plan(files).stops.keep_tokens and not plan(files, speculation={"k": 0}).stops.keep_tokens
+        assert plan(files, speculation={"trace": True}).stops.keep_tokens
+
+
 def test_top_k_beyond_the_vocabulary_is_the_vocabulary(files):
     assert complete(files, top_k=2**63 - 1).sampling[0].top_k == READY.vocab_size
     assert complete(files, top_k=-1).sampling[0].top_k == complete(files, top_k=0).sampling[0].top_k == 0
