@@ -289,6 +289,13 @@ PREFIX_CACHE = Row(
     "Prefix cache",
     (
         Panel(
+            "Share of prompt tokens that were kept",
+            "Near 1 for conversations and agents, near 0 where each prompt is new.",
+            "percentunit",
+            (Query(q.hit_share(PANEL), "kept"),),
+            maximum=1,
+        ),
+        Panel(
             "Prompt tokens by where they come from",
             "Kept ones were not read again. A cut ends a hit: of each turn the rest is read.",
             "none",
@@ -319,15 +326,13 @@ PREFIX_CACHE = Row(
         ),
         Panel(
             "Snapshots",
-            "Places where prompts can be gone on with.",
+            "Places where prompts can be gone on with, and those that gave way in a minute: as many as are kept, again "
+            "and again, are more conversations than fit.",
             "none",
-            (Query(PANEL.gauge("prefix_cache_snapshots"), "kept"),),
-        ),
-        Panel(
-            "Evictions",
-            "Snapshots that gave way. As many as are kept, again and again: more conversations than fit.",
-            "none",
-            (Query(PANEL.rate("prefix_cache_evictions_total"), "snapshots/s"),),
+            (
+                Query(PANEL.gauge("prefix_cache_snapshots"), "kept"),
+                Query("60 * " + PANEL.rate("prefix_cache_evictions_total"), "evicted/min"),
+            ),
         ),
         Panel(
             "Lines left out of system prompts",

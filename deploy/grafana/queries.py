@@ -56,6 +56,8 @@ class Scope:
 
 PANEL = Scope("$__rate_interval", ('instance=~"$instance"',))
 RULE = Scope("5m", (), ("instance",))
+LATELY = Scope("15m", (), ("instance",))
+BEFORE = Scope("6h", (), ("instance",))
 
 
 def acceptance_length(scope: Scope) -> str:
@@ -137,6 +139,11 @@ def graph_share(scope: Scope) -> str:
     """Share of rounds that replayed a captured graph."""
     replayed = scope.rate("rounds_total", 'path="graph"')
     return f"{replayed} / {rounds_per_second(scope)}"
+
+
+def hit_share(scope: Scope) -> str:
+    """Share of prompt tokens that were not read, because the prefix cache had them."""
+    return f"{scope.rate('prefix_cache_hits_total')} / {scope.rate('prefix_cache_queries_total')}"
 
 
 def mean_wait(scope: Scope) -> str:

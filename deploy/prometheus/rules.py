@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pilotfish.deploy.grafana import queries as q
-from pilotfish.deploy.grafana.queries import RULE
+from pilotfish.deploy.grafana.queries import BEFORE, LATELY, RULE
 
 DOCS = "docs/operations.md"
 SICK_HEAD = 0.3
 """A healthy MTP head has its first draft accepted 0.6 to 0.9 of the time; below this it is broken, not unlucky."""
+
+COLLAPSED = 0.3
+"""Of the share of prompt tokens that was kept over hours; a few new users do not make it so little."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ RECORDINGS = (
     Recording("pilotfish:speed_up:rate5m", q.speed_up(RULE)),
     Recording("pilotfish:tokens_per_second:rate5m", q.tokens_per_second(RULE)),
     Recording("pilotfish:plain_tokens_per_second:rate5m", q.plain_tokens_per_second(RULE)),
+    Recording("pilotfish:prefix_cache_hit_share:rate5m", q.hit_share(RULE)),
     Recording("pilotfish:waiting_per_place", q.mean_wait(RULE)),
 )
 
@@ -135,6 +139,16 @@ ALERTS = (
         "ticket",
         "Requests wait on {{ $labels.instance }} for KV pages while {{ $value }} places are free.",
         f"{RULE.gauge('num_requests_waiting')} > 0",
+    ),
+    Alert(
+        "PilotfishPrefixCacheCollapsed",
+        q.hit_share(LATELY),
+        f"< {COLLAPSED} * ({q.hit_share(BEFORE)})",
+        "20m",
+        "ticket",
+        "Only {{ $value | humanizePercentage }} of prompt tokens are found in the cache of {{ $labels.instance }},"
+        " where it was far more.",
+        f"{q.hit_share(BEFORE)} > 0.2",
     ),
     Alert(
         "PilotfishRequestsFail",
