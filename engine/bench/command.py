@@ -74,6 +74,8 @@ from pilotfish.kernels.attention import PAGE
 REPLAYS = 16
 """How often each captured part is replayed over a live batch."""
 WARM_UP_TOKENS = 8
+NUM_SNAPSHOTS = 32
+"""Kept of a conversation: more than thinning leaves of it."""
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -192,7 +194,9 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
         pages, batch = 2 * reserved_pages(longest, depth), 1
     kv_dtype = choose_kv_dtype(args.kv_cache_dtype, dtype, device, fused)
     # what is captured is what the batches at each k may become
-    return Plan(device, dtype, depth, None, longest, batch, "configured", pages, chunk, fused=fused, kv_dtype=kv_dtype)
+    plan = Plan(device, dtype, depth, None, longest, batch, "configured", pages, chunk, fused=fused, kv_dtype=kv_dtype)
+    # batches repeat their prompts, and are to read them
+    return dataclasses.replace(plan, num_snapshots=NUM_SNAPSHOTS) if args.conversation else plan
 
 
 def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> EngineLoop:

@@ -1,13 +1,19 @@
 """`pilotfish bench --conversation`: what turns must read, what fails, and what is shown of it."""
 
+import dataclasses
+import json
+from pathlib import Path
+
 import pytest
 
 from pilotfish.deploy.sweep import plots
-from pilotfish.engine.bench import command, picture
+from pilotfish.engine.bench import command, conversation, picture
 from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.conversation import Conversation, required_reads
 from pilotfish.engine.bench.show import TURN_COLUMNS, TURN_LEGEND, show
 from pilotfish.engine.cache.grid import Grid
+
+DEMO = Path(__file__).resolve().parents[4] / "demo" / "model"
 
 
 @pytest.mark.parametrize(("chunk", "page"), [(2048, 256), (256, 256), (512, 256), (64, 256), (96, 64)])
@@ -84,3 +90,39 @@ def test_a_picture_wants_a_conversation_and_matplotlib(monkeypatch, tmp_path, ca
     monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
     assert command.main(["model", "--conversation", "--picture", str(tmp_path / "x.png")]) == 2
     assert "pilotfish[plots]" in capsys.readouterr().err
+
+
+ARGS = ["--conversation", "--turns", "3", "--system", "300", "--growth", "150", "--k", "3", "--num-threads", "1"]
+
+
+def test_a_conversation_of_the_demo_model_reads_what_the_boundaries_leave(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    assert command.main([str(DEMO), *ARGS, "--cold-every", "2", "--json", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["prompt"], row["cached"], row["read"]) for row in rows] == [
+        (450, 0, 450),
+        (600, 256, 344),
+        (750, 512, 238),
+    ]
+    assert ["cold_read" in row for row in rows] == [True, False, True]
+    assert all(row["first_token_ms"] > 0 for row in rows)
+    assert "1800 tokens of prompts, 1032 read, 1032 required" in capsys.readouterr().out
+
+
+def test_a_conversation_that_is_read_anew_each_turn_fails(monkeypatch, capsys):
+    monkeypatch.setattr(command, "NUM_SNAPSHOTS", 0)
+    assert command.main([str(DEMO), *ARGS, "--cold-every", "0"]) == 1
+    assert "k = 3, turn 2: 600 tokens of 600 were read (want 344)" in capsys.readouterr().err
+
+
+def test_another_text_than_cold_gives_no_figures(monkeypatch, capsys):
+    """A hit that changes the text is no figure's frame."""
+    real = conversation.read
+
+    def wrong(loop, prompt, whole, seed, salt):
+        found = real(loop, prompt, whole, seed, salt)
+        return dataclasses.replace(found, text=[*found.text[:-1], -1]) if salt == "cold 2" else found
+
+    monkeypatch.setattr(conversation, "read", wrong)
+    assert command.main([str(DEMO), *ARGS, "--cold-every", "2"]) == 1
+    assert "turn 3: other text than the same prompt read cold" in capsys.readouterr().err
