@@ -110,7 +110,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
         fused and not options.enforce_eager,
         kv_dtype,
         kv_scales,
-        _num_snapshots(options, config, dtype, num_pages, pages_bytes),
+        num_snapshots(config, dtype, num_pages, pages_bytes) if options.enable_prefix_caching else 0,
     )
 
 
@@ -296,12 +296,8 @@ def page_bytes(config: ModelConfig, kv_dtype: torch.dtype, with_head: bool) -> i
     return 2 * layers * config.num_key_value_heads * config.head_dim * PAGE * kv_dtype.itemsize
 
 
-def _num_snapshots(
-    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, num_pages: int, pages_bytes: int
-) -> int:
-    """As many as fit beside the pages, each with a page at least; 0 where nothing is to be kept."""
-    if not options.enable_prefix_caching:
-        return 0
+def num_snapshots(config: ModelConfig, dtype: torch.dtype, num_pages: int, pages_bytes: int) -> int:
+    """Snapshots of the prefix cache beside so many pages, which take `pages_bytes`; each has a page at least."""
     count = pages_bytes // SNAPSHOT_SHARE // snapshot_bytes(config, dtype)
     if count == 0:
         logger.warning("prefix caching is off: the memory beside the KV pages holds no snapshot of a state")
