@@ -56,7 +56,9 @@ def main() -> int:
         chat["max_tokens"] = args.max_tokens
         show(f"POST {url}/v1/chat/completions", QUESTION + "\n", ask(url + "/v1/chat/completions", chat), url)
         say("\nTo go on:")
+        say("  make chat                        talk with it in the terminal")
         say("  make serve                       the same server on port 8000; any OpenAI client can talk to it")
+        say("  docs/quickstart.md               requests by curl and by clients, for every API")
         say("  make serve K=0                   the same text, without speculation")
         say("  curl localhost:8000/metrics      acceptance, latency and queue series for Prometheus")
         say("  make audit                       proof that speculation changes no token")
