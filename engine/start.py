@@ -70,10 +70,14 @@ def make_core(options: EngineOptions) -> EngineLoop:
 
 
 def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
-    """Timed on the loaded model; {} where nothing is drafted."""
+    """Timed on the loaded model; {} where nothing is drafted, or the device has no memory for these rounds beside."""
     if engine.plan is None or engine.plan.depth == 0:
         return {}
-    costs = cost_table.at_boot(engine.executor.model, engine.plan, Path(options.model))
+    try:
+        costs = cost_table.at_boot(engine.executor.model, engine.plan, Path(options.model))
+    except torch.OutOfMemoryError as error:
+        logger.warning("rounds were not timed, and break-even is modelled: %s", str(error).splitlines()[0])
+        return {}
     for cost in costs:
         logger.info(
             "%d at once: a round takes %.2f ms at k = %d, %.2f ms at k = 0: it must commit %.2f tokens to gain",

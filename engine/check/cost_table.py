@@ -7,6 +7,7 @@ are whole engine steps, host work included, and at k = 0 the head is off, as in 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ from pilotfish.engine.check.head_check import text_of
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.plan import Plan, reserved_pages
+from pilotfish.engine.round.shapes import Shape
 from pilotfish.kernels.attention import PAGE, pages_for
 
 ROUNDS, BLOCKS = 5, 3
 """Each depth is timed over BLOCKS times ROUNDS rounds, the depths in turn, so that all meet the same machine."""
 WARM_UPS = 2
+BOOT_SECONDS = 10.0
+"""After so long a start begins with no further number of sequences: on a slow machine a table of a few is enough."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +68,38 @@ def measure(
     depths: Sequence[int],
     places: Iterable[tuple[int, int]],
     tell: Callable[[str], object] = lambda _: None,
+    seconds: float = math.inf,
 ) -> list[Cost]:
     """Costs of each depth > 0 against 0, for every (batch, context) that fits. `ids` is text for the prompts; `tell`
-    hears what is done, once for each block of a depth."""
-    costs = []
+    hears what is done, once for each block of a depth. What has not begun after `seconds` is left out, but for one
+    block of the first place."""
+    costs: list[Cost] = []
+    over = perf_counter() + seconds
     for batch, context in places:
-        loops = {
-            depth: EngineLoop(
-                assemble(
-                    model, dataclasses.replace(plan, depth=depth, max_num_seqs=batch, num_snapshots=0), batch, 0, 0.0
-                )
-            )
-            for depth in (0, *depths)
-        }
+        if costs and perf_counter() > over:
+            break
+        loops = {depth: _loop(model, plan, depth, batch) for depth in (0, *depths)}
         times: dict[int, list[float]] = {depth: [] for depth in loops}
-        for _ in range(BLOCKS):
+        for block in range(BLOCKS):
+            if block and perf_counter() > over:
+                break
             for depth, loop in loops.items():
                 times[depth] += _timed(loop, _prompts(ids, batch, context), depth)
                 tell(f"{batch} at once, {context} tokens, k = {depth}")
+        # their buffers and graphs go before the next ones are made
+        loops.clear()
         medians = {depth: statistics.median(found) for depth, found in times.items()}
         costs += [Cost(depth, batch, context, medians[depth], medians[0]) for depth in depths]
     return costs
+
+
+def _loop(model: Model, plan: Plan, depth: int, batch: int) -> EngineLoop:
+    """An engine in which rounds of `batch` sequences are captured where the plan's rounds are, and nothing else is."""
+    alone = dataclasses.replace(plan, depth=depth, max_num_seqs=batch, captured=False, num_snapshots=0)
+    engine = assemble(model, alone, batch, 0, 0.0)
+    if plan.captured:
+        engine.executor.capture([Shape(batch, depth)], progress=False, prompts=False)
+    return EngineLoop(engine)
 
 
 def _prompts(ids: Sequence[int], batch: int, context: int) -> list[list[int]]:
@@ -120,5 +135,5 @@ def at_boot(model: Model, plan: Plan, folder: Path) -> list[Cost]:
         if places:
             vocab_size = model.config.vocab_size
             ids = text_of(folder, vocab_size, PAGE) or [(7 * i + 1) % vocab_size for i in range(PAGE)]
-            return measure(model, plan, ids, [plan.depth], places)
+            return measure(model, plan, ids, [plan.depth], places, seconds=BOOT_SECONDS)
     return []

@@ -311,7 +311,7 @@ class RoundExecutor:
 
     # -- getting ready ----------------------------------------------------------------------------------------------
 
-    def capture(self, shapes: Iterable[Shape] | None = None, progress: bool = True) -> None:
+    def capture(self, shapes: Iterable[Shape] | None = None, progress: bool = True, prompts: bool = True) -> None:
         """Captures these shapes, by default every one, and prompts, after compiling what they launch, in parallel.
 
         The null slot alone is in the batches that this runs.
@@ -321,9 +321,10 @@ class RoundExecutor:
         for shape in tqdm(chosen, desc="capturing rounds", unit="shape", disable=not progress):
             for part in (WHOLE, PLAIN, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(self._work_of(s), p))  # type: ignore[misc]
-        self.prompt.capture(self.prompt_graphs, progress)
-        for once in self._after_prompts():
-            self.prompt_graphs.capture(once.key, partial(self._work_once, once))
+        if prompts:
+            self.prompt.capture(self.prompt_graphs, progress)
+            for once in self._after_prompts():
+                self.prompt_graphs.capture(once.key, partial(self._work_once, once))
         # the null slot's, which `choose_first` has counted up
         self.state.length[NULL_SLOT] = 0
 

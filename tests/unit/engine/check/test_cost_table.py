@@ -1,5 +1,7 @@
 """Timed rounds are whole rounds of all sequences at the depth they stand for. What they took is nobody's business."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round.executor import RoundExecutor
+from pilotfish.engine.round.shapes import Shape
 from pilotfish.engine.start import make_core, start_engine
 from tests.support.tiny_models import build_tiny
 
@@ -52,6 +55,35 @@ def test_each_timed_step_is_a_round_of_all(folder, monkeypatch):
         assert len(rounds) >= BLOCKS * ROUNDS, "all three sequences in every timed round"
         # a random head is wrong, so drafts are offered to the end
         assert {output.num_drafted for r in rounds for output in r.outputs} == {depth}
+
+
+def test_a_slow_machine_times_one_block_of_the_first_place(folder):
+    engine, told = start_engine(options(folder)), []
+    places = [(1, 20), (2, 20)]
+    costs = cost_table.measure(
+        engine.executor.model, engine.plan, list(range(50)), [2], places, told.append, seconds=0.0
+    )
+    assert [(c.k, c.batch) for c in costs] == [(2, 1)] and len(told) == 2
+
+
+def test_no_memory_for_timed_rounds_is_no_reason_not_to_serve(folder, monkeypatch, caplog):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(cost_table, "at_boot", no_room)
+    assert make_core(options(folder, cost_table=True)).ready.execution.break_even == {}
+    assert "break-even is modelled: CUDA out of memory" in caplog.text
+
+
+def test_only_the_timed_shape_is_captured(folder, monkeypatch):
+    """On a device that captures; here what would be is written down."""
+    captured = []
+    monkeypatch.setattr(RoundExecutor, "capture", lambda self, shapes=None, **flags: captured.append((shapes, flags)))
+    engine = start_engine(options(folder))
+    plan = dataclasses.replace(engine.plan, captured=True)
+    cost_table.measure(engine.executor.model, plan, list(range(50)), [2], [(3, 20)])
+    alone = {"progress": False, "prompts": False}
+    assert captured == [([Shape(3, 0)], alone), ([Shape(3, 2)], alone)]
 
 
 @pytest.mark.parametrize(("batch", "context", "fit"), [(3, 80, True), (4, 20, False), (1, 180, False)])
