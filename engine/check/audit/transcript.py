@@ -74,7 +74,8 @@ class Recorder:
             for row, slot, position in zip(table, slots, positions, strict=True):
                 kept = self.transcripts[owners[slot]].logits
                 if len(kept) < self.keep:
-                    kept[position] = row.float().numpy()
+                    # a copy: the row may stand in memory that the next round overwrites
+                    kept[position] = row.float().numpy().copy()
 
     def step(self) -> None:
         """One engine step; one in which nothing could be done is not counted."""
