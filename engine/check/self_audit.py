@@ -1,4 +1,5 @@
-"""`--audit-rate`: a share of finished requests is decoded again at k = 0 while the engine is idle, and compared.
+"""`--audit-rate`: a share of finished requests is decoded again while the engine is idle, at k = 0 and from the first
+token of the prompt, and compared.
 
 The same promise that `pilotfish audit` checks before traffic is checked here on the traffic itself. No torch.
 """

@@ -1,10 +1,11 @@
 """`pilotfish audit MODEL`: proof, on this checkpoint and machine, that speculation changes no token and no bit.
 
 Every request is first decoded alone, one row at a time (k = 0). Then all of them again for each k, in batches of each
-size, once with the head's own drafts and once with forced drafts that agree for 0, 1, .. k tokens in turn. Compared for
-every committed row: the output of each layer half, the logits, the penalties' history, the chosen token, the head's
-hidden state and its next draft, all bit for bit. The first difference is named by request, position and tensor. A
-faulty head changes speed and never text, so its acceptance is shown beside what a sound one reaches teacher-forced.
+size with forced drafts that agree for 0, 1, .. k tokens in turn, and with the head's own drafts. Compared for every
+committed row: the output of each layer half, the logits, the penalties' history, the chosen token, the head's hidden
+state and its next draft, all bit for bit. So are prompts that the prefix cache has, beside the same prompts read from
+nothing. The first difference is named by request, position and tensor. A faulty head changes speed and never text, so
+its acceptance is shown beside what a sound one reaches teacher-forced.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
+from pilotfish.engine.check.audit.hits import Hits
 from pilotfish.engine.check.audit.matchers import Matchers
+from pilotfish.engine.check.audit.prefixes import NUM_TOKENS, Script, modes
 from pilotfish.engine.check.audit.report import Report
 from pilotfish.engine.check.audit.requests import load_prompts, long_prompt, make_requests
 from pilotfish.engine.check.audit.rules import RULE_TOKENS, derive
@@ -33,8 +37,9 @@ from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser
-from pilotfish.engine.plan import make_plan
+from pilotfish.engine.plan import make_plan, reserved_pages
 from pilotfish.engine.speculation import speculative_config
+from pilotfish.kernels.attention import PAGE
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -67,7 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_auditor(args: argparse.Namespace) -> Auditor:
-    """Loads the checkpoint with caches for the largest depth and batch."""
+    """Loads the checkpoint with caches for the largest depth and batch, and for prompts that are kept beside them."""
     checkpoint = open_checkpoint(args.model)
     if args.speculation["draft_head"] is not None:
         checkpoint = attach_head(checkpoint, args.speculation["draft_head"])
@@ -97,6 +102,19 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         device=args.device,
         kernels=args.kernels,
     )
+    eos, vocab = config.eos_token_ids, config.vocab_size
+    matchers = Matchers(Path(args.model), vocab)
+    requests = make_requests(prompts, args.max_tokens, eos, vocab)
+    # a prompt's boundaries are those of the engine that is planned
+    room = config.max_position_embeddings - args.max_depth
+    script = Script(
+        prompts, modes(requests, eos or (vocab - 1,), matchers.usable), make_plan(options, checkpoint).grid, room
+    )
+    if script.boundaries:
+        longest = max(longest, script.longest + NUM_TOKENS + args.max_depth)
+        pages_held = args.max_batch * reserved_pages(longest, args.max_depth)
+        kv_cache_tokens = pages_held * PAGE + script.num_kept
+        options = msgspec.structs.replace(options, max_model_len=longest, kv_cache_tokens=kv_cache_tokens)
     plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.max_depth)
     weights = load_weights(checkpoint, plan.device)
     if plan.lookup is not None:
@@ -106,11 +124,9 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
     model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused)
     if plan.lookup is not None:
         model = dataclasses.replace(model, head=plan.lookup)
-    eos, vocab = config.eos_token_ids, config.vocab_size
-    matchers = Matchers(Path(args.model), vocab)
     make_rules = partial(derive, prompts, pages if has_pages else None, args.max_tokens, eos, vocab, matchers.usable)
     scratch = ScratchHead(kept, config, model.inv_freq) if kept else None
-    return Auditor(model, plan, make_requests(prompts, args.max_tokens, eos, vocab), make_rules, matchers, scratch)
+    return Auditor(model, plan, requests, make_rules, matchers, scratch, Hits(script) if script.boundaries else None)
 
 
 @torch.inference_mode()
@@ -130,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         dtypes = f"{str(plan.dtype)[6:]}, KV cache {str(plan.cache_sizes.kv_dtype)[6:]}"
         print(f"{args.model} on {plan.device}, {dtypes}; {len(auditor.requests)} requests")
     depths, batches = list(range(1, args.max_depth + 1)), list(range(1, args.max_batch + 1))
-    report = Report(auditor, depths, batches, args.json)
-    for result in audit(auditor, depths, batches):
+    report = Report(auditor, depths, batches, args.json, auditor.hits)
+    for result in audit(auditor, depths, batches, auditor.hits):
         report.add(result)
     return report.end()

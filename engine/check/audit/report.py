@@ -10,17 +10,23 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from pilotfish.engine.check.audit.run import Auditor, RunResult
+from pilotfish.engine.check.audit.hits import Hits
+from pilotfish.engine.check.audit.result import RunResult
+from pilotfish.engine.check.audit.run import Auditor
 
 
 @dataclass
 class Report:
-    """Prints runs as they come, and sums them up. `as_json`: one object a run, the last one for all."""
+    """Prints runs as they come, and sums them up. `as_json`: one object a run, the last one for all.
+
+    `hits` is None where nothing could be held against cold runs.
+    """
 
     auditor: Auditor
     depths: list[int]
     batches: list[int]
     as_json: bool
+    hits: Hits | None = None
     num_runs: int = 0
     num_tokens: int = 0
     num_rows: int = 0
@@ -84,6 +90,7 @@ class Report:
                 "drafts_looked_at": self.auditor.head_report.looked,
                 "drafts_far": self.auditor.head_report.far,
                 "silent": self.auditor.rules.silent,
+                "hits": self.hits.counts() if self.hits is not None else None,
                 "digest": compared.digest(),
                 "digests": compared.digests(),
             }
@@ -95,13 +102,21 @@ class Report:
         print(f"    {len(self.auditor.requests)} requests: {', '.join(self.modes)};")
         print(f"    {self.num_tokens} tokens, {self.num_rows} rows of tensors;")
         print(f"    {self.auditor.num_by_book} tokens of k = 0 by the book")
+        for line in self.hits.described() if self.hits is not None else ():
+            print(f"    {line}")
+        if self.hits is None:
+            print("not compared: hits: the model takes no prompt as long as the first boundary")
         for rule in self.auditor.rules.silent:
             print(f"not compared: {rule}: this checkpoint's text could not be made to meet it")
         print(f"digest: {compared.digest()}")
         span = f"k = {_span(self.depths)}, {_span(self.batches)} at once"
         counts = f"{self.num_tokens} tokens, {self.num_rows} rows"
         same = f"the tokens and bits of k = 0 in all that was compared: {span}, {counts}"
-        print(f"PASS: {same}" if passed else f"FAIL: {self.num_findings} findings: output depends on speculation")
+        print(
+            f"PASS: {same}"
+            if passed
+            else f"FAIL: {self.num_findings} findings: output depends on speculation or the prefix cache"
+        )
         return 0 if passed else 1
 
 

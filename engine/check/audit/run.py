@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import msgspec
@@ -16,7 +15,9 @@ from tqdm import tqdm
 from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.assemble import assemble
 from pilotfish.engine.check.audit import book
+from pilotfish.engine.check.audit.hits import Hits, depths_of
 from pilotfish.engine.check.audit.matchers import Matchers
+from pilotfish.engine.check.audit.result import RunResult
 from pilotfish.engine.check.audit.rules import Decode, Rules, lures
 from pilotfish.engine.check.audit.scratch import ScratchHead
 from pilotfish.engine.check.audit.transcript import (
@@ -45,36 +46,11 @@ SPARE_STEPS = 64
 MAX_MASK_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """Outcome of one (k, batch, drafts) run. `num_rows`: rows of tensors that the reference has too."""
-
-    name: str
-    findings: list[Finding]
-    num_tokens: int
-    num_rows: int
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_first_drafted: int = 0
-    num_first_accepted: int = 0
-
-    @property
-    def first_draft_acceptance(self) -> float:
-        """Share of rounds with a draft whose first draft was accepted."""
-        return self.num_first_accepted / self.num_first_drafted if self.num_first_drafted else 0.0
-
-    @property
-    def acceptance_length(self) -> float:
-        """Committed tokens a sequence and round."""
-        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else 1.0
-
-
 class Auditor:
     """Runs requests over one loaded model at any depth and batch size; `compared` is what has been compared so far.
 
     `make_rules` adds requests to those given, once it can decode. `matchers` reads grammars, None where no request has
-    one. `scratch` is the head again, computed from scratch.
+    one. `scratch` is the head again, computed from scratch. `hits`: what may be held against cold runs.
     """
 
     def __init__(
@@ -85,9 +61,10 @@ class Auditor:
         make_rules: Callable[[Decode], Rules] | None = None,
         matchers: Matchers | None = None,
         scratch: ScratchHead | None = None,
+        hits: Hits | None = None,
     ):
         self.model, self.plan, self.requests = model, plan, list(requests)
-        self.make_rules, self.matchers, self.scratch = make_rules, matchers, scratch
+        self.make_rules, self.matchers, self.scratch, self.hits = make_rules, matchers, scratch, hits
         self.head_report = HeadReport()
         # drafts by request and committed length, the most that any run made
         self.drafts: dict[str, dict[int, list[int]]] = {}
@@ -118,7 +95,7 @@ class Auditor:
             transcript = plain[request.request_id] = self._alone(request)
             findings += self._by_book(name, request, transcript)
             if self.model.head is not None:
-                self.reference |= self._transcripts(1, 1, [_at_most(request, 0)]).transcripts
+                self.reference |= self.decode(1, 1, [_at_most(request, 0)]).transcripts
             self._beyond[request.request_id] = self._continue(request, transcript)
         self.reference = self.reference or plain
         findings += compare(name, self.reference, plain, self.prompt_lengths)
@@ -138,11 +115,11 @@ class Auditor:
         return None
 
     def _alone(self, request: Submit) -> Transcript:
-        return self._transcripts(0, 1, [request], keep=MAX_BOOK_ROWS).transcripts[request.request_id]
+        return self.decode(0, 1, [request], keep=MAX_BOOK_ROWS).transcripts[request.request_id]
 
     def _decode(self, request: Submit) -> list[int]:
         """What it writes alone at k = 0; nobody looks at the rows."""
-        return self._transcripts(0, 1, [request], rows=False).transcripts[request.request_id].tokens
+        return self.decode(0, 1, [request], rows=False).transcripts[request.request_id].tokens
 
     def _by_book(self, run: str, request: Submit, transcript: Transcript) -> list[Finding]:
         params, matcher = request.sampling, None
@@ -172,7 +149,7 @@ class Auditor:
         """All requests at depth k, at most `batch` at once, compared with the reference. `captured`: tokens alone, of
         rounds that are replayed; those whose rows are in view are launched one operator after the other."""
         name = f"k = {depth}, batch {batch}, {'forced' if forced else 'own'} drafts{', captured' if captured else ''}"
-        recorder = self._transcripts(depth, batch, self.requests, forced, captured, rows=not captured)
+        recorder = self.decode(depth, batch, self.requests, forced, captured, rows=not captured)
         got = recorder.transcripts
         findings = compare(name, self.reference, got, self.prompt_lengths)
         if not captured:
@@ -221,7 +198,7 @@ class Auditor:
             findings += self.head_report.too_few(name, depth, self._own[depth].acceptance_length)
         return RunResult(name, findings, 0, 0)
 
-    def _transcripts(
+    def decode(
         self,
         depth: int,
         batch: int,
@@ -231,28 +208,56 @@ class Auditor:
         rows: bool = True,
         keep: int = 0,
     ) -> Recorder:
-        plan = dataclasses.replace(self.plan, depth=depth, max_num_seqs=batch, captured=captured, num_snapshots=0)
-        engine = assemble(self.model, plan, len(requests), 0, 0.0)
+        """Runs requests at depth k, at most `batch` at once, in an engine that keeps nothing of prompts."""
+        loop = self.make_loop(depth, batch, len(requests), captured=captured)
+        recorder = Recorder(loop, requests, rows, keep)
+        self.run_to_end(recorder, requests, Forcer(self, loop, depth, requests) if forced else None)
+        return recorder
+
+    def make_loop(
+        self, depth: int, batch: int, num_requests: int, *, captured: bool = False, num_snapshots: int = 0
+    ) -> EngineLoop:
+        """An engine over the model. `num_snapshots`: of its prefix cache."""
+        plan = dataclasses.replace(
+            self.plan, depth=depth, max_num_seqs=batch, captured=captured, num_snapshots=num_snapshots
+        )
+        engine = assemble(self.model, plan, num_requests, 0, 0.0)
         if self.matchers is not None:
             engine = dataclasses.replace(engine, grammars=cast(GrammarLibrary, self.matchers))
             engine.executor.grammars.steps = self.matchers.steps
-        loop = EngineLoop(engine)
-        recorder = Recorder(loop, requests, rows, keep)
+        return EngineLoop(engine)
+
+    def run_to_end(
+        self,
+        recorder: Recorder,
+        requests: list[Submit],
+        forcer: Forcer | None = None,
+        aborted_at: Mapping[str, int] | None = None,
+    ) -> None:
+        """Submits requests and steps until all have ended; of those in `aborted_at`, once so many tokens of the prompt
+        have been read."""
+        loop, begun = recorder.loop, recorder.num_steps
         for request in requests:
-            loop.submit(_at_most(request, depth))
-        most = SPARE_STEPS + sum(
-            2 * r.sampling.max_tokens + 2 * plan.grid.num_chunks(len(r.prompt_token_ids)) for r in requests
+            loop.submit(_at_most(request, loop.depth))
+        most = (
+            begun
+            + SPARE_STEPS
+            + sum(
+                2 * r.sampling.max_tokens + 2 * len(r.prompt_token_ids) // self.plan.prefill_chunk + 2 for r in requests
+            )
         )
-        forcer = Forcer(self, loop, depth, requests) if forced else None
         while loop.has_work() and recorder.num_steps < most:
             recorder.step()
             if forcer is not None:
                 forcer.force()
+            for sequence in loop.scheduler.running if aborted_at else ():
+                if sequence.num_prefilled >= (aborted_at or {}).get(sequence.request_id, len(sequence.prompt) + 1):
+                    loop.abort(sequence.request_id)
+                    break
         if loop.has_work():
             for request in requests:
                 transcript = recorder.transcripts[request.request_id]
-                transcript.error = transcript.error or f"not ended after {most} steps of the engine"
-        return recorder
+                transcript.error = transcript.error or f"not ended after {most - begun} steps of the engine"
 
     def right(self, sequence: Sequence, position: int, count: int) -> list[int]:
         """Tokens that follow those in the caches and the last one: the reference's, and what would come after it."""
@@ -325,13 +330,18 @@ def _at_most(request: Submit, k: int) -> Submit:
     return msgspec.structs.replace(request, speculative_k=own)
 
 
-def audit(auditor: Auditor, depths: list[int], batches: list[int]) -> Iterator[RunResult]:
-    """Runs every configuration, the reference first."""
+def audit(auditor: Auditor, depths: list[int], batches: list[int], hits: Hits | None = None) -> Iterator[RunResult]:
+    """Runs every configuration, the reference first. `hits`: what is held against cold runs."""
     yield auditor.run_reference()
     own = [False] if auditor.model.head is not None else []
-    runs = [(k, b, forced) for k in depths for b in batches for forced in (*own, True)]
+    # what a head drafts by itself is one text's matter: forced drafts alone are run in every batch
+    ends = {min(batches), max(batches)}
+    runs = [(k, b, forced) for k in depths for b in batches for forced in (*own, True) if forced or b in ends]
     for depth, batch, forced in tqdm(runs, desc="audit", unit="run", disable=not sys.stderr.isatty()):
         yield auditor.run(depth, batch, forced)
         if auditor.plan.fused:
             yield auditor.run(depth, batch, forced, captured=True)
+    if hits is not None:
+        for depth in depths_of(depths, auditor.model.device):
+            yield hits.run(auditor, depth, max(batches))
     yield auditor.check_head()

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from pilotfish.engine.link.messages import Submit
+from pilotfish.engine.link.messages import Submit, TokenLogprob
 from pilotfish.engine.loop import EngineLoop
 
 DRAFT, PROMPT = "draft", "prefill.logits"
@@ -38,13 +38,17 @@ class Transcript:
     """One request's run: its tokens from the first generated one; for each position, a digest of each tensor's row.
 
     `drafts`: by the committed length that they were made at, those offered. `logits`: by position, the first rows as
-    they were, where they are kept. `error`: why it did not end as it should.
+    they were, where they are kept. `logprobs` of the tokens, where it asked for them. `rounds`: drafted and accepted
+    tokens of each. `num_found`: prompt tokens that the prefix cache gave. `error`: why it did not end as it should.
     """
 
     tokens: list[int] = field(default_factory=list)
     rows: dict[int, dict[str, bytes]] = field(default_factory=dict)
     drafts: dict[int, list[int]] = field(default_factory=dict)
     logits: dict[int, np.ndarray] = field(default_factory=dict)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    num_found: int = 0
     error: str | None = None
 
 
@@ -91,6 +95,10 @@ class Recorder:
             if output.finish_reason is not None:
                 ended.add(output.request_id)
             transcript.tokens += output.token_ids
+            transcript.logprobs += output.logprobs or []
+            transcript.num_found += output.num_cached_tokens or 0
+            if output.round:
+                transcript.rounds.append((drafted, accepted))
         for request, position, name, digest in self._seen:
             transcript = self.transcripts[request]
             # the last token is committed but not yet an input: its own row has not been run

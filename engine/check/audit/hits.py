@@ -1,0 +1,137 @@
+"""Cold beside hit: requests whose prompts the prefix cache has, held against the same requests read from nothing.
+
+A hit must give a cold run's tokens, log-probabilities, rows of tensors and drafts, bit for bit, and so its acceptance;
+and it must be one: what the cache gives of each prompt is known beforehand. Every engine here begins with keys, values
+and states that are NaN, so that nothing is right because an earlier one left it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from pilotfish.engine.check.audit.prefixes import WAYS, Ask, Script
+from pilotfish.engine.check.audit.result import RunResult
+from pilotfish.engine.check.audit.transcript import Finding, Recorder, Transcript, compare, unseen
+from pilotfish.engine.ledger import caches_of
+from pilotfish.engine.link.messages import Submit
+from pilotfish.engine.model.build import Model
+
+if TYPE_CHECKING:
+    from pilotfish.engine.check.audit.run import Auditor
+
+NUM_SNAPSHOTS = 16
+GPU_DEPTHS = (1, 3)
+"""Of the k asked for, those that a GPU compares, and the largest."""
+
+
+class Hits:
+    """Runs a script at one k after the other; `num_found`: tokens that the cache gave in all of them."""
+
+    def __init__(self, script: Script):
+        self.script = script
+        self.num_found = self.num_prompts = 0
+        self.depths: list[int] = []
+
+    def run(self, auditor: Auditor, depth: int, batch: int) -> RunResult:
+        """All of the script at depth k, at most `batch` sequences at once."""
+        name = f"k = {depth}, batch {batch}, cold beside hit"
+        cold = self._cold(auditor, depth)
+        ample = self._warm(auditor, depth, batch, self.script.waves, NUM_SNAPSHOTS)
+        scarce = self._warm(auditor, depth, batch, self.script.scarce, 1)
+        got = ample.transcripts | scarce.transcripts
+        asks = [ask for ask in self.script.asks if ask.aborted_at is None]
+        wanted = {ask.name: cold[_key(ask.request)] for ask in asks}
+        lengths = {ask.name: len(ask.request.prompt_token_ids) for ask in asks}
+        findings = [finding for ask in asks for finding in _not_found(name, ask, got[ask.name])]
+        findings += compare(name, wanted, got, lengths) + unseen(name, wanted, got)
+        findings += [finding for ask in asks for finding in _unlike(name, ask, wanted[ask.name], got[ask.name])]
+        num_rows = auditor.compared.add(wanted, got)
+        self.num_prompts += len(asks)
+        self.num_found += sum(got[ask.name].num_found for ask in asks)
+        self.depths.append(depth)
+        totals = [one + other for one, other in zip(ample.totals, scarce.totals, strict=True)]
+        return RunResult(name, findings, sum(len(got[ask.name].tokens) for ask in asks), num_rows, *totals)
+
+    def _cold(self, auditor: Auditor, depth: int) -> dict[tuple[object, ...], Transcript]:
+        """Each prompt once, alone, in an engine that keeps nothing."""
+        distinct = {_key(ask.request): ask.request for ask in self.script.asks if ask.aborted_at is None}
+        poison(auditor.model)
+        recorder = auditor.decode(depth, 1, list(distinct.values()))
+        return {key: recorder.transcripts[request.request_id] for key, request in distinct.items()}
+
+    def _warm(
+        self, auditor: Auditor, depth: int, batch: int, waves: Iterable[list[Ask]], num_snapshots: int
+    ) -> Recorder:
+        waves = list(waves)
+        poison(auditor.model)
+        loop = auditor.make_loop(depth, batch, sum(map(len, waves)), num_snapshots=num_snapshots)
+        recorder = Recorder(loop, [ask.request for wave in waves for ask in wave])
+        for wave in waves:
+            aborted_at = {ask.name: ask.aborted_at for ask in wave if ask.aborted_at is not None}
+            auditor.run_to_end(recorder, [ask.request for ask in wave], aborted_at=aborted_at)
+        loop.scheduler.check()
+        return recorder
+
+    def described(self) -> list[str]:
+        """What was compared, for the verdict."""
+        ways = ", ".join(WAYS.values())
+        ends = ", ".join(map(str, self.script.boundaries))
+        counts = f"{self.num_prompts} prompts beside cold runs, {self.num_found} of their tokens found"
+        return [
+            f"{counts}, boundaries {ends}, k = {', '.join(map(str, self.depths))}:",
+            f"{ways}; {', '.join(self.script.sampling)}",
+        ]
+
+    def counts(self) -> dict[str, object]:
+        """The same for a program."""
+        return {
+            "k": self.depths,
+            "boundaries": self.script.boundaries,
+            "prompts": self.num_prompts,
+            "tokens_found": self.num_found,
+            "ways": list(WAYS),
+            "modes": list(self.script.sampling),
+        }
+
+
+def depths_of(depths: list[int], device: torch.device) -> list[int]:
+    """The k that are compared: all on a CPU, few on a GPU, where prompts are longer."""
+    return [k for k in depths if device.type == "cpu" or k in (*GPU_DEPTHS, max(depths))]
+
+
+def poison(model: Model) -> None:
+    """Leaves nothing in the caches and states that an engine could find right."""
+    for cache in caches_of(model):
+        for tensor in (cache.k, cache.v):
+            tensor.fill_(float("nan"))
+    state = model.trunk.state
+    for tensor in (state.s, state.conv, state.last_hidden):
+        tensor.fill_(float("nan"))
+
+
+def _key(request: Submit) -> tuple[object, ...]:
+    return tuple(request.prompt_token_ids), id(request.sampling)
+
+
+def _not_found(run: str, ask: Ask, got: Transcript) -> list[Finding]:
+    if got.num_found == ask.found:
+        return []
+    return [Finding(run, ask.name, got.num_found, f"what was found ({got.num_found} tokens, not {ask.found})")]
+
+
+def _unlike(run: str, ask: Ask, wanted: Transcript, got: Transcript) -> list[Finding]:
+    """What is no row: drafts by the length that they were made at, log-probabilities, tokens of each round."""
+    found = []
+    for length, drafts in sorted(got.drafts.items()):
+        if drafts != wanted.drafts.get(length):
+            found.append(Finding(run, ask.name, length, "drafts"))
+            break
+    start = len(ask.request.prompt_token_ids) - 1
+    if got.logprobs != wanted.logprobs:
+        found.append(Finding(run, ask.name, start, "log-probabilities"))
+    if got.rounds != wanted.rounds:
+        found.append(Finding(run, ask.name, start, "acceptance"))
+    return found
