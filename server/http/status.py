@@ -48,6 +48,14 @@ class KvCacheStatus(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
 
 
+class PrefixCacheCapacity(Struct, frozen=True, kw_only=True):
+    """Room for so many snapshots of a recurrent state; the keys and values beside them are pages of the KV cache."""
+
+    enabled: bool
+    snapshots: int
+    snapshot_bytes: int
+
+
 class Capacity(Struct, frozen=True, kw_only=True):
     """How many sequences may run, which limit says so, and where the memory went."""
 
@@ -60,6 +68,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     rows_per_round: int
     max_model_len: int
     kv_cache: KvCacheStatus
+    prefix_cache: PrefixCacheCapacity
     bytes_per_sequence: int
     memory: dict[str, int]
     device: str
@@ -131,6 +140,11 @@ async def capacity(request: web.Request) -> web.Response:
                 page_size=ready.page_size,
                 tokens=ready.kv_pages_total * ready.page_size,
                 bytes_per_token=ready.kv_bytes_per_token,
+            ),
+            prefix_cache=PrefixCacheCapacity(
+                enabled=ready.prefix_caching,
+                snapshots=ready.ledger.get("snapshots_bytes", 0) // max(1, ready.snapshot_bytes),
+                snapshot_bytes=ready.snapshot_bytes,
             ),
             bytes_per_sequence=ready.bytes_per_sequence,
             memory=ready.ledger,

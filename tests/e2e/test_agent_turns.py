@@ -135,3 +135,24 @@ def test_what_the_cuts_allow_is_cached(served, turn_of):
     assert all(sent[number].cached >= grid.chunk for number in turns)
     assert len({entry.system for entry in sent[first:]}) == 1
     assert min(shared(sent, number) for number in turns) >= sent[first].system
+
+
+def test_totals_add_up_to_what_answers_told(served):
+    server, sent = served
+    post(server, *claude_turn(0))
+
+    def get(path):
+        with urllib.request.urlopen(server.url + path, timeout=30) as response:
+            return response.read().decode()
+
+    status, capacity = json.loads(get("/v1/cache")), json.loads(get("/v1/capacity"))
+    assert status["queried_tokens"] == sum(len(entry.ids) for entry in sent)
+    assert status["hit_tokens"] == sum(entry.cached for entry in sent)
+    assert 0 < status["snapshots"] <= capacity["prefix_cache"]["snapshots"]
+    assert status["snapshot_bytes"] == capacity["prefix_cache"]["snapshot_bytes"]
+    assert status["snapshots"] * status["snapshot_bytes"] < status["bytes"] <= status["capacity_bytes"]
+    metrics = dict(line.rsplit(" ", 1) for line in get("/metrics").splitlines() if line[0] != "#")
+    for name, key in (("queries_total", "queried_tokens"), ("hits_total", "hit_tokens"), ("bytes", "bytes")):
+        assert float(metrics[f"pilotfish_prefix_cache_{name}"]) == status[key]
+    # each conversation's first prompt was new, or left the other's early
+    assert set(status["misses"]) <= {"new", "differs"}

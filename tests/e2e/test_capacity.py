@@ -37,11 +37,15 @@ def test_the_cap_its_reason_and_memory_that_adds_up(tiny):
         assert float(line.split()[-1]) == memory[part]
     assert capacity["kv_cache"]["tokens"] == capacity["kv_cache"]["pages"] * capacity["kv_cache"]["page_size"]
     assert capacity["execution"]["kv_dtype"] == "float32"
+    prefix = capacity["prefix_cache"]
+    assert prefix["enabled"] and prefix["snapshots"] > 0
+    assert prefix["snapshots"] * prefix["snapshot_bytes"] == memory["snapshots_bytes"]
 
 
 @pytest.mark.parametrize(("name", "dtype", "size"), (("bfloat16", "bfloat16", 2), ("fp8", "float8_e4m3fn", 1)))
 def test_the_key_value_cache_s_dtype_and_what_a_token_takes_of_it(tiny, name, dtype, size):
     engine = {"num_speculative_tokens": 3, "max_model_len": 256, "num_threads": 1, "kv_cache_dtype": name}
+    engine["enable_prefix_caching"] = False
     with serving_in_thread(tiny, core=CORE, engine=engine) as server:
         with urllib.request.urlopen(server.v1 + "/capacity") as response:
             capacity = json.load(response)
@@ -55,3 +59,4 @@ def test_the_key_value_cache_s_dtype_and_what_a_token_takes_of_it(tiny, name, dt
     assert capacity["execution"]["kv_dtype"] == dtype
     (info,) = (line for line in metrics.splitlines() if line.startswith("pilotfish_build_info"))
     assert f'kv_dtype="{dtype}"' in info
+    assert capacity["prefix_cache"] == {"enabled": False, "snapshots": 0, "snapshot_bytes": 0}

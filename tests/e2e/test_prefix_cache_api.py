@@ -12,6 +12,8 @@ from byte_model import write_model
 from caching_core import CHUNK
 from serving import script, serving_in_thread
 
+from pilotfish.server import handlers
+
 TIMEOUT = 20
 SYSTEM = "You answer briefly, and you never say why. " * 6
 BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
@@ -175,6 +177,19 @@ def test_messages(server, claude, salt, stream):
         assert usage.input_tokens == counted - floor(counted)
         found.append((usage.cache_read_input_tokens, counted))
     assert found == list(zip(*expected(server), strict=True))
+
+
+def test_a_stream_that_begins_before_its_turn_tells_at_its_end(claude, salt, monkeypatch):
+    monkeypatch.setattr(handlers, "HEADERS_SECONDS", 0.0)
+    prompt = script("Wait for me. " * 10, reply="yes", delay=0.1)
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": prompt}], "max_tokens": 9}
+    asked["extra_body"] = {"cache_salt": salt}
+    claude.messages.create(**asked)
+    with claude.messages.stream(**asked) as events:
+        first, last = next(iter(events)).message.usage, events.get_final_message().usage
+    assert (first.cache_read_input_tokens, first.cache_creation_input_tokens) == (0, 0)
+    assert last.cache_read_input_tokens == floor(first.input_tokens) > 0
+    assert last.input_tokens == first.input_tokens - last.cache_read_input_tokens
 
 
 @pytest.mark.parametrize(
