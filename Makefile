@@ -72,10 +72,11 @@ fuzz: $(VENV)/.installed  ## grammars, then hostile requests to the server, on t
 mutation: $(VENV)/.installed  ## small faults in the engine, one at a time: the audit must name all that change a token
 	$(BIN)/python -m tests.mutation.campaign
 
-soak: $(VENV)/.installed  ## attacks beside a victim's stream, then 64 streaming clients: 10 minutes on the model, one at 200 tokens/s
+soak: $(VENV)/.installed  ## attacks beside a victim's stream, then 64 streaming clients (10 minutes on the model, one at 200 tokens/s), then conversations on memory for fewer (10 minutes)
 	$(BIN)/python -m tests.soak.attacks --seconds 10 --model $(MODEL)
 	$(BIN)/python -m tests.soak.soak --seconds 600 --model $(MODEL)
 	$(BIN)/python -m tests.soak.soak --seconds 60 --rate 200
+	$(BIN)/python -m tests.soak.conversations --seconds 600 --model $(MODEL)
 
 screenshots: $(VENV)/.installed  ## pictures of the page for docs/, two minutes; wants Chromium
 	$(BIN)/python -m tests.support.screenshots

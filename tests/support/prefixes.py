@@ -31,6 +31,10 @@ class Shown:
         return told[0] if told else None
 
     @property
+    def is_finished(self) -> bool:
+        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
+
+    @property
     def tokens(self) -> list[int]:
         return [token for output in self.outputs for token in output.token_ids]
 
@@ -52,7 +56,7 @@ class Prefixes:
         self.loop.executor.run_ahead = run_ahead
         self.loop.executor.observers.append(self._observe)
         self.shown: dict[str, Shown] = {}
-        self.num_asked = self.num_read = 0
+        self.num_asked = self.num_read = self.num_evictions = 0
 
     def submit(self, prompt: list[int], params: SamplingParams = LOGPROBS, **fields: Any) -> str:
         self.num_asked += 1
@@ -67,6 +71,8 @@ class Prefixes:
         if report is None:
             return
         self.num_read += report.stats.num_prefill_tokens
+        if report.stats.prefix_cache is not None:
+            self.num_evictions += report.stats.prefix_cache.num_evictions
         for output in report.outputs:
             self.shown[output.request_id].outputs.append(output)
             if output.token_ids and not output.round:
