@@ -40,7 +40,7 @@ chat: $(VENV)/.installed  ## talk with the model in the terminal, without a serv
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile tests/unit
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/unit
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --ignore tests/unit
 
 # OLDEST_TORCH='torch==2.13.0+cpu' for another torch than the lowest, UV_FIND_LINKS=DIR for its wheel
 test-oldest:  ## unit and protocol tests with the lowest version of each dependency, in a venv of its own

@@ -2,7 +2,7 @@
 """Mutants that the audit does not name, and why that is right: they change no text, or nothing at all."""
 
 SURVIVORS: dict[str, str] = {
-    "Constraint._mask: self.error = first_words(self._matcher.get_error()) -> pass": (
+    "Constraint._mask: self.error = first_words(fill.get_error()) -> pass": (
         "no matcher fails here, and no request can make a sound one fail"
     ),
     "Constraint.forced: len(tokens) >= MIN_FORCED -> len(tokens) > MIN_FORCED": (
