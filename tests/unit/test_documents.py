@@ -4,6 +4,7 @@ somewhere, and lines fit a screen. tests/e2e/test_documents.py runs what is to b
 import itertools
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,14 @@ from tests.support.documents import COMMANDS, PAGES, ROOT, anchors, blocks, link
 ALL = [block for page in PAGES for block in blocks(page)]
 MAKEFILE = (ROOT / "Makefile").read_text()
 MOST_COLUMNS = 129
+SPAN = r"`([^`]+)`"
+SELF = Path(__file__)
+OTHERS_FLAGS = {
+    *("--require-hashes", "--dry-run"),  # pip, pip-audit
+    *("--allowedTools", "--approval-mode", "--yes-always", "--output-schema"),  # agents
+    *("--checks", "--max-examples", "--phases"),  # schemathesis
+    *("--from-file", "--strict", "--mtp"),  # kubectl, kubernetes-validate, llama.cpp's converter
+}
 WRITTEN_BY_A_MODEL = ROOT / "demo" / "README.md"
 
 
@@ -86,6 +95,24 @@ def test_targets_and_files_of_commands_exist():
         elif len(words) > 1 and words[1].endswith(".py") and not (ROOT / words[1]).exists():
             wrong.append(f"{block}: {words[1]}")
     assert not wrong
+
+
+def test_flags_in_running_text_are_of_some_program():
+    """Of one of ours: it stands in a source, quoted; or of one that is named in OTHERS_FLAGS."""
+    rooms = ("deploy", "draft_heads", "engine", "server", "tests", "demo")
+    sources = "".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py") if path != SELF)
+    spans = [
+        (page.name, span) for page in PAGES for span in re.findall(SPAN, " ".join(line for _, line in prose(page)))
+    ]
+    flags = {(page, flag) for page, span in spans for flag in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", span)}
+    assert len(flags) > 150
+    known = OTHERS_FLAGS | {flag for _, flag in flags if f'"{flag}"' in sources or f'"{positive(flag)}"' in sources}
+    assert not sorted((page, flag) for page, flag in flags if flag not in known)
+
+
+def positive(flag):
+    """The name that argparse makes --no-NAME of."""
+    return flag.replace("--no-", "--", 1)
 
 
 def test_links_lead_somewhere():
