@@ -10,11 +10,10 @@ import pytest
 
 from pilotfish.engine.parser import Parser
 from pilotfish.server import cli
-from tests.support.documents import COMMANDS, PAGES, ROOT, anchors, blocks, links, prose
+from tests.support.documents import COMMANDS, MOST_COLUMNS, PAGES, ROOT, anchors, blocks, links, prose, wrapped
 
 ALL = [block for page in PAGES for block in blocks(page)]
 MAKEFILE = (ROOT / "Makefile").read_text()
-MOST_COLUMNS = 129
 SPAN = r"`([^`]+)`"
 SELF = Path(__file__)
 OTHERS_FLAGS = {
@@ -154,4 +153,17 @@ def test_lines_fit_a_screen():
     wide += [
         str(b) for b in ALL if b.language != "text" and max(map(len, b.text.splitlines()), default=0) > MOST_COLUMNS
     ]
-    assert not wide
+    assert not wide, "python -m tests.support.documents breaks those of prose"
+
+
+def test_breaking_lines_moves_no_word_and_leaves_blocks_and_tables():
+    long = "word " * 40
+    page = (
+        f"# A heading {long}\n\n{long}\n{long}\n\n- {long}\n  goes on\n- short\n\n| {long} |\n\n```text\n{long}\n```\n"
+    )
+    after = wrapped(page)
+    assert after.split() == page.split()
+    lines = after.splitlines()
+    assert [line.split()[0] for line in lines if len(line) > MOST_COLUMNS] == ["#", "|", "word"]
+    assert sum(line.startswith("- ") for line in lines) == 2 and "\n  goes on\n" not in after
+    assert wrapped(after) == after
