@@ -215,7 +215,7 @@ def _plan(
         model=context.model,
         created=int(time.time()),
         arrived=context.arrived,
-        prompts=[msgspec.structs.replace(one, num_kept=kept_tokens(len(one.token_ids), ready)) for one in prompts],
+        prompts=prompts if sampling.prompt_logprobs is not None else [_kept_of(prompt, ready) for prompt in prompts],
         sampling=[msgspec.structs.replace(_with_least(sampling), max_tokens=limit) for limit in limits],
         n=n,
         stops=_stop_rules(request, sampling),
@@ -230,6 +230,11 @@ def _plan(
         cache_salt=cache_salt(context.cache_owner, request.cache_salt),
         prompt_logprobs=request.prompt_logprobs,
     )
+
+
+def _kept_of(prompt: Prompt, ready: Ready) -> Prompt:
+    """The prompt, and how much of it stays once it is read; where its own log-probabilities are wanted nothing does."""
+    return msgspec.structs.replace(prompt, num_kept=kept_tokens(len(prompt.token_ids), ready))
 
 
 def cache_salt(owner: str, given: str | None) -> str:
