@@ -24,14 +24,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.mma import BF16, FORMATS, load_factor, over_warps, products, scaled, silu, units_ahead
+from pilotfish.kernels.cuda.mma import (
+    BF16,
+    FORMATS,
+    in_tree,
+    load_factor,
+    over_warps,
+    products,
+    scaled,
+    silu,
+    units_ahead,
+)
 from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
+from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 
 MAX_ROWS = 256
@@ -48,7 +60,8 @@ class LaunchShape:
     """How a product is launched. The shares of K alone decide its bits: a warp's each, or `segments` of a row-parallel
     product, which the warps have in turn.
 
-    tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x.
+    tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x;
+    split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes.
     """
 
     warps: int
@@ -57,6 +70,8 @@ class LaunchShape:
     stages: int
     x_ahead: int
     segments: int = 0
+    split: int = 1
+    registers: int = 0
 
 
 def choose_shape(
@@ -70,6 +85,8 @@ def choose_shape(
     """
     warps = split(part.num_tiles, part.num_units)
     if segments:
+        if part.format is Format.NVFP4:
+            return row_parallel(part, num_rows, segments)
         warps = min(segments, 4 if part.num_tiles > 2 * SM_COUNT else 8)
     row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
     # two tiles share what is loaded of x, the more so the more rows; where programs are few, more of them pay more
@@ -78,7 +95,11 @@ def choose_shape(
         tiles = 1  # two would spill
     shape = fill(LaunchShape(warps, tiles, row_tiles, 0, 0, segments), part.format, part.num_units)
     steps = part.num_units // warps
-    if part.format is not Format.NVFP4 or tiles == 1 or row_tiles == 4 or part.num_tiles >= MANY_TILES:
+    if part.format is not Format.NVFP4 or tiles == 1:
+        return shape
+    if row_tiles == 4:
+        return replace(shape, registers=three_a_multiprocessor(-(-part.num_tiles // 2) * -(-num_rows // 32)))
+    if part.num_tiles >= MANY_TILES:
         return shape
     # less on the way of each program leaves room for more of them; not so beside BF16, which takes the registers
     if plain is None:
@@ -87,6 +108,36 @@ def choose_shape(
         return shape
     x_ahead = min(steps - 1, 1 if row_tiles == 1 or steps > 4 else 0)
     return replace(shape, tiles=tiles, stages=min(2, steps), x_ahead=x_ahead)
+
+
+def three_a_multiprocessor(programs: int) -> int:
+    """The bound on registers that makes room for three programs of 128 threads an SM in place of two, if that is faster
+    for so many: three run 1.25 times as fast together, but the last of them may leave more of the GPU idle."""
+    waves = [-(-programs // (count * SM_COUNT)) for count in (2, 3)]
+    return REGISTERS[2] if 1.2 * waves[1] < waves[0] else 0
+
+
+def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
+    """The shape for NVFP4, measured for 320 and for 128 tiles of weights. Where tiles are few more than there is room
+    for at a time, programs that share K keep all SMs at work."""
+    many = part.num_tiles > 2 * SM_COUNT
+    if num_rows <= 8:
+        shape = LaunchShape(8, 1, 1, 2 if many else 4, 1)
+    elif num_rows <= 16:
+        shape = LaunchShape(4, 1, 2, 2, 0, split=2) if many else LaunchShape(8, 1, 2, 4, 1)
+    elif many:
+        shape = LaunchShape(4, 2, 4, 2, 0, split=2, registers=REGISTERS[2])
+    elif num_rows <= 32:
+        shape = LaunchShape(8, 1, 2, 2, 1, registers=REGISTERS[1])
+    else:
+        shape = LaunchShape(8, 2, 4, 2, 0, registers=REGISTERS[2])
+    parts = min(shape.split, segments)
+    warps = min(shape.warps, segments // parts)
+    steps = part.num_units // parts // warps
+    stages = min(shape.stages, steps)
+    return replace(
+        shape, warps=warps, stages=stages, x_ahead=min(shape.x_ahead, steps - 1), segments=segments, split=parts
+    )
 
 
 def fill(shape: LaunchShape, format: Format, num_units: int) -> LaunchShape:
@@ -127,6 +178,8 @@ def _tiles(
     number,
     x,
     out,
+    partial,
+    arrivals,
     first_tile,
     first_row,
     num_tiles,
@@ -143,12 +196,13 @@ def _tiles(
     SPAN: gl.constexpr,
     SHARES: gl.constexpr,
     TREE: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """MT tiles of weights, NT 8 rows of x. SPAN 2: tiles are gate and up in turn."""
+    """MT tiles of weights, NT 8 rows of x. SPAN 2: tiles are gate and up in turn. SPLIT: programs that share K."""
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
@@ -174,7 +228,10 @@ def _tiles(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tiles[m] * 2),)
             counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
-    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, SHARES, STAGES)
+    units: gl.constexpr = UNITS // SPLIT
+    shares: gl.constexpr = SHARES // SPLIT
+    first_unit = gl.program_id(2) * units if SPLIT > 1 else 0
+    stages = units_ahead(data, block_scale, tiles, first_unit, UNITS, units, MT, FORMAT, BLOCKS, warps, shares, STAGES)
     totals = products(
         stages,
         data,
@@ -183,24 +240,52 @@ def _tiles(
         offsets,
         masks,
         tiles,
+        first_unit,
         K,
         UNITS,
+        units,
         MT,
         NT,
         FORMAT,
         BLOCKS,
         warps,
-        SHARES,
+        shares,
         STAGES,
         X_AHEAD,
         PINNED,
         PDL,
     )
+    if SPLIT > 1:
+        block = gl.program_id(0)
+        place_of = (block * SPLIT).to(gl.int64) * num_tiles + first_tile
+        own = partial + place_of * (NT * 128) + index
+        stride = num_tiles.to(gl.int64) * (NT * 128)
+        for m in gl.static_range(MT):
+            for n in gl.static_range(NT):
+                total = over_warps(totals[m * NT + n :: MT * NT], warps, TREE)
+                # past the end there is no room
+                there = (index >= 0) & (first_tile + m < num_tiles)
+                gl.store(own + gl.program_id(2) * stride + (m * NT + n) * 128, total, mask=there)
+        # all that the program's threads have stored is there for who sees its arrival
+        tl.debug_barrier()
+        counter = arrivals + (block * gl.num_programs(1) + gl.program_id(1))
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
+            return
+        gl.store(counter, 0)
     for m in gl.static_range(0, MT, SPAN):
         there = (feature < counts[m // SPAN]) & (first_tile + m < num_tiles)
         for n in gl.static_range(NT):
             row = first_row + n * 8 + (index % 4) * 2 + index // 64
-            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps, TREE), factors[m], FORMAT, DIVIDES)
+            if SPLIT > 1:
+                parts = ()
+                for s in gl.static_range(SPLIT):
+                    parts = parts + (
+                        gl.load(own + s * stride + (m * NT + n) * 128, mask=there, other=0.0, cache_modifier=".cg"),
+                    )
+                total = in_tree(parts)
+            else:
+                total = over_warps(totals[m * NT + n :: MT * NT], warps, TREE)
+            value = scaled(total, factors[m], FORMAT, DIVIDES)
             if SPAN == 2:
                 up = scaled(
                     over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, TREE), factors[m + 1], FORMAT, DIVIDES
@@ -221,6 +306,8 @@ def _rows_kernel(
     plain_number,
     x,
     out,
+    partial,
+    arrivals,
     num_rows,
     num_tiles,
     num_plain,
@@ -236,6 +323,7 @@ def _rows_kernel(
     SPAN: gl.constexpr,
     SHARES: gl.constexpr,
     TREE: gl.constexpr,
+    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PLAIN_SHARES: gl.constexpr,
@@ -243,12 +331,17 @@ def _rows_kernel(
     PLAIN_AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (i, j): tiles i MT ..., rows j NT 8 ... of x. Where K has PLAIN_SHARES the first programs, which read the
-    most, take a tile of BF16 and 8 of these rows each."""
+    """Program (j, i, s): tiles i MT ..., rows j NT 8 ... of x, the s-th of SPLIT parts of K; those of the same weights
+    follow each other, so that one reads them from memory. Where K has PLAIN_SHARES the first programs, which read the
+    most, take a tile of BF16 and 8 of these rows each.
+
+    partial: fp32 [j, s, tiles, NT, 128], what is left for the program that comes last of those that share K; arrivals:
+    int32 [j, i], 0 before and after.
+    """
     if PDL:
         gdc_launch_dependents()
-    program = gl.program_id(0)
-    first_row = gl.program_id(1) * (NT * 8)
+    program = gl.program_id(1)
+    first_row = gl.program_id(0) * (NT * 8)
     if PLAIN_SHARES > 0:
         if program < num_plain * NT:
             row = first_row + program % NT * 8
@@ -258,6 +351,8 @@ def _rows_kernel(
                 plain_place,
                 plain_number,
                 x,
+                out,
+                out,
                 out,
                 program // NT,
                 row,
@@ -275,6 +370,7 @@ def _rows_kernel(
                 1,
                 PLAIN_SHARES,
                 False,
+                1,
                 PLAIN_STAGES,
                 PLAIN_AHEAD,
                 True,
@@ -289,6 +385,8 @@ def _rows_kernel(
         number,
         x,
         out,
+        partial,
+        arrivals,
         program * MT,
         first_row,
         num_tiles,
@@ -305,6 +403,7 @@ def _rows_kernel(
         SPAN,
         SHARES,
         TREE,
+        SPLIT,
         STAGES,
         X_AHEAD,
         False,
@@ -341,6 +440,9 @@ class PackedLinear:
             raise ValueError(f"want a width that is a multiple of 8 (16 bytes of x), got {self.in_features}")
         self.segments = segments
         assert not segments or self.in_features % (UNIT * segments) == 0 or segments == 1, (segments, self.in_features)
+        if segments > 1:
+            for part in self.ranges:
+                PartialSums.of(part.data.device).reserve(part.num_tiles, segments, MAX_ROWS)
         self._runs = _runs(torch.cat([part.place[:: 2 if swiglu else 1] for part in self.ranges]).tolist())
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
@@ -469,9 +571,10 @@ def launch(
     other = LaunchShape(0, 0, 0, 0, 0) if plain is None else beside(plain, shape)
     num_plain = 0 if plain is None else plain.num_tiles
     wide = part.num_units > 16 and part.format is not Format.BF16
+    shared = PartialSums.of(x.device) if shape.split > 1 else None
     bounded = plain is not None or (wide and shape.tiles == 2 and shape.row_tiles == 1)
     programs = num_plain * shape.row_tiles + -(-part.num_tiles // shape.tiles)
-    grid = (programs, -(-len(out) // (8 * shape.row_tiles)))
+    grid = (-(-len(out) // (8 * shape.row_tiles)), programs, shape.split)
     _rows_kernel[grid](
         part.data.view(torch.int32),
         part.number if part.block_scale is None else part.block_scale,
@@ -480,6 +583,8 @@ def launch(
         *((None,) * 3 if plain is None else (plain.data.view(torch.int32), plain.place, plain.number)),
         x.view(torch.int32),
         out,
+        None if shared is None else shared.memory,
+        None if shared is None else shared.arrivals,
         len(out),
         part.num_tiles,
         num_plain,
@@ -495,6 +600,7 @@ def launch(
         SPAN=2 if swiglu else 1,
         SHARES=shape.segments or shape.warps,
         TREE=shape.segments > 0,
+        SPLIT=shape.split,
         STAGES=shape.stages,
         X_AHEAD=shape.x_ahead,
         PLAIN_SHARES=other.warps,
@@ -504,7 +610,7 @@ def launch(
         num_warps=shape.warps,
         # variants for more rows are compiled apart, and round alike
         enable_fp_fusion=False,
-        maxnreg=REGISTERS.get(shape.row_tiles) if bounded else None,
+        maxnreg=shape.registers or (REGISTERS.get(shape.row_tiles) if bounded else None),
         launch_pdl=pdl,
     )
 

@@ -207,14 +207,14 @@ def _multiply(
 
 
 @gluon.jit
-def _placed(tiles, data, block_scale, UNITS: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr):
-    """Where the units and the block scales of each tile begin."""
+def _placed(tiles, data, block_scale, first_unit, WIDTH: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr):
+    """Where the units, from first_unit on, and the block scales of each tile begin."""
     words: gl.constexpr = unit_words(FORMAT)
     bases = ()
     block_scales = ()
     for m in gl.static_range(MT):
-        bases = bases + (data + tiles[m].to(gl.int64) * (UNITS * words),)
-        block_scales = block_scales + (block_scale + tiles[m] * UNITS,)
+        bases = bases + (data + (tiles[m].to(gl.int64) * WIDTH + first_unit) * words,)
+        block_scales = block_scales + (block_scale + (tiles[m] * WIDTH + first_unit),)
     return bases, block_scales
 
 
@@ -223,6 +223,8 @@ def units_ahead(
     data,
     block_scale,
     tiles,
+    first_unit,
+    WIDTH: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -233,7 +235,7 @@ def units_ahead(
 ):
     """Asks for the first STAGES units of each warp and tile: what `products` begins with. Nothing that comes after goes
     before it."""
-    bases, block_scales = _placed(tiles, data, block_scale, UNITS, MT, FORMAT)
+    bases, block_scales = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT)
     stages = ()
     for step in gl.static_range(STAGES):
         unit = _unit_of(step, step, UNITS, WARPS, SHARES)
@@ -259,7 +261,9 @@ def products(
     x_offsets,
     x_masks,
     tiles,
+    first_unit,
     K: gl.constexpr,
+    WIDTH: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
     NT: gl.constexpr,
@@ -276,7 +280,8 @@ def products(
 
     stages: of `units_ahead`: so many units a tile are on their way while one is multiplied, and X_AHEAD steps of x.
     data int32, x int32 (two bf16 each); x_offsets, x_masks: for each of NT tiles of 8 rows of x, where a lane's row g
-    begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles. WAIT: for what writes x, before
+    begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles, of WIDTH units, of which UNITS
+    from first_unit on are this program's. WAIT: for what writes x, before
     the first load of it. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use than
     was meant.
 
@@ -291,13 +296,13 @@ def products(
     warp = thread // 32
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     units: gl.constexpr = UNITS // SHARES
-    columns = (warp * (units * 64) + (thread % 4) * 8)[:, None] + word
+    columns = (first_unit * 64 + warp * (units * 64) + (thread % 4) * 8)[:, None] + word
     x_words = ()
     x_there = ()
     for n in gl.static_range(NT):
         x_words = x_words + (x_offsets[n][:, None] + columns,)
         x_there = x_there + ((x_masks[n][:, None] & (word >= 0)),)
-    bases, block_scales = _placed(tiles, data, block_scale, UNITS, MT, FORMAT)
+    bases, block_scales = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT)
     totals = ()
     for _ in gl.static_range(SHARES // WARPS * MT * NT):
         totals = totals + (gl.zeros([WARPS * 32, 4], gl.float32, layout),)

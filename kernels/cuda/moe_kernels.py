@@ -183,7 +183,7 @@ def experts_kernel(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tile * 2),)
             counts = counts + (gl.load(place + tile * 2 + 1),)
-    stages = units_ahead(data, block_scale, tiles, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES)
+    stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES)
     if not LISTS:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
@@ -208,7 +208,9 @@ def experts_kernel(
         offsets,
         masks,
         tiles,
+        0,
         K,
+        UNITS,
         UNITS,
         MT,
         NT,

@@ -13,6 +13,7 @@ from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine, combine_reference
 from pilotfish.kernels.cuda.packing import PackedRows
+from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.linear import in_tree
 from tests.support.ptx import running
@@ -74,18 +75,19 @@ def test_bits_depend_on_no_launch_shape_but_the_shares():
     close(results[0], x.double() @ product.dequantize().double().T, 1e-6)
 
 
-@pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 2048, 8), ("fp8 block", 512, 2)])
+@pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 1024, 8), ("fp8 block", 512, 2)])
 def test_a_row_parallel_product_adds_its_segments_by_the_tree(kind, columns, segments):
-    """Whatever warps have them: each segment is what a weight of its columns alone gives, in one share."""
-    weight, x = weights(20, columns)[kind], draw(9, columns)
+    """Whatever warps and programs have them: each segment is what a weight of its columns alone gives, in one share."""
+    weight, x = weights(20, columns)[kind], draw(5, columns)
     product = PackedLinear([weight], segments=segments)
     want = run(product, x)
     close(want, x.double() @ values(weight).double().T, 1e-6)
-    for warps in (1, 2, segments):
-        out = torch.full((9, 20), NAN)
+    for warps, split in ((1, 1), (2, 1), (1, 2), (1, segments)):
+        out = torch.full((5, 20), NAN)
         with running():
-            linear.launch(product.ranges[0], x, out, LaunchShape(warps, 2, 2, 1, 0, segments), False, True)
-        assert same_bits(out, want)
+            linear.launch(product.ranges[0], x, out, LaunchShape(warps, 2, 1, 1, 0, segments, split), False, True)
+        assert same_bits(out, want), (warps, split)
+    assert not PartialSums.of(x.device).arrivals.any()
     part, width = product.ranges[0], columns // segments
     sums = []
     for i in range(segments):
@@ -94,7 +96,7 @@ def test_a_row_parallel_product_adds_its_segments_by_the_tree(kind, columns, seg
         own = replace(
             part, data=part.data[:, units].contiguous(), number=torch.ones_like(part.number), block_scale=scale
         )
-        sums.append(torch.full((9, 20), NAN))
+        sums.append(torch.full((5, 20), NAN))
         with running():
             columns_of_x = x[:, i * width : (i + 1) * width].contiguous()
             shape = LaunchShape(1, 1, 1, 1, 0, 1)
