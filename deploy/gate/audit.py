@@ -16,7 +16,8 @@ MAX_BATCH = 4
 
 
 def full(model: str, server_flags: Sequence[str], k: int, max_num_seqs: int) -> Found:
-    """Every k from 1, every batch up to 4: tokens and logit bits of k = 0. It takes minutes; a bar tells how many."""
+    """Every k from 1, every batch up to 4: tokens and logit bits of k = 0, and hits beside cold runs. It takes minutes;
+    a bar tells how many."""
     depth, batch = max(1, k), min(MAX_BATCH, max_num_seqs)
     command = [sys.executable, "-m", "pilotfish.server.cli", "audit", model, "--json"]
     command += ["--max-depth", str(depth), "--max-batch", str(batch)]
@@ -29,7 +30,7 @@ def full(model: str, server_flags: Sequence[str], k: int, max_num_seqs: int) -> 
     runs = [line for line in lines if "findings" in line]
     digest = next((line["digest"] for line in lines if "digest" in line), "none")
     findings = [f for run in runs for f in run["findings"]]
-    wanted = f"k = 1 .. {depth}, 1 .. {batch} at once: the tokens and bits of k = 0"
+    wanted = f"k = 1 .. {depth}, 1 .. {batch} at once: the tokens and bits of k = 0, of hits those of cold runs"
     num_rows = sum(run["num_rows"] for run in runs)
     came = f"{len(runs)} runs, {num_rows} rows compared, {len(findings)} differ, digest {digest}"
     if findings:

@@ -148,4 +148,4 @@ def test_a_model_is_served_gated_and_audited(tmp_path, capfd):
     assert status == 1 and failed(gates) == ["trunk", "head rank"] and list(gates) == ["answers", *only.split(",")]
     assert gates["head rank"]["came"].startswith("untested")
     assert gates["KV dtype"]["came"] == "KV float8_e4m3fn, state float32"
-    assert gates["full audit"]["came"].startswith("4 runs") and "0 differ" in gates["full audit"]["came"]
+    assert gates["full audit"]["came"].startswith("5 runs") and "0 differ" in gates["full audit"]["came"]

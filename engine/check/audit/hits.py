@@ -7,7 +7,6 @@ and states that are NaN, so that nothing is right because an earlier one left it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,24 +33,28 @@ class Hits:
         self.script = script
         self.num_found = self.num_prompts = 0
         self.depths: list[int] = []
+        self._known: dict[int, dict[tuple[object, ...], Transcript]] = {}
 
-    def run(self, auditor: Auditor, depth: int, batch: int) -> RunResult:
-        """All of the script at depth k, at most `batch` sequences at once."""
-        name = f"k = {depth}, batch {batch}, cold beside hit"
-        cold = self._cold(auditor, depth)
-        ample = self._warm(auditor, depth, batch, self.script.waves, NUM_SNAPSHOTS)
-        scarce = self._warm(auditor, depth, batch, self.script.scarce, 1)
+    def run(self, auditor: Auditor, depth: int, batch: int, captured: bool = False) -> RunResult:
+        """All of the script at depth k, at most `batch` sequences at once. `captured`: of rounds and prompts that are
+        replayed, whose rows are not in view."""
+        name = f"k = {depth}, batch {batch}, cold beside hit{', captured' if captured else ''}"
+        if depth not in self._known:
+            self._known[depth] = self._cold(auditor, depth)
+        cold = self._known[depth]
+        ample = self._warm(auditor, depth, batch, self.script.waves, NUM_SNAPSHOTS, captured)
+        scarce = self._warm(auditor, depth, batch, self.script.scarce, 1, captured)
         got = ample.transcripts | scarce.transcripts
         asks = [ask for ask in self.script.asks if ask.aborted_at is None]
         wanted = {ask.name: cold[_key(ask.request)] for ask in asks}
         lengths = {ask.name: len(ask.request.prompt_token_ids) for ask in asks}
         findings = [finding for ask in asks for finding in _not_found(name, ask, got[ask.name])]
-        findings += compare(name, wanted, got, lengths) + unseen(name, wanted, got)
+        findings += compare(name, wanted, got, lengths) + ([] if captured else unseen(name, wanted, got))
         findings += [finding for ask in asks for finding in _unlike(name, ask, wanted[ask.name], got[ask.name])]
         num_rows = auditor.compared.add(wanted, got)
         self.num_prompts += len(asks)
         self.num_found += sum(got[ask.name].num_found for ask in asks)
-        self.depths.append(depth)
+        self.depths += [] if depth in self.depths else [depth]
         totals = [one + other for one, other in zip(ample.totals, scarce.totals, strict=True)]
         return RunResult(name, findings, sum(len(got[ask.name].tokens) for ask in asks), num_rows, *totals)
 
@@ -63,12 +66,12 @@ class Hits:
         return {key: recorder.transcripts[request.request_id] for key, request in distinct.items()}
 
     def _warm(
-        self, auditor: Auditor, depth: int, batch: int, waves: Iterable[list[Ask]], num_snapshots: int
+        self, auditor: Auditor, depth: int, batch: int, waves: list[list[Ask]], num_snapshots: int, captured: bool
     ) -> Recorder:
-        waves = list(waves)
         poison(auditor.model)
-        loop = auditor.make_loop(depth, batch, sum(map(len, waves)), num_snapshots=num_snapshots)
-        recorder = Recorder(loop, [ask.request for wave in waves for ask in wave])
+        num_requests = sum(map(len, waves))
+        loop = auditor.make_loop(depth, batch, num_requests, captured=captured, num_snapshots=num_snapshots)
+        recorder = Recorder(loop, [ask.request for wave in waves for ask in wave], rows=not captured)
         for wave in waves:
             aborted_at = {ask.name: ask.aborted_at for ask in wave if ask.aborted_at is not None}
             auditor.run_to_end(recorder, [ask.request for ask in wave], aborted_at=aborted_at)

@@ -344,4 +344,6 @@ def audit(auditor: Auditor, depths: list[int], batches: list[int], hits: Hits | 
     if hits is not None:
         for depth in depths_of(depths, auditor.model.device):
             yield hits.run(auditor, depth, max(batches))
+            if auditor.plan.fused:
+                yield hits.run(auditor, depth, max(batches), captured=True)
     yield auditor.check_head()
