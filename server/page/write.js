@@ -10,7 +10,9 @@ const NUMBERS = [
 ];
 const NUM_ALTERNATIVES = 5;
 const form = byId("ask"), field = (name) => form.elements[name];
-let served = null, running = [], turns = [], onRefused = () => {};
+let served = null, running = [], onRefused = () => {};
+/** The chat so far; the newest answer is in the panes and not among those that are shown above. */
+let turns = [];
 
 export function startWriting({ onUnauthorized }) {
   onRefused = onUnauthorized;
@@ -20,7 +22,9 @@ export function startWriting({ onUnauthorized }) {
   });
   form.addEventListener("change", tidy);
   byId("stop").addEventListener("click", stop);
-  byId("new-chat").addEventListener("click", () => setTurns([]));
+  byId("new-chat").addEventListener("click", startAnew);
+  // a field that is wrong must be seen
+  form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") stop();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.form === form) form.requestSubmit();
@@ -50,7 +54,7 @@ function tidy() {
   const chat = field("api").value === "chat", pattern = field("pattern").closest("label");
   pattern.hidden = !["json", "regex"].includes(field("grammar").value);
   for (const name of ["thinking", "system"]) field(name).closest("label").hidden = !chat;
-  byId("turns").hidden = byId("new-chat").hidden = !chat || !turns.length;
+  byId("turns").hidden = byId("new-chat").hidden = !chat || !byId("turns").children.length;
 }
 
 function stop() {
@@ -106,15 +110,23 @@ async function write() {
   byId("panes").replaceChildren(...panes.map((pane) => pane.element));
   busy(true);
   announce(panes.length > 1 ? `Writing at k = 0 and k = ${k}.` : "Writing.");
+  const typed = field("prompt").value;
+  if (asked.messages) {
+    showTurns(asked.messages);
+    field("prompt").value = "";
+  }
   const race = new Race(panes);
   running = panes.map(() => new AbortController());
   await Promise.all(panes.map((pane, i) => run(pane, path, asked, running[i], race)));
   running = [];
   busy(false);
   race.finish();
-  if (asked.messages && panes.every((pane) => !pane.error.textContent)) {
-    setTurns([...turns, asked.messages.at(-1), { role: "assistant", content: panes.at(-1).content }]);
-    field("prompt").value = "";
+  if (!asked.messages) return;
+  if (panes.every((pane) => !pane.error.textContent)) {
+    turns.push(asked.messages.at(-1), { role: "assistant", content: panes.at(-1).content });
+  } else {
+    field("prompt").value ||= typed;
+    showTurns(turns);
   }
 }
 
@@ -123,11 +135,19 @@ function busy(is) {
   byId("stop").disabled = !is;
 }
 
-function setTurns(given) {
-  turns = given;
-  byId("turns").replaceChildren(...turns.map((turn) => make("li", { text: turn.content, "data-role": turn.role, dir: "auto" })));
+function showTurns(messages) {
+  const shown = messages.filter(({ role }) => role !== "system");
+  byId("turns").replaceChildren(...shown.map(({ role, content }) => make("li", { text: content, "data-role": role, dir: "auto" })));
   byId("turns").scrollTop = byId("turns").scrollHeight;
   tidy();
+}
+
+/** A new chat, at hand with what was asked last. */
+function startAnew() {
+  field("prompt").value ||= turns.findLast(({ role }) => role === "user")?.content ?? "";
+  turns = [];
+  showTurns(turns);
+  field("prompt").focus();
 }
 
 async function run(pane, path, asked, abort, race) {

@@ -277,6 +277,8 @@ def test_a_page_without_its_key_says_so_when_it_writes(opened, scripted):
     page = ready(watched)
     write(page, "x")
     assert "Missing API key" in page.locator(".pane .error").first.inner_text()
+    # what was typed is not lost
+    assert page.input_value("#prompt") == "x" and page.locator("#turns").is_hidden()
     watched.faults.clear()
 
 
@@ -365,10 +367,12 @@ def test_a_chat_goes_on(opened, scripted):
     page = ready(opened(scripted.url, PREFIX + "/"))
     unlock(page)
     write(page, script(reply="One"))
-    assert page.locator("#turns li").count() == 2
+    # the answer is in the panes
+    assert page.locator("#turns li").count() == 1 and page.input_value("#prompt") == ""
     with page.expect_request("**/v1/chat/completions") as asked:
         write(page, script(reply="Two"))
     roles = [(one["role"], one["content"]) for one in asked.value.post_data_json["messages"]]
     assert [role for role, _ in roles] == ["user", "assistant", "user"] and roles[1][1] == "One"
+    assert page.locator("#turns li").nth(1).inner_text() == "One"
     page.click("#new-chat")
-    assert page.locator("#turns").is_hidden()
+    assert page.locator("#turns").is_hidden() and page.input_value("#prompt") == script(reply="Two")

@@ -62,7 +62,6 @@ def _write(browser: Any, url: str, out: Path, context: dict[str, Any]) -> None:
     page.locator(".pane").last.locator(".t.d8").nth(-3).evaluate("element => element.click()")
     # what was asked stands where it was typed
     page.click("#new-chat")
-    page.fill("#prompt", PROMPT)
     page.locator("#prompt").blur()
     if context is not DESK:
         page.locator(".pane").last.evaluate("element => element.scrollIntoView()")
