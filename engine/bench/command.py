@@ -216,7 +216,7 @@ def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> Eng
                 loop.executor.compile(shapes)
             else:
                 loop.executor.capture(shapes)
-    if args.first_requests:
+    if args.first_requests or (args.conversation and plan.fused):
         # as a server does before it is ready; what is asked then is not the oracle's text
         oracle, state.oracle = state.oracle, None
         probe.routes(loop)

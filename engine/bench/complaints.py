@@ -28,6 +28,8 @@ def _turn_complaints(row: dict[str, Any]) -> Iterator[str]:
         yield f"{row['read']} tokens of {row['prompt']} were read (want {row['required']})"
     if row["read"] + row["cached"] != row["prompt"]:
         yield f"{row['cached']} tokens are said to be cached (want {row['prompt'] - row['read']})"
+    if row["num_compiled"]:
+        yield f"{row['num_compiled']} kernels compiled while it waited (want 0)"
     if row.get("cold_read") not in (None, row["prompt"]):
         yield f"{row['cold_read']} tokens were read cold (want {row['prompt']})"
 

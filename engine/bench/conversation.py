@@ -45,11 +45,13 @@ class Conversation:
 
 @dataclass
 class Read:
-    """One prompt through the engine, alone. `num_read` tokens of it were read, `num_cached` were not."""
+    """One prompt through the engine, alone. `num_read` tokens of it were read, `num_cached` were not; `num_compiled`
+    kernels had to be compiled meanwhile."""
 
     num_read: int = 0
     num_cached: int = 0
     first_token_seconds: float = 0.0
+    num_compiled: int = 0
     text: list[int] = field(default_factory=list)
 
 
@@ -80,6 +82,7 @@ def measure_conversation(loop: EngineLoop, conversation: Conversation, seed: int
             "read": found.num_read,
             "required": required[turn],
             "first_token_ms": 1e3 * found.first_token_seconds,
+            "num_compiled": found.num_compiled,
         }
         if conversation.is_cold(turn):
             cold = read(loop, prompt, conversation, seed, f"cold {turn}")
@@ -97,6 +100,7 @@ def read(loop: EngineLoop, prompt: list[int], conversation: Conversation, seed: 
     driver.submit(loop, {"turn": prompt}, sampling, cache_salt=salt, system_tokens=conversation.system)
     for report in driver.reports(loop):
         found.num_read += report.stats.num_prefill_tokens
+        found.num_compiled += report.stats.num_compiled
         for output in report.outputs:
             found.num_cached += output.num_cached_tokens or 0
             if output.token_ids and not found.text:

@@ -23,15 +23,19 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 3.6), layout="constrained", dpi=80)
-    for depth in dict.fromkeys(row["k"] for row in rows):
+    depths = list(dict.fromkeys(row["k"] for row in rows))
+    # what is read does not depend on k
+    turns = [row for row in rows if row["k"] == depths[0]]
+    numbers = [row["turn"] for row in turns]
+    left.plot(numbers, [row["prompt"] for row in turns], color="grey", marker=".", label="of the prompt")
+    left.plot(numbers, [row["read"] for row in turns], marker=".", label="read")
+    for index, depth in enumerate(depths):
         turns = [row for row in rows if row["k"] == depth]
-        numbers = [row["turn"] for row in turns]
-        left.plot(numbers, [row["prompt"] for row in turns], color="grey", label="of the prompt")
-        left.plot(numbers, [row["read"] for row in turns], marker=".", label=f"read, k = {depth}")
         cold = [(row["turn"], row["cold_first_token_ms"]) for row in turns if "cold_first_token_ms" in row]
         if cold:
-            right.plot(*zip(*cold, strict=True), marker=".", ls="--", label=f"cold, k = {depth}")
-        right.plot(numbers, [row["first_token_ms"] for row in turns], marker=".", label=f"k = {depth}")
+            right.plot(*zip(*cold, strict=True), marker=".", ls="--", color=f"C{index}", label=f"cold, k = {depth}")
+        warm = [row["first_token_ms"] for row in turns]
+        right.plot(numbers, warm, marker=".", color=f"C{index}", label=f"k = {depth}")
     for axes, title, unit in ((left, "Tokens of each turn", "tokens"), (right, "Time to first token", "ms")):
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("turn", fontsize=8)

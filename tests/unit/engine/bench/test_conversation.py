@@ -44,7 +44,7 @@ def row_of(**fields):
     row = {
         "kind": "turn", "k": 3, "turn": 2, "prompt": 900, "cached": 512, "read": 388, "required": 388,
         "first_token_ms": 10.0, "cold_read": 900, "cold_first_token_ms": 45.0, "resident_bytes": 1, "packed_bytes": 1,
-        "prefill_scratch_bytes": 0, "start_seconds": {}, "num_graphs": 0, "synthetic": False,
+        "prefill_scratch_bytes": 0, "start_seconds": {}, "num_graphs": 0, "synthetic": False, "num_compiled": 0,
     }  # fmt: skip
     return row | fields
 
@@ -57,6 +57,7 @@ def row_of(**fields):
         # fewer are as wrong: something was shared that no boundary allows
         ({"read": 387, "cached": 513}, "387 tokens of 900 were read (want 388)"),
         ({"cached": 256}, "256 tokens are said to be cached (want 512)"),
+        ({"num_compiled": 2}, "2 kernels compiled while it waited (want 0)"),
         ({"cold_read": 388}, "388 tokens were read cold (want 900)"),
     ],
 )
