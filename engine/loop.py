@@ -27,6 +27,7 @@ from pilotfish.engine.link.messages import (
 from pilotfish.engine.loop_guard import LoopGuard, check_loop_rule
 from pilotfish.engine.plan import reserved_pages
 from pilotfish.engine.round.executor import Launched, RoundExecutor
+from pilotfish.engine.round.reading import Reading
 from pilotfish.engine.round.reports import Batch, SequenceReport
 from pilotfish.engine.rules import allowed_ids, check_rules
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
@@ -70,6 +71,9 @@ class EngineLoop:
         self._leaving: dict[str, Ticket] = {}
         self._ended: list[RequestOutput] = []
         self._in_flight: InFlight | None = None
+        self._reading: tuple[PrefillStep, Reading] | None = None
+        self._round_seconds: float | None = None
+        self._last_was_round = False
         self._read_graph = False
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -258,16 +262,23 @@ class EngineLoop:
         step = self.scheduler.next_step()
         phases: dict[str, float] = {}
         num_prefilled = 0
-        if isinstance(step, RoundStep):
+        if isinstance(step, PrefillStep):
+            # on its way before the round that was launched before it is waited for
+            began = perf_counter()
+            reading = self._read_on(step)
+            launched = perf_counter()
+            outputs += self._read(self._in_flight, phases)
+            finishing = perf_counter()
+            if reading is not None:
+                outputs += self._finish_reading(step, reading)
+                num_prefilled = step.end - step.start
+            phases["prefill"] = launched - began + perf_counter() - finishing
+        elif isinstance(step, RoundStep):
             outputs += self._round(step.sequences, phases)
         else:
             outputs += self._read(self._in_flight, phases)
-        if isinstance(step, PrefillStep):
-            began = perf_counter()
-            outputs += self._prefill(step)
-            num_prefilled = step.end - step.start
-            phases["prefill"] = perf_counter() - began
-        elif not (phases or outputs):
+        self._time_round(step, perf_counter() - started)
+        if not (phases or outputs):
             if (self._coming or self._leaving) and step is None:
                 assert self.grammars is not None
                 self.grammars.wait(IDLE_SECONDS)
@@ -289,12 +300,26 @@ class EngineLoop:
             return self._fail(sequence, tell(error, sequence.request_id))
         return []
 
-    def _prefill(self, step: PrefillStep) -> list[RequestOutput]:
+    def _read_on(self, step: PrefillStep) -> Reading | None:
+        """Launches a chunk, or what is left of it after a pause; None where it pauses for a round of the others."""
+        if self._reading is None or self._reading[0] is not step:
+            self._reading = step, self._begin(step)
+        _, reading = self._reading
+        num_steps = None
+        if self.scheduler.has_others and self._round_seconds is not None:
+            num_steps = self.executor.steps_at_a_time(reading.num_rows, self._round_seconds)
+        if not reading.advance(num_steps):
+            self.scheduler.pause(step)
+            return None
+        self._reading = None
+        return reading
+
+    def _begin(self, step: PrefillStep) -> Reading:
         sequence, params = step.sequence, step.sequence.request.sampling
         if (snapshot := sequence.take_restore()) is not None:
             assert self.snapshots is not None
             self.snapshots.load(snapshot, sequence.slot)
-        report = self.executor.prefill(
+        return self.executor.prefill(
             sequence.slot,
             sequence.pages,
             sequence.prompt,
@@ -305,11 +330,22 @@ class EngineLoop:
             params.prompt_logprobs,
             params.max_tokens > 0,
         )
+
+    def _finish_reading(self, step: PrefillStep, reading: Reading) -> list[RequestOutput]:
+        sequence, report = step.sequence, reading.finish()
         sequence.num_prefilled = step.end
         if (snapshot := self.scheduler.prefix.publish(sequence)) is not None:
             assert self.snapshots is not None
             self.snapshots.save(snapshot, sequence.slot)
         return [] if report is None else self._outputs(sequence, report, after_round=False)
+
+    def _time_round(self, step: PrefillStep | RoundStep | None, seconds: float) -> None:
+        """Keeps what a round takes among others, a tenth of it the newest."""
+        is_round = isinstance(step, RoundStep)
+        if is_round and self._last_was_round:
+            before = seconds if self._round_seconds is None else self._round_seconds
+            self._round_seconds = 0.9 * before + 0.1 * seconds
+        self._last_was_round = is_round
 
     def _round(self, sequences: list[Sequence], phases: dict[str, float]) -> list[RequestOutput]:
         """Launches a round and reads the one before it, or, where rounds are waited for, this one."""

@@ -61,6 +61,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.retired: list[Sequence] = []
         self._last_was_prefill = False
+        self._paused: PrefillStep | None = None
 
     def check_room(self, num_coming: int) -> None:
         """Raises QueueFull when max_waiting already wait beyond those that could run at once.
@@ -99,11 +100,14 @@ class Scheduler:
 
     def next_step(self) -> PrefillStep | RoundStep | None:
         """A chunk of an unfinished prompt, of the key that was served least the oldest, and a round of all others, in
-        turn."""
+        turn. A chunk that has paused goes on before another one."""
         prompts = [sequence for sequence in self.running if not sequence.is_prefilled]
         decoding = [sequence for sequence in self.running if sequence.is_prefilled]
         if prompts and not (decoding and self._last_was_prefill):
             self._last_was_prefill = True
+            if (paused := self._paused) is not None:
+                self._paused = None
+                return paused
             sequence = self.waiting.least_served(prompts)
             self.prefix.advance(sequence)
             start, length = sequence.num_prefilled, len(sequence.prompt)
@@ -112,6 +116,15 @@ class Scheduler:
             return PrefillStep(sequence, start, end)
         self._last_was_prefill = False
         return RoundStep(decoding) if decoding else None
+
+    def pause(self, step: PrefillStep) -> None:
+        """The chunk is read up to somewhere: the next step of prompts is this one again."""
+        self._paused = step
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a sequence is past its prompt, for which a chunk would pause."""
+        return any(sequence.is_prefilled for sequence in self.running)
 
     def wrote(self, sequence: Sequence, num_tokens: int) -> None:
         """Tokens were committed to a running sequence: they count for its key."""
@@ -124,6 +137,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        if self._paused is not None and self._paused.sequence is sequence:
+            self._paused = None
         self.waiting.leave(sequence)
         self.retired.append(sequence)
         if not in_flight:

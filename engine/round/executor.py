@@ -8,7 +8,7 @@ launched. A batch with a grammar runs in two parts: masks are computed on the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -27,6 +27,7 @@ from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
 from pilotfish.engine.round.operators import Operators, operators_of
 from pilotfish.engine.round.prompt import NULL_SLOT, PromptPass
+from pilotfish.engine.round.reading import FIRST, HEAD, Once, Piece, Reading
 from pilotfish.engine.round.reports import Batch, SequenceReport, num_forced, token_logprobs
 from pilotfish.engine.round.shapes import Shape, Shapes, Sizes
 from pilotfish.spec.slots import EVERYTHING, FILTERED
@@ -34,11 +35,11 @@ from pilotfish.spec.slots import EVERYTHING, FILTERED
 Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
 """Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
 
+ROUNDS_SHARE = 8
+"""A piece of a prompt pauses when it has run as long as so many rounds: those beside it take a ninth of the time."""
 WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
-FIRST, HEAD = "first", "head"
 """Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
-for batches without them; the part before and the part after a grammar's masks. After a prompt: the choice of the first
-token, and the head's part."""
+for batches without them; the part before and the part after a grammar's masks."""
 
 
 class Launched(Protocol):
@@ -76,10 +77,15 @@ class Executor(Protocol):
     def prefill(
         self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
         prompt_logprobs: int | None = None, generates: bool = True,
-    ) -> SequenceReport | None:  # fmt: skip
-        """Runs prompt[start:end], nothing where the state of all of it was restored. The chunk that ends the prompt
-        also chooses the first token, which is waited for, and drafts `depth` tokens from it; not so, and the sequence
-        is done, unless it `generates`."""
+    ) -> Reading:  # fmt: skip
+        """Begins to read prompt[start:end], nothing where the state of all of it was restored: in steps, between which
+        rounds may run. The piece that ends the prompt also chooses the first token, which is waited for, and drafts
+        `depth` tokens from it; not so, and the sequence is done, unless it `generates`. One piece is read at a time."""
+        ...
+
+    def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
+        """Steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None: all of
+        them. Changes no bit."""
         ...
 
     def launch(self, batch: Batch, next_depth: int) -> Launched:
@@ -98,20 +104,6 @@ class Work(NamedTuple):
     shape: Shape
     drafts: int | None
     flags: int
-
-
-class Once(NamedTuple):
-    """A part of the work that follows a prompt: FIRST or HEAD, with `depth` drafts for the next round; `flags` as in
-    Work."""
-
-    part: str
-    depth: int
-    flags: int
-
-    @property
-    def key(self) -> tuple[str, int, bool]:
-        """What it is captured by: as for rounds, whether with the launches that filters need."""
-        return self.part, self.depth, bool(self.flags & FILTERED)
 
 
 class RoundExecutor:
@@ -157,65 +149,19 @@ class RoundExecutor:
     def prefill(
         self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
         prompt_logprobs: int | None = None, generates: bool = True,
-    ) -> SequenceReport | None:  # fmt: skip
+    ) -> Reading:  # fmt: skip
         """See Executor."""
-        span = None
-        if start < end:
-            rows, span = self.prompt.take(slot, start, prompt[start:end], table)
-            for _ in self.prompt.steps(rows, span):
-                pass
-            tokens, hidden = rows.tokens[: span.length], rows.hidden[: span.length]
-        else:
-            # of a prompt that was found whole the last hidden row came with its state
-            hidden = self.model.trunk.state.last_hidden[slot, None]
-        read = None
-        if prompt_logprobs is not None:
-            read = self.prompt.logprobs(hidden, prompt[start + 1 : end + 1], prompt_logprobs)
-        ends = end == len(prompt)
-        first = self._choose_first(slot, table, hidden[-1], end, depth, logprobs) if ends and generates else None
-        # where launches are not waited for, the head reads before the first token is looked at
-        report = first.collect() if first is not None and not self.ops.fixed_shapes else None
-        if span is not None:
-            self.prompt.end_span(tokens, hidden, span, self.head_on)
-        if first is None:
-            return SequenceReport.of_prompt(slot, read, done=ends) if ends or read is not None else None
-        if self.head_on and not (report is not None and report.done):
-            self._start_head(slot, end, depth)
-        report = report or first.collect()
-        self.grammars.advance([report])
-        return replace(report, prompt_logprobs=read)
+        return Reading(self, Piece(slot, table, prompt, start, end, depth, logprobs, prompt_logprobs, generates))
 
-    def _choose_first(
-        self, slot: int, table: list[int], hidden: torch.Tensor, end: int, depth: int, logprobs: int | None
-    ) -> FirstToken:
-        """Launches the choice of the token that follows a prompt, from its last hidden row [H], and its commit."""
-        flags, b = self.state.host_flags[slot], self.body.buffers
-        self._placement.place([slot], [table], 1)
-        self.state.length[slot] = end - 1
-        b.hidden[0] = hidden
-        forced = self.grammars.forced([slot])
-        masks = self.grammars.start_masks([slot], 0)
-        if masks is not None:
-            words = torch.from_numpy(masks.result())
-            b.allowed[: len(words)].copy_(words)
-        self._run_once(Once(FIRST, depth, flags))
-        self.observe("prefill.logits", b.logits[:1], [slot], [end - 1])
-        kept = None if logprobs is None else b.logits[:1].clone()
-        return FirstToken(self, slot, self._mail.fetch(b.report), kept, logprobs, forced[0])
+    def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
+        """See Executor."""
+        seconds = self.prompt.step_seconds.get(num_rows)
+        return None if seconds is None else max(1, int(ROUNDS_SHARE * round_seconds / seconds))
 
-    def _start_head(self, slot: int, end: int, depth: int) -> None:
-        """The head's part of a round whose only row was the prompt's last one. At depth 0 too: a later round may draft,
-        and then reads all of the head's entries."""
-        self.body.buffers.hidden[0] = self.model.trunk.state.last_hidden[slot]
-        self._run_once(Once(HEAD, depth, self.state.host_flags[slot]))
-        if depth:
-            self.observe("draft", self.state.drafts[slot : slot + 1, :1], [slot], [end])
-
-    def _run_once(self, once: Once) -> None:
-        """For the one sequence in place."""
-        key = once.key
-        if key in self.prompt_graphs:
-            self.prompt_graphs.replay(key)
+    def run_once(self, once: Once) -> None:
+        """What follows a prompt, for the one sequence in place."""
+        if once.key in self.prompt_graphs:
+            self.prompt_graphs.replay(once.key)
         else:
             self._work_once(once)
 
@@ -226,6 +172,14 @@ class RoundExecutor:
         else:
             self.body.start_head(depth, flags)
 
+    def place(self, slots: list[int], tables: list[list[int]], size: int) -> None:
+        """Puts a batch, filled up to `size`, where operators read it."""
+        self._placement.place(slots, tables, size)
+
+    def fetch_report(self) -> Letter:
+        """Starts the copy of what was decided last."""
+        return self._mail.fetch(self.body.buffers.report)
+
     # -- rounds -----------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch, next_depth: int) -> LaunchedRound:
@@ -234,7 +188,7 @@ class RoundExecutor:
         body, flags = self.body, self.state.flags_of(batch.slots)
         work = self._fit(batch, next_depth, flags)
         shape = work.shape
-        self._placement.place(batch.slots, batch.tables, shape.num_sequences)
+        self.place(batch.slots, batch.tables, shape.num_sequences)
         forced = self.grammars.forced(batch.slots)
         masks = self.grammars.start_masks(batch.slots, shape.depth)
         body.mark = clock.mark
@@ -247,7 +201,7 @@ class RoundExecutor:
             body.buffers.allowed[: len(words)].copy_(words)
             graph &= self._run(work, FINISH)
         body.mark = unmarked
-        letter = self._mail.fetch(body.buffers.report)
+        letter = self.fetch_report()
         # the next round overwrites the logits
         rows = body.buffers.logits[: shape.num_rows].unflatten(0, (-1, shape.width))
         logits = {b: rows[b].clone() for b, wanted in enumerate(batch.logprobs) if wanted is not None}
@@ -388,30 +342,6 @@ class RoundExecutor:
     def buffer_bytes(self) -> int:
         """What rounds and prompts hold beside the model's and the batch's own memory, pending rows and graphs apart."""
         return num_bytes(self.body.buffers) - self.pending_bytes + self.prompt.num_bytes
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    """The token after a prompt, launched. `logits` [1, V] if log-probabilities of `wanted` tokens were asked for;
-    `forced` what the grammar said must come."""
-
-    executor: RoundExecutor
-    slot: int
-    letter: Letter
-    logits: torch.Tensor | None
-    wanted: int | None
-    forced: list[int]
-
-    def collect(self) -> SequenceReport:
-        """Waits for it."""
-        counts, chosen, nans = split_report(self.letter.read(), self.executor.body.buffers.sizes)
-        _, committed, _, stopped, done = counts[:, 0].tolist()
-        tokens = chosen[:committed].tolist()
-        found = None
-        if self.logits is not None and self.wanted is not None:
-            found = token_logprobs(self.logits[:committed], tokens, self.wanted)
-        has_nan, forced = bool(nans[:committed].any()), num_forced(tokens, self.forced)
-        return SequenceReport(self.slot, tokens, 0, 0, bool(stopped), bool(done), has_nan, found, num_forced=forced)
 
 
 @dataclass(frozen=True)

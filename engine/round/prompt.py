@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ from pilotfish.engine.round.spans import LENGTHS, Span, SpanRows, StaticSpan, pa
 from pilotfish.kernels.attention import PAGE, pages_for
 
 NULL_SLOT = 0
+TIMED = 2
+"""Reads that are timed together at the start."""
 MOST_ROWS = 64
 """Rows of hidden states that become logits in one product."""
 
@@ -55,6 +58,8 @@ class PromptPass:
         self._static: StaticSpan | None = None
         self._graphs: Graphs | None = None
         self._taken: tuple[SpanRows, Span] | None = None
+        # of a captured step, by number of rows, attention to what stands before left out
+        self.step_seconds: dict[int, float] = {}
 
     def span(self, slot: int, start: int, length: int, table: list[int] | torch.Tensor) -> Span:
         return Span.build(slot, start, length, table, self.model.inv_freq, self.ops.prompt_rows(length))
@@ -143,6 +148,8 @@ class PromptPass:
             for number in range(len(self.groups)):
                 graphs.capture((num_rows, number), partial(self._work_taken, number), warm_ups=0)
         self._graphs = graphs
+        for num_rows in lengths:
+            self.step_seconds[num_rows] = self._time(num_rows) / len(self.groups)
         self.model.trunk.state.reset(NULL_SLOT)
 
     def launch_each(self) -> None:
@@ -151,9 +158,19 @@ class PromptPass:
             self._read_nothing(num_rows)
 
     def _read_nothing(self, num_rows: int) -> None:
-        """A prompt of so many rows, into the null slot and the null page."""
-        for _ in self.steps(*self.take(NULL_SLOT, 0, [0] * num_rows, [])):
+        """A prompt of so many rows, into the null slot and the null page; of different tokens, as experts meet them."""
+        tokens = [token % self.model.config.vocab_size for token in range(num_rows)]
+        for _ in self.steps(*self.take(NULL_SLOT, 0, tokens, [])):
             pass
+
+    def _time(self, num_rows: int) -> float:
+        """Seconds of reading it."""
+        began = perf_counter()
+        for _ in range(TIMED):
+            self._read_nothing(num_rows)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return (perf_counter() - began) / TIMED
 
     def _work_taken(self, number: int) -> None:
         assert self._taken is not None

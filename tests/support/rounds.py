@@ -134,7 +134,7 @@ class Driver:
         report, end = None, 0
         while end < len(prompt):
             start, end = end, self.grid.next_cut(end, len(prompt))
-            report = self.executor.prefill(slot, table, prompt, start, end, depth, logprobs)
+            report = self.executor.prefill(slot, table, prompt, start, end, depth, logprobs).finish()
         assert report is not None
         self.tokens[slot] += report.token_ids
         return report

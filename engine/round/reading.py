@@ -1,0 +1,156 @@
+"""A piece of one prompt, read in steps between which rounds may run, and what follows a prompt: its first token and the
+head's first drafts, captured as rounds are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pilotfish.engine.round.buffers import split_report
+from pilotfish.engine.round.mailbox import Letter
+from pilotfish.engine.round.reports import SequenceReport, num_forced, token_logprobs
+from pilotfish.engine.round.spans import Span, SpanRows
+from pilotfish.spec.slots import FILTERED
+
+if TYPE_CHECKING:
+    from pilotfish.engine.round.executor import RoundExecutor
+
+FIRST, HEAD = "first", "head"
+"""What follows a prompt: the choice of the first token, and the head's part."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """prompt[start:end] of the sequence that owns `slot` and the pages `table`; see Executor.prefill."""
+
+    slot: int
+    table: list[int]
+    prompt: list[int]
+    start: int
+    end: int
+    depth: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    generates: bool
+
+
+class Once(NamedTuple):
+    """FIRST or HEAD, with `depth` drafts for the next round; `flags`: bits that the sequence may have."""
+
+    part: str
+    depth: int
+    flags: int
+
+    @property
+    def key(self) -> tuple[str, int, bool]:
+        """What it is captured by: as for rounds, whether with the launches that filters need."""
+        return self.part, self.depth, bool(self.flags & FILTERED)
+
+
+class Reading:
+    """See the module's docstring. One at a time: a piece has the executor's memory for prompts until it is finished or
+    given up. Its sequence may be given up at any time."""
+
+    def __init__(self, executor: RoundExecutor, piece: Piece):
+        self.executor, self.piece = executor, piece
+        self._taken: tuple[SpanRows, Span] | None = None
+        self._steps: Iterator[None] = iter(())
+        if piece.start < piece.end:
+            tokens = piece.prompt[piece.start : piece.end]
+            self._taken = executor.prompt.take(piece.slot, piece.start, tokens, piece.table)
+            self._steps = executor.prompt.steps(*self._taken)
+        self._left = len(executor.prompt.groups) if self._taken else 0
+
+    def advance(self, num_steps: int | None = None) -> bool:
+        """Runs so many of the steps that are left, all if not given; whether none is left. Waits for nothing where
+        launches do not."""
+        for _ in range(self._left if num_steps is None else min(num_steps, self._left)):
+            next(self._steps)
+            self._left -= 1
+        return self._left == 0
+
+    @property
+    def num_rows(self) -> int:
+        return 0 if self._taken is None else self._taken[1].num_rows
+
+    def finish(self) -> SequenceReport | None:
+        """Runs what is left. The piece that ends the prompt has a report: with the first token, unless nothing is to be
+        generated; so has one whose tokens' log-probabilities were asked for."""
+        self.advance()
+        executor, piece = self.executor, self.piece
+        if self._taken is None:
+            # of a prompt that was found whole the last hidden row came with its state
+            hidden = executor.model.trunk.state.last_hidden[piece.slot, None]
+        else:
+            rows, span = self._taken
+            hidden = rows.hidden[: span.length]
+        read = None
+        if piece.prompt_logprobs is not None:
+            following = piece.prompt[piece.start + 1 : piece.end + 1]
+            read = executor.prompt.logprobs(hidden, following, piece.prompt_logprobs)
+        ends = piece.end == len(piece.prompt)
+        first = self._choose_first(hidden[-1]) if ends and piece.generates else None
+        # where launches are not waited for, the head reads before the first token is looked at
+        report = first.collect() if first is not None and not executor.ops.fixed_shapes else None
+        if self._taken is not None:
+            executor.prompt.end_span(rows.tokens[: span.length], hidden, span, executor.head_on)
+        if first is None:
+            return SequenceReport.of_prompt(piece.slot, read, done=ends) if ends or read is not None else None
+        if executor.head_on and not (report is not None and report.done):
+            self._start_head()
+        report = report or first.collect()
+        executor.grammars.advance([report])
+        return replace(report, prompt_logprobs=read)
+
+    def _choose_first(self, hidden: torch.Tensor) -> FirstToken:
+        """Launches the choice of the token that follows the prompt, from its last hidden row [H], and its commit."""
+        executor, piece = self.executor, self.piece
+        slot, b = piece.slot, executor.body.buffers
+        executor.place([slot], [piece.table], 1)
+        executor.state.length[slot] = piece.end - 1
+        b.hidden[0] = hidden
+        forced = executor.grammars.forced([slot])
+        masks = executor.grammars.start_masks([slot], 0)
+        if masks is not None:
+            words = torch.from_numpy(masks.result())
+            b.allowed[: len(words)].copy_(words)
+        executor.run_once(Once(FIRST, piece.depth, executor.state.host_flags[slot]))
+        executor.observe("prefill.logits", b.logits[:1], [slot], [piece.end - 1])
+        kept = None if piece.logprobs is None else b.logits[:1].clone()
+        return FirstToken(self, executor.fetch_report(), kept, forced[0])
+
+    def _start_head(self) -> None:
+        """The head's part of a round whose only row was the prompt's last one. At depth 0 too: a later round may draft,
+        and then reads all of the head's entries."""
+        executor, piece = self.executor, self.piece
+        slot = piece.slot
+        executor.body.buffers.hidden[0] = executor.model.trunk.state.last_hidden[slot]
+        executor.run_once(Once(HEAD, piece.depth, executor.state.host_flags[slot]))
+        if piece.depth:
+            executor.observe("draft", executor.state.drafts[slot : slot + 1, :1], [slot], [piece.end])
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The token after a prompt, launched. `logits` [1, V] if log-probabilities were asked for; `forced`: what the
+    grammar said must come."""
+
+    reading: Reading
+    letter: Letter
+    logits: torch.Tensor | None
+    forced: list[int]
+
+    def collect(self) -> SequenceReport:
+        """Waits for it."""
+        executor, piece = self.reading.executor, self.reading.piece
+        counts, chosen, nans = split_report(self.letter.read(), executor.body.buffers.sizes)
+        _, committed, _, stopped, done = counts[:, 0].tolist()
+        tokens = chosen[:committed].tolist()
+        found = None
+        if self.logits is not None and piece.logprobs is not None:
+            found = token_logprobs(self.logits[:committed], tokens, piece.logprobs)
+        has_nan, forced = bool(nans[:committed].any()), num_forced(tokens, self.forced)
+        return SequenceReport(piece.slot, tokens, 0, 0, bool(stopped), bool(done), has_nan, found, num_forced=forced)

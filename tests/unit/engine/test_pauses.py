@@ -1,0 +1,107 @@
+"""A chunk of a prompt pauses between its groups of layers for rounds of the others: nobody's text changes, and whoever
+leaves meanwhile leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.fixed_shapes import FixedDriver
+
+
+def assert_alone(request):
+    """The tokens that it has alone at k = 0, and the bits of those logits that were looked at."""
+    reference = request.reference
+    assert request.tokens == reference.tokens[: len(request.tokens)]
+    for position, row in request.logits.items():
+        if position in reference.logits and position < len(reference.prompt) + len(request.tokens) - 1:
+            assert torch.equal(row, reference.logits[position]), position
+
+
+def pausing(kind="hv_gt_hk", steps=1, observed=False):
+    """A driver whose chunks pause after so many steps."""
+    driver = FixedDriver(kind, 2, agreeing=1, observed=observed)
+    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds: steps
+    driver.loop._round_seconds = 1.0
+    return driver
+
+
+def run_until(driver, condition):
+    for _ in range(100):
+        if condition():
+            return
+        driver.step()
+    raise AssertionError("it never came")
+
+
+@pytest.mark.parametrize("observed", [False, True], ids=["run ahead", "observed"])
+@pytest.mark.parametrize("kind", ["hv_gt_hk", "moe"])
+def test_texts_are_those_of_each_alone(kind, observed):
+    driver = pausing(kind, observed=observed)
+    requests = [driver.ask("a", 21, max_tokens=24), driver.ask("b", 9, seed=1, mode="sampled", max_tokens=24)]
+    run_until(driver, lambda: all(request.tokens for request in requests))
+    requests += [driver.ask("long", 150, seed=2, max_tokens=6), driver.ask("other", 70, seed=3, max_tokens=6)]
+    before, paused = len(requests[0].tokens), 0
+    while not requests[2].tokens:
+        driver.step()
+        paused += driver.loop.scheduler._paused is not None
+    assert paused and len(requests[0].tokens) > before
+    driver.run()
+    for request in requests:
+        assert_alone(request)
+    driver.loop.scheduler.check()
+    assert not driver.loop.has_work()
+
+
+def test_it_goes_on_without_a_pause_once_nobody_is_beside_it():
+    driver = pausing()
+    beside = driver.ask("a", 21, max_tokens=3)
+    run_until(driver, lambda: beside.tokens)
+    alone = driver.ask("long", 60, seed=2, max_tokens=2)
+    run_until(driver, lambda: beside.finish is not None)
+    steps = 0
+    while not alone.tokens:
+        driver.step()
+        steps += 1
+    assert steps <= 2
+    driver.run()
+    assert_alone(alone)
+
+
+def test_one_that_leaves_while_it_is_paused_leaves_nothing_behind():
+    driver = pausing()
+    beside = driver.ask("a", 21, max_tokens=24)
+    run_until(driver, lambda: beside.tokens)
+    driver.ask("gone", 60, seed=2, max_tokens=5)
+    run_until(driver, lambda: driver.loop.scheduler._paused is not None)
+    driver.loop.abort("gone")
+    assert driver.loop.scheduler._paused is None
+    after = driver.ask("after", 60, seed=4, max_tokens=5)
+    driver.run()
+    assert_alone(beside)
+    assert_alone(after)
+    driver.loop.scheduler.check()
+    assert driver.loop.scheduler.slots.num_used == 0
+
+
+def test_nothing_pauses_before_a_round_has_been_timed():
+    driver = pausing()
+    driver.loop._round_seconds = None
+    beside = driver.ask("a", 21, max_tokens=12)
+    run_until(driver, lambda: beside.tokens)
+    # another one at once: no two rounds have followed each other
+    driver.ask("long", 60, seed=2, max_tokens=2)
+    while driver.loop.has_work():
+        driver.step()
+        assert driver.loop.scheduler._paused is None or driver.loop._round_seconds is not None
+
+
+def test_how_often_follows_from_what_a_step_and_a_round_take():
+    executor = pausing().loop.executor
+    del executor.steps_at_a_time
+    (rows, *_), seconds = executor.prompt.lengths(), executor.prompt.step_seconds
+    assert seconds.keys() == set(executor.prompt.lengths()) and all(value > 0 for value in seconds.values())
+    seconds[rows] = 0.004
+    assert [executor.steps_at_a_time(rows, time) for time in (0.0001, 0.001, 0.0026, 1.0)] == [1, 2, 5, 2000]
+    # of what is not captured nothing is known
+    assert executor.steps_at_a_time(rows + 1, 0.001) is None
