@@ -15,6 +15,11 @@ KV_CACHE_DTYPES: tuple[str, ...] = get_args(KvCacheDtype)
 KV_DTYPES = {"bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 """What torch calls those that do not follow the model."""
 
+DummyLayout = Literal["bf16", "nvfp4", "nvfp4-bf16-head", "mixed"]
+"""nvfp4: every matrix but routers, gates and `mtp.fc`; the same with the head in BF16; mixed: NVIDIA's packs, FP8 for
+attention and GatedDeltaNet, NVFP4 for the rest, the head in BF16."""
+DUMMY_LAYOUTS: tuple[str, ...] = get_args(DummyLayout)
+
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """None means: decide from the checkpoint and the device; the start-up log says what was decided.
@@ -30,6 +35,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     twice as many tokens in the same memory and changes the text, though not with k, batch or the cut of a prompt.
     `eos_token_ids`: the end ids that requests will bring; grammars read the tokenizer with them before the engine is
     ready, which would hold up every stream later.
+    `load_format` "dummy" reads config.json and no weights: these are random, stored as a checkpoint of `dummy_layout`
+    has them, and head and trunk are not tested; to measure a server of any size.
     `kernels`: "fused" multiplies packed weights on the GPU and runs rounds from captured graphs, "torch" expands each
     weight for each product; "auto" is fused wherever that runs. `enforce_eager` captures no graphs.
     `enable_prefix_caching`: keep what was read of prompts, for later ones that begin with the same tokens.
@@ -55,6 +62,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     audit_rate: float = 0.0
     cost_table: bool = False
+    load_format: Literal["auto", "dummy"] = "auto"
+    dummy_layout: DummyLayout = "nvfp4"
     kernels: Literal["auto", "torch", "fused"] = "auto"
     enforce_eager: bool = False
     enable_prefix_caching: bool = True

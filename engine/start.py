@@ -18,6 +18,7 @@ from pilotfish.engine.assemble import Engine, HeadFacts, assemble
 from pilotfish.engine.check import cost_table, probe, trunk_check
 from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
+from pilotfish.engine.checkpoint.dummy import DummyCheckpoint, dummy_checkpoint, dummy_weights
 from pilotfish.engine.checkpoint.findings import NOT_FINITE, ZEROS, findings
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
@@ -97,13 +98,13 @@ def start_engine(options: EngineOptions) -> Engine:
     if not 0 <= options.audit_rate <= 1:
         raise OptionError(f"audit_rate: want a share in 0..1, got {options.audit_rate}")
     torch.set_num_threads(_num_threads(options))
-    checkpoint = open_checkpoint(options.model)
+    checkpoint = _open(options)
     if options.draft_head is not None:
         checkpoint = attach_head(checkpoint, options.draft_head)
     logger.info(checkpoint.summary())
     plan = make_plan(options, checkpoint)
     grammars = _grammars(options, checkpoint)
-    weights = load_weights(checkpoint, plan.device)
+    weights = _load(checkpoint, plan.device)
     weight_bytes = checkpoint.num_bytes
     if plan.depth == 0 or plan.lookup is not None:
         weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
@@ -119,6 +120,20 @@ def start_engine(options: EngineOptions) -> Engine:
     if grammars is not None:
         grammars.wait_read()
     return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate, plan=plan)
+
+
+def _open(options: EngineOptions) -> Checkpoint:
+    if options.load_format != "dummy":
+        return open_checkpoint(options.model)
+    if options.draft_head is not None:
+        raise OptionError("draft_head: want it with weights that are read, not with load_format dummy")
+    return dummy_checkpoint(options.model, options.dummy_layout)
+
+
+def _load(checkpoint: Checkpoint, device: torch.device) -> dict[str, Weight]:
+    if isinstance(checkpoint, DummyCheckpoint):
+        return dummy_weights(checkpoint.config, checkpoint.layout, device)
+    return load_weights(checkpoint, device)
 
 
 def _grammars(options: EngineOptions, checkpoint: Checkpoint) -> GrammarLibrary | None:
@@ -151,6 +166,8 @@ def _origin(checkpoint: Checkpoint, plan: Plan) -> str | None:
         return None
     if plan.lookup is not None:
         return f"look-up of {plan.lookup.longest} to {plan.lookup.shortest} tokens"
+    if isinstance(checkpoint, DummyCheckpoint):
+        return "MTP head of random weights"
     return f"MTP head from {checkpoint.head.path}" if checkpoint.head else "MTP head of the checkpoint"
 
 
@@ -158,7 +175,7 @@ def _self_test(
     model: Model, plan: Plan, options: EngineOptions, checkpoint: Checkpoint
 ) -> tuple[HeadCheck | None, TrunkCheck | None]:
     """How head and trunk do on a known text. Raises CheckpointError for a dead head unless options say otherwise."""
-    if options.head_check == "off":
+    if options.head_check == "off" or options.load_format == "dummy":
         return None, None
     ids = text_of(Path(options.model), model.config.vocab_size, longest_text(plan.max_model_len, plan.depth))
     head = _test_head(model, plan, options, checkpoint, ids)

@@ -19,7 +19,7 @@ import pilotfish
 from pilotfish.engine.errors import BusyError, PilotfishError
 from pilotfish.engine.link.messages import LoopRule
 from pilotfish.engine.link.process import DEFAULT_CORE
-from pilotfish.engine.options import KV_CACHE_DTYPES
+from pilotfish.engine.options import DUMMY_LAYOUTS, KV_CACHE_DTYPES
 from pilotfish.engine.parser import Parser
 from pilotfish.engine.speculation import speculative_config
 
@@ -316,6 +316,16 @@ def _add_engine_flags(parser: Parser) -> None:
     group = parser.add_argument_group("hub")
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     group.add_argument("--download-dir", type=Path, metavar="PATH", help="where hub files are kept (default: HF_HOME)")
+    group = parser.add_argument_group("random weights")
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random, of config.json alone",
+    )
+    group.add_argument(
+        "--dummy-layout", choices=DUMMY_LAYOUTS, default="nvfp4", help="what they are stored as (default: %(default)s)"
+    )
     group = parser.add_argument_group("speculation")
     depth = group.add_mutually_exclusive_group()
     depth.add_argument(

@@ -53,7 +53,7 @@ from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import CheckpointError, ConfigError, OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
-from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH
+from pilotfish.engine.options import DUMMY_LAYOUTS, KV_CACHE_DTYPES, MAX_DEPTH
 from pilotfish.engine.output import check_file
 from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.plan import (
@@ -347,8 +347,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="pilotfish bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
-    layouts = ("bf16", "nvfp4", "nvfp4-bf16-head", "mixed")
-    parser.add_argument("--dummy-layout", choices=layouts, default="nvfp4", help="default: %(default)s")
+    parser.add_argument("--dummy-layout", choices=DUMMY_LAYOUTS, default="nvfp4", help="default: %(default)s")
     parser.add_argument("--k", type=_numbers(0, MAX_DEPTH), default=[0, 3], metavar="LIST", help="default: 0,3")
     parser.add_argument("--batch", type=_numbers(1, MAX_ROWS), default=[1], metavar="LIST", help="default: 1")
     parser.add_argument("--context", type=_numbers(1, 1 << 20), default=[1024], metavar="LIST", help="default: 1024")

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from pilotfish.engine.bench.sizes import SIZES, released_config
-from pilotfish.engine.checkpoint.dummy import DummyLayout, stored_bytes
+from pilotfish.engine.checkpoint.dummy import stored_bytes
 from pilotfish.engine.config import ModelConfig
+from pilotfish.engine.options import DummyLayout
 from pilotfish.engine.plan import GPU_RESERVE_BYTES, SNAPSHOT_SHARE, buffer_bytes, page_bytes
 from pilotfish.kernels.attention import PAGE
 

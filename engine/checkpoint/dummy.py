@@ -6,7 +6,8 @@ Magnitudes are those of a trained model: a product keeps the variance of its inp
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -15,11 +16,9 @@ from pilotfish.engine.checkpoint.fp8 import Fp8Weight, per_tensor
 from pilotfish.engine.checkpoint.inventory import Expected, ExpertForm, Experts, Kind, mtp, trunk
 from pilotfish.engine.checkpoint.load import Weight
 from pilotfish.engine.checkpoint.nvfp4 import E2M1, GROUP, NvFp4Weight
+from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.config import ModelConfig
-
-DummyLayout = Literal["bf16", "nvfp4", "nvfp4-bf16-head", "mixed"]
-"""nvfp4: every matrix but routers, gates and `mtp.fc`; the same with the head in BF16; mixed: NVIDIA's packs, FP8 for
-attention and GatedDeltaNet, NVFP4 for the rest, the head in BF16."""
+from pilotfish.engine.options import DummyLayout
 
 PLAIN = ("in_proj_a", "in_proj_b", "shared_expert_gate", "mtp.fc")
 """Matrices that released packs leave in BF16."""
@@ -28,6 +27,36 @@ FP8_IN_MIXED = ("self_attn.", "in_proj_qkv", "in_proj_z", "out_proj")
 CODE_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))
 LOW_SCALE, HIGH_SCALE = 64, 128
 """The range of block scales, in whole numbers of which e4m3 holds eight."""
+
+
+@dataclass(frozen=True)
+class DummyCheckpoint(Checkpoint):
+    """A folder of which config.json alone is read, and what its weights would take in a layout."""
+
+    layout: DummyLayout = "nvfp4"
+
+    @property
+    def num_bytes(self) -> int:
+        return stored_bytes(self.config, self.layout)
+
+    def summary(self) -> str:
+        return f"{self.path}: RANDOM WEIGHTS, {self.layout}, {self.num_bytes / 1e6:.1f} MB: the text is noise"
+
+
+def dummy_checkpoint(folder: str | Path, layout: DummyLayout) -> DummyCheckpoint:
+    """Raises ConfigError for a config.json that is not read."""
+    config = ModelConfig.load(folder)
+    return DummyCheckpoint(
+        path=Path(folder),
+        config=config,
+        modules={},
+        has_mtp=True,
+        mtp_problem=None,
+        dropped={},
+        num_files=0,
+        num_head_weights=0,
+        layout=layout,
+    )
 
 
 def dummy_weights(

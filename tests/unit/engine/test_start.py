@@ -2,14 +2,19 @@
 
 import dataclasses
 import re
+import shutil
 
+import msgspec
 import pytest
 import torch
 
 from pilotfish.engine import plan as planning
 from pilotfish.engine import start
 from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.check import driver
+from pilotfish.engine.checkpoint.dummy import stored_bytes
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.options import EngineOptions
@@ -169,3 +174,22 @@ def test_impossible_wishes_are_refused_by_name(folder, options, named):
         if "num_threads" in options:
             start.start_engine(EngineOptions(model=str(folder), **options))
         plan(folder, **options)
+
+
+def test_random_weights_of_a_config_serve_without_a_file_of_weights(folder, tmp_path):
+    """What stands where a checkpoint would: only config.json is read, and the text is the same each time."""
+    shutil.copy(folder / "config.json", tmp_path)
+    options = EngineOptions(
+        model=str(tmp_path), load_format="dummy", num_threads=1, device="cpu", max_model_len=256, dtype="float32"
+    )
+    texts = []
+    for _ in range(2):
+        loop = start.make_core(options)
+        driver.submit(loop, {"one": [1, 2, 3]}, driver.greedy(12))
+        texts.append([token for report in driver.reports(loop) for out in report.outputs for token in out.token_ids])
+    assert len(texts[0]) == 12 and texts[0] == texts[1]
+    assert loop.ready.num_speculative_tokens == 3 and loop.ready.head_check is loop.ready.trunk_check is None
+    assert loop.ready.draft_head == "MTP head of random weights"
+    assert loop.ready.ledger["checkpoint_bytes"] == stored_bytes(ModelConfig.load(tmp_path), "nvfp4") > 0
+    with pytest.raises(OptionError, match="load_format dummy"):
+        start.start_engine(msgspec.structs.replace(options, draft_head=str(folder)))
