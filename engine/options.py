@@ -28,9 +28,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     what followed the newest prompt_lookup_max .. prompt_lookup_min tokens where they stood before (default 5 .. 5, or
     the one that is given), and needs no head. `draft_head` is a file or folder with a head to use in place of the
     checkpoint's, `draft_vocab` a file with the ids that drafts are chosen from. `head_check`: a head that cannot tell a
-    known text is refused, warned about, or not tested. `max_num_seqs` caps running sequences (default: the fast path's
-    rows over k + 1). `kv_cache_tokens` sizes the page pool, else
-    `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of max_model_len, at most 2 GiB, on a CPU.
+    known text is refused, warned about, or not tested. `max_num_seqs` caps running sequences (default: with
+    `cost_table` and captured rounds what rounds timed at the start say, else the fast path's rows over k + 1).
+    `kv_cache_tokens` sizes the page pool, else `gpu_memory_utilization` does on a GPU, and max_num_seqs sequences of
+    max_model_len, at most 2 GiB, on a CPU.
     `kv_cache_dtype` is of keys and values, the head's too: the model's ("auto"), bfloat16, or FP8 (e4m3), which holds
     twice as many tokens in the same memory and changes the text, though not with k, batch or the cut of a prompt.
     `eos_token_ids`: the end ids that requests will bring; grammars read the tokenizer with them before the engine is

@@ -40,6 +40,11 @@ MAX_SNAPSHOTS = 1024
 """The host looks through all of them to find the one to give up."""
 FAST_ROWS = 16
 MAX_ROWS = 256
+MEASURED = "measured rounds"
+"""The limit's name where rounds timed at the start set the cap."""
+MEASURED_SEQS = (64, 32, 16, 8)
+"""Most sequences that are timed for it: the first whose memory is a MEASURED_SHARE-th of what is left, or less."""
+MEASURED_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,12 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
     lookup = _lookup(options)
     depth, reason = _depth(options, checkpoint)
     max_model_len = _max_model_len(options, config)
-    max_num_seqs, binding = _max_num_seqs(options, depth)
     fused = choose_fused(options.kernels, device, dtype)
+    captured = fused and not options.enforce_eager
+    max_num_seqs, binding = _max_num_seqs(options, depth)
+    if captured and options.cost_table and options.max_num_seqs is None:
+        room = _room_beside_weights(options, checkpoint, device)[0]
+        max_num_seqs, binding = most_to_measure(config, depth, room, max_num_seqs), MEASURED
     for sentence in slow_ways(device, fused, options.device):
         logger.warning("slow: %s", sentence)
     kv_dtype = choose_kv_dtype(options.kv_cache_dtype, dtype, device, fused)
@@ -107,7 +116,7 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
         default_chunk(fused),
         lookup,
         fused,
-        fused and not options.enforce_eager,
+        captured,
         kv_dtype,
         kv_scales,
         num_snapshots(config, dtype, num_pages, pages_bytes) if options.enable_prefix_caching else 0,
@@ -242,6 +251,23 @@ def _max_num_seqs(options: EngineOptions, depth: int) -> tuple[int, str]:
     return wanted, "configured"
 
 
+def most_to_measure(config: ModelConfig, depth: int, room: int, least: int) -> int:
+    """Sequences to make room for where the cap is measured, given the bytes that weights leave."""
+    fitting = (
+        count
+        for count in MEASURED_SEQS
+        if count * (depth + 1) <= MAX_ROWS and buffer_bytes(config, depth, count) * MEASURED_SHARE <= room
+    )
+    return max(least, next(fitting, least))
+
+
+def _room_beside_weights(options: EngineOptions, checkpoint: Checkpoint, device: torch.device) -> tuple[int, int]:
+    """Bytes of the GPU for the rest, and as many if no other process held any."""
+    free, total = torch.cuda.mem_get_info(device)
+    taken = int(total * (1 - options.gpu_memory_utilization)) + checkpoint.num_bytes + GPU_RESERVE_BYTES
+    return free - taken, total - taken
+
+
 def reserved_pages(num_tokens: int, depth: int) -> int:
     """Pages that a request of at most so many tokens owns: its last window may begin with the last token, which has
     `depth` rows after it, and the head's cache is one place longer than the trunk's."""
@@ -270,16 +296,15 @@ def _num_pages(
                 f"the device has {gib(total)}"
             )
     elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        room = -int(total * (1 - options.gpu_memory_utilization)) - checkpoint.num_bytes
-        room -= GPU_RESERVE_BYTES + buffer_bytes(config, depth, max_num_seqs)
-        pages = max(0, free + room) // page
+        free, whole = _room_beside_weights(options, checkpoint, device)
+        buffers = buffer_bytes(config, depth, max_num_seqs)
+        pages = max(0, free - buffers) // page
         if options.enable_prefix_caching:
             # what sequences leave is the cache's, and snapshots stand beside the pages
             pages = max(min(pages, longest), pages * SNAPSHOT_SHARE // (SNAPSHOT_SHARE + 1))
         else:
             pages = min(longest * max_num_seqs, pages)
-        alone = max(0, total + room) // page
+        alone = max(0, whole - buffers) // page
     else:
         pages = min(longest * max_num_seqs, max(longest, CPU_KV_BYTES // page))
     if pages < longest:

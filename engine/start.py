@@ -15,7 +15,7 @@ import torch
 
 from pilotfish.engine import ledger
 from pilotfish.engine.assemble import Engine, HeadFacts, assemble
-from pilotfish.engine.check import cost_table, probe, trunk_check
+from pilotfish.engine.check import concurrency, cost_table, probe, trunk_check
 from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
 from pilotfish.engine.checkpoint.dummy import DummyCheckpoint, dummy_checkpoint, dummy_weights
@@ -31,8 +31,9 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.memory import refusals_told
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import EngineOptions
-from pilotfish.engine.plan import Plan, make_plan
+from pilotfish.engine.plan import MEASURED, Plan, make_plan
 from pilotfish.engine.slow import slow_ways
+from pilotfish.kernels.attention import PAGE
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,12 @@ def make_core(options: EngineOptions) -> EngineLoop:
         engine.executor.compile()
     # a rate of 0: requests of our own are not audited
     unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
-    routes = probe.routes(unaudited)
     if engine.executor.model.device.type == "cuda":
         probe.warm_up(unaudited)
+    if engine.plan is not None and engine.plan.binding_limit == MEASURED:
+        engine = concurrency.capped(engine, unaudited, text_of(Path(options.model), engine.ready.vocab_size, PAGE))
+        unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
+    routes = probe.routes(unaudited)
     assert engine.ready.execution is not None
     break_even = _break_even(engine, options) if options.cost_table else {}
     # requests of our own are no client's prefix, and others than this engine have written its pages

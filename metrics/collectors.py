@@ -140,6 +140,8 @@ class Collector:
         series["engine_load_seconds"].set(ready.load_seconds)
         series["engine_ready_timestamp_seconds"].set(time.time())
         if ready.execution is not None:
+            for sequences, seconds in ready.execution.round_seconds.items():
+                series["timed_round_seconds"].labels(str(sequences)).set(seconds)
             self._break_even = sorted(ready.execution.break_even.items())
             for sequences, tokens in self._break_even:
                 series["spec_decode_break_even_acceptance_length"].labels(str(sequences)).set(tokens)

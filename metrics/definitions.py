@@ -138,6 +138,12 @@ DEFINITIONS = (
     Definition(PREFIX + "num_requests_waiting", "gauge", "Sequences queued in the engine."),
     Definition(PREFIX + "max_num_seqs", "gauge", "Cap on running sequences, by the limit that set it.", ("limit",)),
     Definition(
+        PREFIX + "timed_round_seconds",
+        "gauge",
+        "Seconds of a round at the served k, timed at the start to set the cap, by sequences.",
+        ("sequences",),
+    ),
+    Definition(
         PREFIX + "concurrency_limit",
         "gauge",
         "Sequences that each limit would let run at once; KV pages: sequences of the full context.",

@@ -285,6 +285,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `routes`: kernel and dtype -> the layers that took it in the requests of engine/check/probe.py. `head_weights`: the
     draft head's weights that were loaded, and how many a whole one has. `num_graphs`: captured rounds and parts of
     rounds, which hold `graph_bytes` of device memory beside the buffers that all of them share.
+    `round_seconds`: sequences at once -> seconds of their round, timed at the start to set the cap.
     `break_even`: sequences at once -> tokens that a round must commit to each to gain over k = 0, timed at the start.
     `start_seconds`: what the engine did until it was ready: "weights" (opened, read, packed, the head tested),
     "kernels" compiled, "graphs" captured, "rest" (caches, buffers, requests of our own, timed rounds).
@@ -298,6 +299,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_graphs: int = 0
     graph_bytes: int = 0
     routes: dict[str, list[str]] = {}
+    round_seconds: dict[int, float] = {}
     break_even: dict[int, float] = {}
     start_seconds: dict[str, float] = {}
     slow: list[str] = []

@@ -1,0 +1,116 @@
+"""How many sequences are worth running at once: rounds timed at the start, over the number of sequences.
+
+Tokens a second grow with it as long as a round costs less than in proportion; what each sequence gets shrinks. The
+default cap follows doublings as long as each adds a quarter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from time import perf_counter
+
+import msgspec
+
+from pilotfish.engine.assemble import Engine
+from pilotfish.engine.check import driver
+from pilotfish.engine.loop import EngineLoop
+from pilotfish.engine.plan import MEASURED, reserved_pages
+from pilotfish.kernels.attention import PAGE
+
+logger = logging.getLogger(__name__)
+
+GAIN = 1.25
+"""What a doubling must multiply tokens a second by to be worth it."""
+ROUNDS, WARM_UPS = 5, 2
+CONTEXT = PAGE // 16
+
+
+def worth_running(seconds: Mapping[int, float]) -> int:
+    """Of the numbers of sequences whose rounds took `seconds`: the last one up to which every doubling multiplied
+    tokens a second by GAIN; by as much less where the last step is less than a doubling."""
+    counts = sorted(seconds)
+    found = counts[0]
+    for before, after in pairwise(counts):
+        gain = after / seconds[after] / (before / seconds[before])
+        if gain < GAIN ** math.log2(after / before):
+            break
+        found = after
+    return found
+
+
+def capped(engine: Engine, loop: EngineLoop, text: Sequence[int]) -> Engine:
+    """The engine with the cap that its own rounds, over `loop`, say; what was allocated stays. `text` may be empty."""
+    seconds = round_seconds(loop, text or [(7 * i + 1) % engine.ready.vocab_size for i in range(CONTEXT)])
+    ready, plan = engine.ready, engine.plan
+    assert ready.execution is not None and plan is not None
+    # not even one sequence of this short context fits: the pages say so
+    cap = worth_running(seconds) if seconds else 1
+    for count, took in seconds.items():
+        rate = f"{count / took:.0f} sequences' rounds a second"
+        logger.info("%d at once: a round takes %.2f ms, %s%s", count, 1e3 * took, rate, " <-" * (count == cap))
+    binding = MEASURED if cap < ready.max_num_seqs else "captured graphs"
+    logger.info("max_num_seqs: %d, set by %s: another doubling must add %.0f %%", cap, binding, 100 * (GAIN - 1))
+    engine.scheduler.max_num_seqs = cap
+    ready = msgspec.structs.replace(
+        ready,
+        max_num_seqs=cap,
+        binding_limit=binding,
+        limits=ready.limits | {MEASURED: cap},
+        execution=msgspec.structs.replace(ready.execution, round_seconds=seconds),
+    )
+    plan = dataclasses.replace(plan, max_num_seqs=cap, binding_limit=binding)
+    return dataclasses.replace(engine, ready=ready, plan=plan)
+
+
+def round_seconds(loop: EngineLoop, text: Sequence[int]) -> dict[int, float]:
+    """Median seconds of a whole engine step over one sequence, two, four, .. and as many as may run, each at the
+    served k and a short context; as far as the caches hold them. Sequences join those that run."""
+    ready = loop.ready
+    counts = sorted({1 << n for n in range(ready.max_num_seqs.bit_length())} | {ready.max_num_seqs})
+    names: list[str] = []
+    found: dict[int, float] = {}
+    try:
+        for count in counts:
+            tokens = _room(count, len(counts), ready.num_speculative_tokens)
+            pages = count * reserved_pages(CONTEXT + tokens, ready.num_speculative_tokens)
+            if pages > ready.kv_pages_total or CONTEXT + tokens > ready.max_model_len:
+                break
+            # those that run already stop when this one's room is used up
+            most = _room(counts[-1], len(counts), ready.num_speculative_tokens)
+            limit = min(most, ready.max_model_len - CONTEXT)
+            added = {f"timed-{n}": _prompt(text, n) for n in range(len(names), count)}
+            names += added
+            driver.submit(loop, added, driver.greedy(limit))
+            waiting = set(added)
+            while waiting:
+                waiting -= {output.request_id for output in driver.step(loop)}
+            found[count] = _timed(loop)
+    finally:
+        driver.drain(loop, names)
+    return found
+
+
+def _room(count: int, num_counts: int, depth: int) -> int:
+    """Tokens that the first of so many sequences may write while others are read and rounds are timed."""
+    return (2 * count + (WARM_UPS + ROUNDS + 2) * num_counts) * (depth + 1)
+
+
+def _prompt(text: Sequence[int], number: int) -> list[int]:
+    start = number * CONTEXT % len(text)
+    return [*text[start:], *text, *text][:CONTEXT]
+
+
+def _timed(loop: EngineLoop) -> float:
+    for _ in range(WARM_UPS):
+        loop.step()
+    times = []
+    for _ in range(ROUNDS):
+        began = perf_counter()
+        loop.step()
+        times.append(perf_counter() - began)
+    return statistics.median(times)
