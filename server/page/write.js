@@ -97,12 +97,12 @@ async function write() {
   byId("ask-error").textContent = "";
   let path, asked;
   try {
+    if (served === null) serve((await get("health", { any: true })).speculation?.num_speculative_tokens ?? 0);
     [path, asked] = body();
   } catch (error) {
     byId("ask-error").textContent = error.message;
     return;
   }
-  if (served === null) serve((await get("health", { any: true })).speculation?.num_speculative_tokens ?? 0);
   const k = field("k").value === "" ? served : Number(field("k").value);
   const depths = field("beside").checked && k > 0 ? [0, k] : [k];
   const panes = depths.map((depth) => new Pane(depth, served || 1));

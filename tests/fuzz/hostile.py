@@ -161,7 +161,7 @@ FITTING = {
     "presence_penalty": st.floats(-2.5, 2.5),
     "repetition_penalty": st.floats(0, 11),
     "thinking_token_budget": st.integers(-1, 50),
-    "speculation": st.fixed_dictionaries({}, optional={"k": st.integers(-1, 9)}),
+    "speculation": st.fixed_dictionaries({}, optional={"k": st.integers(-1, 9), "trace": st.booleans()}),
     "return_token_ids": st.booleans(),
     "ignore_eos": st.booleans(),
     "chat_template_kwargs": st.dictionaries(KEYS, VALUES, max_size=3),
