@@ -86,7 +86,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [FLAG ...]", prog="pilotfish", required=True)
     usage = "pilotfish %s MODEL [FLAG ...]"
     apis = "OpenAI's chat, completions and Responses, Anthropic's Messages"
-    what = f"Serves a checkpoint over HTTP: {apis}, in one process beside the engine's."
+    what = f"Serves a checkpoint over HTTP: {apis}. The engine is a process of its own."
     help = f"serve a checkpoint: {apis}"
     _add_serve(commands.add_parser("serve", usage=usage % "serve", help=help, description=what))
     _add_generate(commands.add_parser("generate", usage=usage % "generate", help="complete one prompt in the terminal"))
