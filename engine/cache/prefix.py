@@ -11,6 +11,8 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.misses import miss_of
 from pilotfish.engine.cache.pool import Pool
@@ -222,8 +224,10 @@ class PrefixCache:
         )
         self._num_queried = self._num_hit = 0
         self._num_evictions, self._misses = self.tree.num_evictions, []
-        changed, self._told = stats != self._told, stats
-        return stats if changed and self.is_on else None
+        # two requests alike count twice
+        before = msgspec.structs.replace(self._told, num_queried_tokens=0, num_hit_tokens=0, num_evictions=0, misses=())
+        self._told = stats
+        return stats if stats != before and self.is_on else None
 
     @property
     def capacity_bytes(self) -> int:

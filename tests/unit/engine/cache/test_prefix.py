@@ -395,8 +395,18 @@ class TestWhatIsTold:
         assert (stats.num_queried_tokens, stats.num_hit_tokens) == (26, 12)
         assert stats.num_snapshots == len(twin.kept(prompt)) == 3
         assert stats.num_bytes == 3 * 40 + 6 * 10 and stats.capacity_bytes == 16 * 40 + 64 * 10
-        twin.prefix.take_stats()
         assert twin.prefix.take_stats() is None
+
+    def test_requests_alike_count_each_time(self):
+        """A report is left out where nothing has changed, not where it says the same again."""
+        twin, prompt = Twin(), tokens(13)
+        twin.read_whole(prompt)
+        twin.prefix.take_stats()
+        told = []
+        for _ in range(3):
+            twin.read_whole(prompt)
+            told.append(twin.prefix.take_stats())
+        assert [(stats.num_queried_tokens, stats.num_hit_tokens) for stats in told] == [(13, 12)] * 3
 
     @pytest.mark.parametrize(
         ("before", "now", "reasons"),
