@@ -21,8 +21,10 @@ from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
 from pilotfish.kernels.cuda.moe_kernels import list_kernel
 from pilotfish.kernels.cuda.packing import Format, Packed
 
-ROWS = 64
-"""Rows of a program for prompts of any length: kernels that a first short prompt has had compiled serve a long one."""
+ROWS, FEW_ROWS = 64, 32
+"""Rows of a program at a time; FEW_ROWS where an expert has 24 or less: then three programs are on an SM, not two."""
+FEW_REGISTERS = 168
+"""Of a thread, for three programs of 128 threads. Held to it with 64 rows, the loop spills."""
 COLUMNS = 64
 """Columns of gate and of up each; of down twice as many."""
 SPLIT = 4
@@ -203,8 +205,10 @@ def _launch(
 ) -> None:
     num_rows, tiles = lists.shape[1] - 1, part.num_tiles // (packed.num_experts + 1)
     columns = 2 * COLUMNS if down else COLUMNS
-    split = 2 if num_rows * packed.top_k <= packed.num_experts * ROWS else SPLIT
-    grid = (-(-out.shape[2] // columns), packed.num_experts * split + -(-num_rows // ROWS))
+    few = num_rows * packed.top_k <= 24 * packed.num_experts
+    rows = FEW_ROWS if few else ROWS
+    split = 2 if num_rows * packed.top_k <= packed.num_experts * rows else SPLIT
+    grid = (-(-out.shape[2] // columns), packed.num_experts * split + -(-num_rows // rows))
     _experts_kernel[grid](
         part.data.view(torch.int32),
         part.number,
@@ -221,8 +225,9 @@ def _launch(
         TOP_K=packed.top_k,
         DOWN=down,
         DIVIDES=part.divides,
-        ROWS=ROWS,
+        ROWS=rows,
         COLUMNS=columns,
         STAGES=STAGES,
         num_warps=4,
+        maxnreg=FEW_REGISTERS if few else None,
     )

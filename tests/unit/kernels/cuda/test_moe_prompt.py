@@ -58,22 +58,24 @@ def test_a_layer_routes_by_its_logits(kind):
     torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
 
 
-def test_its_code_for_a_gpu():
+@pytest.mark.parametrize(("rows", "registers", "programs"), ((300, 255, 2), (40, 168, 3)), ids=["many", "few"])
+def test_its_code_for_a_gpu(rows, registers, programs):
     """Weights and rows come by asynchronous copies of 16 bytes (scales of 8); nothing is stored by halves, next to
-    nothing spilled (24 registers, none of them in the loop), and a warp waits for no other to multiply what it unpacked
-    (else 33 barriers a unit, and not 3): what else compiles costs a factor, and no value shows it."""
+    nothing spilled (24 registers where rows are many, none of them in the loop), and a warp waits for no other to
+    multiply what it unpacked (else 33 barriers a unit, and not 3): what else compiles costs a factor, and no value
+    shows it."""
     parts = ExpertWeights(nvfp4(512, 2048), nvfp4(512, 2048), nvfp4(2048, 512))
     packed = GroupedExperts([parts] * 8, parts, 4)
-    x, ids = torch.zeros(300, 2048).bfloat16(), torch.zeros(300, 4, dtype=torch.int32)
+    x, ids = torch.zeros(rows, 2048).bfloat16(), torch.zeros(rows, 4, dtype=torch.int32)
     with compiling() as kernels:
-        moe_prompt.experts(packed, x, torch.zeros(300, 4), ids, torch.zeros(300))
+        moe_prompt.experts(packed, x, torch.zeros(rows, 4), ids, torch.zeros(rows))
     names = [kernel.metadata.name for kernel in kernels]
     assert names == ["list_kernel", "_experts_kernel", "_experts_kernel", "combine_kernel"]
     for kernel in kernels[1:3]:
         code = Code(kernel)
-        assert code.stack <= 96 and code.count("BAR") <= 24
+        assert code.stack <= 104 and code.registers <= registers and code.count("BAR") <= 24
         # a unit of 128 columns is 8 steps of 16, of gate and of up, or of twice as many rows of down
         assert code.count("HGMMA") == 16
         assert code.count("LDGSTS.E.BYPASS.128") > 0 and code.count("STS.U") == code.count("STS.64") == 0
-        # two programs on a multiprocessor
-        assert kernel.metadata.shared <= 113 << 10
+        # so many programs on a multiprocessor
+        assert kernel.metadata.shared <= (226 << 10) // programs
