@@ -49,7 +49,12 @@ class Beginnings:
         system = [message for message in messages[:1] if message["role"] == "system"]
         if not system and not tools:
             return None
-        key = blake2b(msgspec.json.encode((system, tools, values)), digest_size=16).digest()
+        try:
+            written = msgspec.json.encode((system, tools, values))
+        except (RecursionError, TypeError, ValueError):
+            # nesting at the edge of what could be decoded: the prompt is read all the same
+            return None
+        key = blake2b(written, digest_size=16).digest()
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:

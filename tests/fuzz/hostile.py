@@ -274,7 +274,16 @@ PATHS = (
         b"/v1/models/" + b"a" * 4000,
     ),
     *(b"/metrics?x=%ff", b"/health#x", b"/v1/completions/", b"/%2e%2e/%2e%2e", b"/\xff", b"*", b"http://x/v1/models"),
-    *(b"/v1/models/scripted", b"/v1/capacity", b"/ready", b"/version", b"/openapi.json", b"/docs", b"/v1/files"),
+    *(
+        b"/v1/models/scripted",
+        b"/v1/capacity",
+        b"/v1/cache",
+        b"/ready",
+        b"/version",
+        b"/openapi.json",
+        b"/docs",
+        b"/v1/files",
+    ),
 )
 METHODS = (b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"PATCH", b"TRACE", b"CONNECT", b"BREW", b"get")
 

@@ -96,6 +96,13 @@ def test_one_system_prompt_is_rendered_once(model, monkeypatch):
     assert len(rendered) == 2
 
 
+def test_values_that_cannot_be_written_are_no_error(model):
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert model.beginnings.measure([1], [SYSTEM], None, {"deep": deep}) is None
+
+
 def test_what_is_kept_is_bounded(model, monkeypatch):
     monkeypatch.setattr("pilotfish.server.text.beginnings.MAX_KEPT", 3)
     beginnings = Beginnings(model.chat_template, model.tokenizer)
