@@ -45,18 +45,19 @@ def fixed_engine(
     max_num_seqs: int = 4,
     captured: bool = True,
     look_up: Any = None,
-    draft_ids: Any = None,
-    kv_dtype: torch.dtype | None = None,
+    operators: FixedShapes | None = None,
+    **options: Any,
 ) -> Engine:
-    """An engine over a tiny model; `look_up`: a head in place of its own."""
-    engine = make_engine(kind, dtype, depth=depth, max_num_seqs=max_num_seqs, draft_ids=draft_ids, kv_dtype=kv_dtype)
+    """An engine over a tiny model; `look_up`: a head in place of its own, `operators`: others than FixedShapes."""
+    engine = make_engine(kind, dtype, depth=depth, max_num_seqs=max_num_seqs, **options)
     model = engine.executor.model
     seqs, longest = engine.ready.max_num_seqs, engine.ready.max_model_len
     history_length = 0
     if look_up is not None:
         model, history_length = dataclasses.replace(model, head=look_up), longest + MAX_DEPTH + 1
     state = BatchState(seqs + 1, max(1, depth), model.config.vocab_size, CPU, history_length)
-    executor = make_executor(model, state, depth, seqs, longest, FAST_ROWS, FixedShapes(), engine.ready.prefill_chunk)
+    table = operators or FixedShapes()
+    executor = make_executor(model, state, depth, seqs, longest, FAST_ROWS, table, engine.ready.prefill_chunk)
     if captured:
         with torch.inference_mode():
             executor.capture(progress=False)

@@ -10,6 +10,7 @@ import torch
 from pilotfish.engine.link.messages import RequestOutput, SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.kernels.attention import PAGE
+from tests.support.fixed_shapes import PaddedPrompts, fixed_engine
 from tests.support.rounds import make_engine
 
 LOGPROBS = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
@@ -48,11 +49,16 @@ class Shown:
 
 
 class Prefixes:
-    """An engine loop over a tiny model. `ask` runs one request alone."""
+    """An engine loop over a tiny model. `ask` runs one request alone. `fixed`: rounds of fixed shapes and padded
+    prompts, as kernels have."""
 
-    def __init__(self, kind: str = "moe", dtype: str = "float32", run_ahead: bool = False, **options: Any):
+    def __init__(
+        self, kind: str = "moe", dtype: str = "float32", run_ahead: bool = False, fixed: bool = False, **options: Any
+    ):
         options = {"depth": 3, "prefill_chunk": PAGE, "num_pages": 24, "num_snapshots": 12} | options
-        self.loop = EngineLoop(make_engine(kind, dtype, **options))
+        if fixed:
+            options |= {"operators": PaddedPrompts(), "captured": False}
+        self.loop = EngineLoop((fixed_engine if fixed else make_engine)(kind, dtype=dtype, **options))
         self.loop.executor.run_ahead = run_ahead
         self.loop.executor.observers.append(self._observe)
         self.shown: dict[str, Shown] = {}

@@ -169,13 +169,19 @@ def test_a_state_with_nan_is_not_kept(engine):
     assert hit.num_cached == PAGE and same(hit, engine.cold(TEXT[: PAGE + 1]))
 
 
-def test_rounds_run_ahead():
-    engine = Prefixes(run_ahead=True, num_pages=12, num_snapshots=4)
+@pytest.mark.parametrize("fixed", [False, True], ids=["plain", "fixed shapes"])
+def test_rounds_run_ahead(fixed):
+    engine = Prefixes(run_ahead=True, fixed=fixed, num_pages=12, num_snapshots=4)
+    if fixed:
+        # chunks pause for rounds
+        engine.loop.executor.steps_at_a_time = lambda num_rows, seconds: 1
+        engine.loop._round_seconds = 1.0
     prompts = [[*TEXT[: PAGE + 10 * number], *random_prompt(PAGE, number)] for number in range(6)]
     cold = [engine.cold(prompt, sampling("sampled", max_tokens=12)).said for prompt in prompts]
     names = [engine.submit(prompt, sampling("sampled", max_tokens=12)) for prompt in prompts]
     engine.run()
     assert [engine.shown[name].said for name in names] == cold
+    assert sum(engine.shown[name].num_cached for name in names) > 0
 
 
 def test_without_room_for_a_snapshot_nothing_is_kept():
