@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pilotfish.engine.link.messages import PrefixCacheStats, Ready, RequestOutput, StepReport
 
 OF_ENGINE = (
-    *("num_requests_running", "num_requests_waiting", "kv_pages_used", "state_slots_used"),
+    *("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage", "state_slots_used"),
     *("prefix_cache_snapshots", "prefix_cache_bytes"),
 )
 """Gauges of what ends with the engine."""
@@ -181,6 +181,7 @@ class Collector:
         series["num_requests_waiting"].set(stats.num_waiting)
         series["kv_pages_used"].set(stats.kv_pages_used)
         series["kv_pages"].set(stats.kv_pages_total)
+        series["kv_cache_usage"].set(stats.kv_pages_used / max(1, stats.kv_pages_total))
         series["state_slots_used"].set(stats.state_slots_used)
         series["state_slots"].set(stats.state_slots_total)
         if stats.prefix_cache is not None:

@@ -159,6 +159,8 @@ DEFINITIONS = (
     Definition(PREFIX + "bytes_per_sequence", "gauge", "State, pending rows and buffers of one running sequence."),
     Definition(PREFIX + "kv_pages_used", "gauge", "Key-value cache pages reserved."),
     Definition(PREFIX + "kv_pages", "gauge", "Key-value cache pages there are."),
+    # no raw count: what picks a server for Kubernetes' gateway reads one series, and divides none
+    Definition(PREFIX + "kv_cache_usage", "gauge", "The one by the other, 0 to 1."),
     Definition(PREFIX + "state_slots_used", "gauge", "Recurrent-state slots taken."),
     Definition(PREFIX + "state_slots", "gauge", "Recurrent-state slots there are."),
     Definition(

@@ -18,6 +18,10 @@ SPAN = r"`([^`]+)`"
 SELF = Path(__file__)
 OTHERS_FLAGS = {
     *("--require-hashes", "--dry-run"),  # pip, pip-audit
+    *("--disable-circuit-breaker", "--health-check-endpoint", "--health-check-interval-secs"),  # routers
+    *("--health-failure-threshold", "--health-check-timeout-secs", "--retry-max-retries", "--retry-initial-backoff-ms"),
+    *("--retry-backoff-multiplier", "--balance-abs-threshold", "--balance-rel-threshold", "--max-payload-size"),
+    *("--request-timeout-secs",),
     *("--allowedTools", "--approval-mode", "--yes-always", "--output-schema"),  # agents
     *("--checks", "--max-examples", "--phases"),  # schemathesis
     *("--from-file", "--strict", "--mtp"),  # kubectl, kubernetes-validate, llama.cpp's converter

@@ -123,6 +123,7 @@ def test_every_metric_is_on_the_dashboard_or_left_out_on_purpose():
     left_out = {"build_info", "engine_load_seconds", "spec_decode_disabled", "prompt_tokens_total"}
     left_out |= {
         "kv_bytes_per_token",
+        "kv_cache_usage",
         "bytes_per_sequence",
         "unused_fields_total",
         "schema_keywords_left_out_total",

@@ -142,6 +142,7 @@ def test_gauges_and_phases(registry):
         "state_slots",
     )
     assert [value(registry, "pilotfish_" + name) for name in names] == [2, 3, 7, 9, 2, 4]
+    assert value(registry, "pilotfish_kv_cache_usage") == 7 / 9
     assert value(registry, "pilotfish_round_seconds_sum", phase="verify") == 0.003
     assert value(registry, "pilotfish_prefill_tokens_total") == 5
     # phases are a closed set: a label value from elsewhere makes no series
