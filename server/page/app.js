@@ -5,7 +5,8 @@ import { announce, byId } from "./dom.js";
 import { startWatching, watching } from "./watch.js";
 import { serve, startWriting } from "./write.js";
 
-const HEALTH_SECONDS = 5, LOADING_SECONDS = 1;
+const HEALTH_SECONDS = 5,
+  LOADING_SECONDS = 1;
 const tabs = [byId("tab-write"), byId("tab-watch")];
 
 function choose(tab, focus = false) {
@@ -54,13 +55,18 @@ keyForm.addEventListener("submit", async (event) => {
 });
 
 function nameModel(models) {
-  byId("model").textContent = models.data.map((model) => model.id).slice(0, 1).join("");
+  byId("model").textContent = models.data
+    .map((model) => model.id)
+    .slice(0, 1)
+    .join("");
 }
 
 // -- how the server is -----------------------------------------------------------------------------------------------
 
 async function look() {
-  let state = "gone", text = "the server cannot be reached", pause = HEALTH_SECONDS;
+  let state = "gone",
+    text = "the server cannot be reached",
+    pause = HEALTH_SECONDS;
   try {
     const health = await get("health", { any: true });
     state = health.status === "ok" ? "ready" : health.status;
@@ -76,7 +82,10 @@ async function look() {
   if (shown.dataset.state !== state && shown.dataset.state !== "unknown") announce(`The server: ${text}.`);
   shown.dataset.state = state;
   shown.textContent = text;
-  setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", look, { once: true }) : look()), pause * 1000);
+  setTimeout(
+    () => (document.hidden ? document.addEventListener("visibilitychange", look, { once: true }) : look()),
+    pause * 1000,
+  );
 }
 
 startWriting({ onUnauthorized: askForKey });

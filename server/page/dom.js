@@ -16,7 +16,16 @@ export const color = (name) => getComputedStyle(document.documentElement).getPro
 /** The colour at a share of the way from one to another, both as #rrggbb. */
 export function between(from, to, share) {
   const [a, b] = [from, to].map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
-  return "#" + a.map((value, i) => Math.round(value + (b[i] - value) * share).toString(16).padStart(2, "0")).join("");
+  return (
+    "#" +
+    a
+      .map((value, i) =>
+        Math.round(value + (b[i] - value) * share)
+          .toString(16)
+          .padStart(2, "0"),
+      )
+      .join("")
+  );
 }
 
 /** Which of the eight steps of the scale draft i of k has: few drafts are far apart. */

@@ -50,14 +50,23 @@ function words(token, index) {
     grammar: token.draft ? `forced by the grammar, as draft ${token.draft}` : "forced by the grammar",
   };
   const round = token.round ? `round ${token.round}` : "from the prompt";
-  const chance = token.logprob === undefined ? [] : [`${percent(Math.exp(token.logprob))} (log ${token.logprob.toFixed(3)})`];
-  return [visible(token.text) || "no text", `token ${index + 1}`, `id ${token.id}`, round, whose[token.origin], ...chance];
+  const chance =
+    token.logprob === undefined ? [] : [`${percent(Math.exp(token.logprob))} (log ${token.logprob.toFixed(3)})`];
+  return [
+    visible(token.text) || "no text",
+    `token ${index + 1}`,
+    `id ${token.id}`,
+    round,
+    whose[token.origin],
+    ...chance,
+  ];
 }
 
 function alternatives(token) {
   if (!token.top?.length) return [];
   const rows = token.top.map(([text, logprob]) => {
-    const fill = make("i"), share = Math.exp(logprob);
+    const fill = make("i"),
+      share = Math.exp(logprob);
     fill.style.width = `${share * 100}%`;
     return make(
       "li",

@@ -60,7 +60,8 @@ export class Pane {
 
   draw() {
     this.frame = null;
-    const { text } = this, follows = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+    const { text } = this,
+      follows = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
     text.append(...this.nodes(this.fresh));
     this.fresh = [];
     if (follows) text.scrollTop = text.scrollHeight;
@@ -103,7 +104,9 @@ export class Pane {
   }
 
   get speed() {
-    return this.ids.length > 1 && this.last > this.first ? ((this.ids.length - 1) * 1000) / (this.last - this.first) : null;
+    return this.ids.length > 1 && this.last > this.first
+      ? ((this.ids.length - 1) * 1000) / (this.last - this.first)
+      : null;
   }
 
   figures() {

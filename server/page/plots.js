@@ -21,7 +21,10 @@ export class Plot {
 
   draw(watch) {
     const until = watch.points.at(-1)?.time;
-    this.data = [watch.points.map((point) => point.time - until), ...this.lines.map(({ value }) => watch.points.map((point) => value(point, watch)))];
+    this.data = [
+      watch.points.map((point) => point.time - until),
+      ...this.lines.map(({ value }) => watch.points.map((point) => value(point, watch))),
+    ];
     if (this.drawn) this.drawn.setData(this.data);
     else if (this.place.clientWidth) this.make();
     this.tell();
@@ -30,7 +33,9 @@ export class Plot {
   /** Colours are those of the theme at this moment. */
   make() {
     this.drawn?.destroy();
-    const soft = color("--soft"), line = color("--line"), font = "11px system-ui, sans-serif";
+    const soft = color("--soft"),
+      line = color("--line"),
+      font = "11px system-ui, sans-serif";
     const axis = { stroke: soft, font, grid: { stroke: line, width: 1 }, ticks: { show: false } };
     const whole = this.whole ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] } : {};
     const options = {
@@ -43,12 +48,26 @@ export class Plot {
         y: { range: (_, low, high) => [0, Math.max(this.top, (high ?? 0) * 1.08)] },
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 26, gap: 6, space: 60, values: (_, ticks) => ticks.map(ago), incrs: [10, 15, 30, 60, 120, 300] },
+        {
+          ...axis,
+          grid: { show: false },
+          size: 26,
+          gap: 6,
+          space: 60,
+          values: (_, ticks) => ticks.map(ago),
+          incrs: [10, 15, 30, 60, 120, 300],
+        },
         { ...axis, ...whole, size: 54, space: 34, values: (_, ticks) => ticks.map((tick) => this.format(tick)) },
       ],
       series: [
         {},
-        ...this.lines.map((entry) => ({ label: entry.label, stroke: entry.color(), width: entry.dash ? 1.25 : 1.75, dash: entry.dash, points: { size: 5, show: false, filter: alone } })),
+        ...this.lines.map((entry) => ({
+          label: entry.label,
+          stroke: entry.color(),
+          width: entry.dash ? 1.25 : 1.75,
+          dash: entry.dash,
+          points: { size: 5, show: false, filter: alone },
+        })),
       ],
       hooks: { setCursor: [(drawn) => this.tell(drawn.cursor.idx)] },
     };
@@ -72,16 +91,30 @@ export class Plot {
       return [entry, index === null ? column.findLast((value) => value !== null) : column[index]];
     });
     this.values.replaceChildren(
-      ...told.map(([entry, value]) => make("span", { className: "now" }, swatch(entry), `${entry.label} `, make("b", { text: value == null ? "–" : this.format(value) }), " ")),
+      ...told.map(([entry, value]) =>
+        make(
+          "span",
+          { className: "now" },
+          swatch(entry),
+          `${entry.label} `,
+          make("b", { text: value == null ? "–" : this.format(value) }),
+          " ",
+        ),
+      ),
     );
-    if (index === null) this.place.setAttribute("aria-label", `${this.title}. ${told.map((pair, i) => this.heard(...pair, i)).join(" ")}`);
+    if (index === null)
+      this.place.setAttribute(
+        "aria-label",
+        `${this.title}. ${told.map((pair, i) => this.heard(...pair, i)).join(" ")}`,
+      );
   }
 
   heard({ label, dash }, value, i) {
     if (value == null) return `${label}: nothing yet.`;
     if (dash) return `${label}: ${this.format(value)}.`;
     const known = this.data[i + 1].filter((one) => one !== null);
-    return `${label}: ${this.format(value)} now, from ${this.format(Math.min(...known))} to ${this.format(Math.max(...known))}.`;
+    const [low, high] = [Math.min(...known), Math.max(...known)].map(this.format);
+    return `${label}: ${this.format(value)} now, from ${low} to ${high}.`;
   }
 }
 
@@ -99,7 +132,8 @@ function alone(drawn, series) {
 
 /** The line as it is drawn. */
 function swatch(entry) {
-  const canvas = make("canvas", { width: 32, height: 16, "aria-hidden": "true" }), context = canvas.getContext("2d");
+  const canvas = make("canvas", { width: 32, height: 16, "aria-hidden": "true" }),
+    context = canvas.getContext("2d");
   context.strokeStyle = entry.color();
   context.lineWidth = 4;
   context.setLineDash(entry.dash ? [8, 5] : []);

@@ -2,7 +2,9 @@
 
 import { color } from "./dom.js";
 
-const WIDTH = 6, GAP = 1, MOST = 1000;
+const WIDTH = 6,
+  GAP = 1,
+  MOST = 1000;
 
 export class Strip {
   constructor(canvas, k) {
@@ -25,8 +27,10 @@ export class Strip {
   }
 
   draw() {
-    const { canvas } = this, ratio = devicePixelRatio;
-    const width = canvas.clientWidth, height = canvas.clientHeight;
+    const { canvas } = this,
+      ratio = devicePixelRatio;
+    const width = canvas.clientWidth,
+      height = canvas.clientHeight;
     canvas.width = width * ratio;
     canvas.height = height * ratio;
     const context = canvas.getContext("2d");

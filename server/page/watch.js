@@ -5,7 +5,12 @@ import { between, byId, color, make, percent, seconds } from "./dom.js";
 import { Plot } from "./plots.js";
 import { sentences } from "./words.js";
 
-let plots = null, drawnFor = null, timer = null, isShown = false, onRefused = () => {}, newest = null;
+let plots = null,
+  drawnFor = null,
+  timer = null,
+  isShown = false,
+  onRefused = () => {},
+  newest = null;
 
 export function startWatching({ onUnauthorized }) {
   onRefused = onUnauthorized;
@@ -61,8 +66,11 @@ function tell(lines) {
 
 // -- plots -----------------------------------------------------------------------------------------------------------
 
-const number = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
-const first = () => color("--accent"), second = () => color("--second"), limit = () => color("--limit");
+const number = (value) =>
+  value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+const first = () => color("--accent"),
+  second = () => color("--second"),
+  limit = () => color("--limit");
 
 function draw(watch) {
   const k = watch.num_speculative_tokens ?? 0;
@@ -76,7 +84,10 @@ function draw(watch) {
 
 function kinds(k) {
   const latency = (title, unit, of) => ({
-    title, unit, format: seconds, top: 0.001,
+    title,
+    unit,
+    format: seconds,
+    top: 0.001,
     lines: [
       { label: "half within", color: first, value: (point) => of(point)?.median ?? null },
       { label: "95 % within", color: second, value: (point) => of(point)?.p95 ?? null },
@@ -85,7 +96,10 @@ function kinds(k) {
   const depth = (i) => () => between(color("--line-from"), color("--line-to"), k <= 1 ? 0.4 : i / (k - 1));
   const speculation = [
     {
-      title: "Acceptance length", unit: "tokens a round", format: (value) => value.toFixed(2), top: k + 1,
+      title: "Acceptance length",
+      unit: "tokens a round",
+      format: (value) => value.toFixed(2),
+      top: k + 1,
       lines: [
         { label: "measured", color: first, value: (point) => point.acceptance_length },
         { label: "break-even", color: second, dash: [3, 4], value: (point) => point.break_even },
@@ -93,21 +107,35 @@ function kinds(k) {
       ],
     },
     {
-      title: "Accepted, by position", unit: "share of the drafts offered", format: percent, top: 1,
-      lines: Array.from({ length: k }, (_, i) => ({ label: `draft ${i + 1}`, color: depth(i), value: (point) => point.accepted[i] ?? null })),
+      title: "Accepted, by position",
+      unit: "share of the drafts offered",
+      format: percent,
+      top: 1,
+      lines: Array.from({ length: k }, (_, i) => ({
+        label: `draft ${i + 1}`,
+        color: depth(i),
+        value: (point) => point.accepted[i] ?? null,
+      })),
     },
   ];
   return [
     ...(k ? speculation : []),
     {
-      title: "Tokens", unit: "a second", format: number, top: 1,
+      title: "Tokens",
+      unit: "a second",
+      format: number,
+      top: 1,
       lines: [
         { label: "written", color: first, value: (point) => point.tokens_per_second },
         { label: "read of prompts", color: second, value: (point) => point.prompt_tokens_per_second },
       ],
     },
     {
-      title: "Sequences", unit: "now", format: (value) => String(Math.round(value)), top: 1, whole: true,
+      title: "Sequences",
+      unit: "now",
+      format: (value) => String(Math.round(value)),
+      top: 1,
+      whole: true,
       lines: [
         { label: "running", color: first, value: (point) => point.num_running },
         { label: "waiting", color: second, value: (point) => point.num_waiting },
@@ -115,10 +143,17 @@ function kinds(k) {
       ],
     },
     {
-      title: "Memory of sequences", unit: "share in use", format: percent, top: 1,
+      title: "Memory of sequences",
+      unit: "share in use",
+      format: percent,
+      top: 1,
       lines: [
         { label: "key-value pages", color: first, value: (point, watch) => share(point.kv_pages_used, watch.kv_pages) },
-        { label: "state slots", color: second, value: (point, watch) => share(point.state_slots_used, watch.state_slots) },
+        {
+          label: "state slots",
+          color: second,
+          value: (point, watch) => share(point.state_slots_used, watch.state_slots),
+        },
         { label: "prompts from the cache", color: limit, dash: [2, 3], value: (point) => point.cached_share },
       ],
     },
@@ -135,13 +170,26 @@ function table(capacity) {
   const { max_num_seqs: most, binding_limit: binding, rows_per_round: rows, kv_cache: kv } = capacity;
   byId("capacity-words").textContent =
     `${most} sequences may run at once, ${rows} rows a round; the cap is set by ${binding}. ` +
-    `The key-value cache holds ${kv.tokens.toLocaleString("en")} tokens, a sequence ${capacity.max_model_len.toLocaleString("en")}. On ${capacity.device}, ${capacity.dtype}.`;
+    `The key-value cache holds ${kv.tokens.toLocaleString("en")} tokens, ` +
+    `a sequence ${capacity.max_model_len.toLocaleString("en")}. On ${capacity.device}, ${capacity.dtype}.`;
   const rowsOf = (id, entries) => byId(id).tBodies[0].replaceChildren(...entries);
-  const row = (name, value, binds) => make("tr", binds ? { "data-binds": "" } : {}, make("th", { scope: "row", text: name }), make("td", { text: value }));
-  rowsOf("limits", Object.entries(capacity.limits).map(([name, count]) => row(name, count.toLocaleString("en"), name === binding)));
+  const row = (name, value, binds) =>
+    make(
+      "tr",
+      binds ? { "data-binds": "" } : {},
+      make("th", { scope: "row", text: name }),
+      make("td", { text: value }),
+    );
+  rowsOf(
+    "limits",
+    Object.entries(capacity.limits).map(([name, count]) => row(name, count.toLocaleString("en"), name === binding)),
+  );
   // the file's size is no part of it
   const parts = Object.entries(capacity.memory).filter(([name, bytes]) => bytes > 0 && name !== "checkpoint_bytes");
   const named = (name) => name.replace(/_bytes$/, "").replaceAll("_", " ");
   const mebibytes = (bytes) => (bytes / 2 ** 20).toLocaleString("en", { maximumFractionDigits: 1 });
-  rowsOf("memory", parts.map(([name, bytes]) => row(named(name), mebibytes(bytes))));
+  rowsOf(
+    "memory",
+    parts.map(([name, bytes]) => row(named(name), mebibytes(bytes))),
+  );
 }

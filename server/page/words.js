@@ -14,31 +14,37 @@ export function sentences(health, watch, capacity) {
 }
 
 function engine({ status, engine, version }) {
-  const part = engine.part ? ` (${engine.part})` : "", message = engine.message ? `: ${engine.message}` : "";
-  return {
-    ok: [["good", `The engine serves. pilotfish ${version}.`]],
-    loading: [["note", "The model is loading."]],
-    draining: [["warn", "The server is ending: running requests may end, new ones are refused."]],
-    stalled: [["bad", `The engine has not answered for ${Math.round(engine.seconds_silent)} s.`]],
-  }[status] ?? [["bad", `The engine has failed${part}${message}.`]];
+  const part = engine.part ? ` (${engine.part})` : "",
+    message = engine.message ? `: ${engine.message}` : "";
+  return (
+    {
+      ok: [["good", `The engine serves. pilotfish ${version}.`]],
+      loading: [["note", "The model is loading."]],
+      draining: [["warn", "The server is ending: running requests may end, new ones are refused."]],
+      stalled: [["bad", `The engine has not answered for ${Math.round(engine.seconds_silent)} s.`]],
+    }[status] ?? [["bad", `The engine has failed${part}${message}.`]]
+  );
 }
 
 function speculation(told) {
   if (told.enabled) {
-    const count = told.num_speculative_tokens;
-    return [["good", `Speculation is on: ${count} drafted token${count === 1 ? "" : "s"} a round, by ${told.draft_head ?? "the head"}.`]];
+    const count = told.num_speculative_tokens,
+      drafted = `${count} drafted token${count === 1 ? "" : "s"} a round`;
+    return [["good", `Speculation is on: ${drafted}, by ${told.draft_head ?? "the head"}.`]];
   }
   return [["warn", `Speculation is off: ${told.disabled_reason ?? "it was not asked for"}.`]];
 }
 
 function checks({ speculation, trunk_check: trunk }) {
-  const told = [], head = speculation?.head_check;
+  const told = [];
+  const head = speculation?.head_check;
   if (head?.verdict === "ok") {
-    const [first] = head.head_top1;
-    told.push(["good", `Of a known text the head ranked ${percent(first)} of the next tokens first, the model ${percent(head.trunk_top1)}.`]);
+    const [first, most] = [head.head_top1[0], head.trunk_top1].map(percent);
+    told.push(["good", `Of a known text the head ranked ${first} of the next tokens first, the model ${most}.`]);
   } else if (head) {
     const level = { weak: "warn", dead: "bad" }[head.verdict] ?? "note";
-    told.push([level, `The head was ${head.verdict === "untested" ? "not tested" : `found ${head.verdict}`}${head.reason ? `: ${head.reason}` : ""}.`]);
+    const found = head.verdict === "untested" ? "not tested" : `found ${head.verdict}`;
+    told.push([level, `The head was ${found}${head.reason ? `: ${head.reason}` : ""}.`]);
   }
   if (trunk?.verdict === "failed") told.push(["bad", `The model failed its test: ${trunk.reason}.`]);
   return told;
@@ -62,7 +68,8 @@ function paying(watch, { speculation }) {
 }
 
 function room(watch, { binding_limit: limit, max_num_seqs: most }) {
-  const now = watch.points.at(-1), told = [];
+  const now = watch.points.at(-1),
+    told = [];
   if (now?.num_waiting) told.push(["note", `${now.num_waiting} wait: ${most} may run at once, by ${limit}.`]);
   if (now && watch.kv_pages && now.kv_pages_used > 0.9 * watch.kv_pages) {
     told.push(["warn", `The key-value cache is ${percent(now.kv_pages_used / watch.kv_pages)} full.`]);

@@ -1,16 +1,28 @@
-// Write: one request, or the same at k = 0 and at k at once, whose texts are compared as they come.
+// Write: one request, or the same at k = 0 and at k at once.
 
 import { get, Refusal, stream } from "./api.js";
 import { announce, byId, make } from "./dom.js";
 import { inspect } from "./inspector.js";
 import { Pane } from "./pane.js";
+import { Race } from "./race.js";
 
 const NUMBERS = [
-  "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+  "max_tokens",
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "presence_penalty",
+  "frequency_penalty",
+  "repetition_penalty",
+  "seed",
 ];
 const NUM_ALTERNATIVES = 5;
-const form = byId("ask"), field = (name) => form.elements[name];
-let served = null, running = [], onRefused = () => {};
+const form = byId("ask"),
+  field = (name) => form.elements[name];
+let served = null,
+  running = [],
+  onRefused = () => {};
 /** The chat so far; the newest answer is in the panes and not among those that are shown above. */
 let turns = [];
 
@@ -51,7 +63,8 @@ function legend(k) {
 }
 
 function tidy() {
-  const chat = field("api").value === "chat", pattern = field("pattern").closest("label");
+  const chat = field("api").value === "chat",
+    pattern = field("pattern").closest("label");
   pattern.hidden = !["json", "regex"].includes(field("grammar").value);
   for (const name of ["thinking", "system"]) field(name).closest("label").hidden = !chat;
   byId("turns").hidden = byId("new-chat").hidden = !chat || !byId("turns").children.length;
@@ -69,7 +82,8 @@ function body() {
   for (const name of NUMBERS) if (field(name).value !== "") asked[name] = Number(field(name).value);
   // both panes draw the same noise
   asked.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
-  const { value: kind } = field("grammar"), pattern = field("pattern").value;
+  const { value: kind } = field("grammar"),
+    pattern = field("pattern").value;
   if (kind === "json_object") asked.structured_outputs = { json_object: true };
   if (kind === "json") asked.structured_outputs = { json: parsed(pattern) };
   if (kind === "regex") asked.structured_outputs = { regex: pattern };
@@ -137,7 +151,9 @@ function busy(is) {
 
 function showTurns(messages) {
   const shown = messages.filter(({ role }) => role !== "system");
-  byId("turns").replaceChildren(...shown.map(({ role, content }) => make("li", { text: content, "data-role": role, dir: "auto" })));
+  byId("turns").replaceChildren(
+    ...shown.map(({ role, content }) => make("li", { text: content, "data-role": role, dir: "auto" })),
+  );
   byId("turns").scrollTop = byId("turns").scrollHeight;
   tidy();
 }
@@ -175,67 +191,26 @@ async function run(pane, path, asked, abort, race) {
 function tokens(choice) {
   const { trace = [], token_ids: ids = [], logprobs } = choice;
   const isLast = choice.finish_reason !== null;
-  return trace.map((token, i) => ({ ...token, id: ids[i], isLast: isLast && i === trace.length - 1, ...chances(logprobs, i) }));
+  return trace.map((token, i) => ({
+    ...token,
+    id: ids[i],
+    isLast: isLast && i === trace.length - 1,
+    ...chances(logprobs, i),
+  }));
 }
 
 function chances(logprobs, i) {
   if (!logprobs) return {};
   if (logprobs.content) {
     const entry = logprobs.content[i];
-    return entry && { name: entry.token, logprob: entry.logprob, top: entry.top_logprobs.map((one) => [one.token, one.logprob]) };
+    return (
+      entry && {
+        name: entry.token,
+        logprob: entry.logprob,
+        top: entry.top_logprobs.map((one) => [one.token, one.logprob]),
+      }
+    );
   }
   const top = Object.entries(logprobs.top_logprobs?.[i] ?? {}).sort((a, b) => b[1] - a[1]);
   return { name: logprobs.tokens[i], logprob: logprobs.token_logprobs[i], top };
-}
-
-// -- the comparison --------------------------------------------------------------------------------------------------
-
-class Race {
-  constructor(panes) {
-    this.panes = panes;
-    this.same = 0;
-    this.look();
-  }
-
-  get differs() {
-    const lengths = this.panes.map((pane) => pane.ids.length);
-    const isShort = this.panes.every((pane) => pane.ended && !pane.isStopped) && lengths.some((length) => length !== lengths[0]);
-    return this.same < Math.min(...lengths) || isShort;
-  }
-
-  look() {
-    if (this.panes.length < 2) return tell("none", "");
-    const [a, b] = this.panes.map((pane) => pane.ids);
-    while (this.same < a.length && this.same < b.length && a[this.same] === b[this.same]) this.same++;
-    if (this.differs) tell("differs", `they differ at token ${this.same + 1}`);
-    else if (this.same) tell("equal", `equal so far, ${count(this.same)}`);
-    else tell("none", "");
-  }
-
-  finish() {
-    if (this.panes.some((pane) => pane.error.textContent)) return tell("none", "");
-    const told = this.panes.map((pane) => `${pane.name}: ${pane.length?.toFixed(2) ?? "no"} tokens a round, ${pane.speed?.toFixed(0) ?? "no"} tokens a second.`);
-    if (this.panes.length < 2) return announce(`Done, ${count(this.panes[0].ids.length)}. ${told[0]}`);
-    this.look();
-    if (!this.differs) {
-      const stopped = this.panes.some((pane) => pane.isStopped) ? "stopped; equal for" : "equal,";
-      tell("equal", `${stopped} ${count(this.same)}`, this.faster());
-    }
-    announce(`Done: ${byId("verdict").textContent}. ${told.join(" ")}`);
-  }
-
-  faster() {
-    const [plain, drafted] = this.panes.map((pane) => pane.last - pane.began);
-    if (!(plain > 0 && drafted > 0) || this.panes.some((pane) => pane.isStopped)) return "";
-    const took = (time) => `${(time / 1000).toFixed(1)} s`;
-    return ` · ${took(plain)} and ${took(drafted)}: ${(plain / drafted).toFixed(2)} × as fast`;
-  }
-}
-
-const count = (number) => `${number} token${number === 1 ? "" : "s"}`;
-
-function tell(verdict, text, more = "") {
-  const element = byId("verdict");
-  element.dataset.verdict = verdict;
-  element.replaceChildren(text, ...(more ? [make("small", { text: more })] : []));
 }
