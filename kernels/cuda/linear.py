@@ -85,7 +85,7 @@ def choose_shape(
     """
     warps = split(part.num_tiles, part.num_units)
     if segments:
-        if part.format is Format.NVFP4:
+        if part.format is not Format.BF16 and part.block_scale is None:
             return row_parallel(part, num_rows, segments)
         warps = min(segments, 4 if part.num_tiles > 2 * SM_COUNT else 8)
     row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
@@ -118,8 +118,8 @@ def three_a_multiprocessor(programs: int) -> int:
 
 
 def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
-    """The shape for NVFP4, measured for 320 and for 128 tiles of weights. Where tiles are few more than there is room
-    for at a time, programs that share K keep all SMs at work."""
+    """The shape for NVFP4 and FP8, measured for 320 and for 128 tiles of weights. Where there are few more tiles than
+    room for at a time, programs that share K keep all SMs at work."""
     many = part.num_tiles > 2 * SM_COUNT
     if num_rows <= 8:
         shape = LaunchShape(8, 1, 1, 2 if many else 4, 1)
@@ -134,7 +134,8 @@ def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
     parts = min(shape.split, segments)
     warps = min(shape.warps, segments // parts)
     steps = part.num_units // parts // warps
-    stages = min(shape.stages, steps)
+    # a unit of FP8 is twice the bytes
+    stages = 1 if part.format is Format.FP8 and shape.row_tiles == 4 else min(shape.stages, steps)
     return replace(
         shape, warps=warps, stages=stages, x_ahead=min(shape.x_ahead, steps - 1), segments=segments, split=parts
     )

@@ -299,8 +299,10 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     shape = fill(LaunchShape(warps, 2, row_tiles(num_rows), 0, 0), format, num_units)
     if format is not Format.NVFP4:
         return shape
-    # more programs at a time pay more than more on the way of each
-    return replace(shape, stages=2, x_ahead=1) if num_units >= 4 * warps else replace(shape, stages=1, x_ahead=0)
+    # more programs at a time pay more than more on the way of each, the more so where each has a list to read first
+    if num_units < 4 * warps or num_rows > FAST_ROWS:
+        return replace(shape, stages=1, x_ahead=0)
+    return replace(shape, stages=2, x_ahead=0 if num_rows == 1 else 1)
 
 
 def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[ExpertGroup]:
