@@ -70,25 +70,27 @@ def capped(engine: Engine, loop: EngineLoop, text: Sequence[int]) -> Engine:
 def round_seconds(loop: EngineLoop, text: Sequence[int]) -> dict[int, float]:
     """Median seconds of a whole engine step over one sequence, two, four, .. and as many as may run, each at the
     served k and a short context; as far as the caches hold them. Sequences join those that run."""
-    ready = loop.ready
+    ready, depth = loop.ready, loop.ready.num_speculative_tokens
     counts = sorted({1 << n for n in range(ready.max_num_seqs.bit_length())} | {ready.max_num_seqs})
+    room = {count: _room(count, len(counts), depth) for count in counts}
+    counts = [
+        count
+        for count in counts
+        if CONTEXT + room[count] <= ready.max_model_len
+        and count * reserved_pages(CONTEXT + room[count], depth) <= ready.kv_pages_total
+    ]
     names: list[str] = []
     found: dict[int, float] = {}
     try:
         for count in counts:
-            tokens = _room(count, len(counts), ready.num_speculative_tokens)
-            pages = count * reserved_pages(CONTEXT + tokens, ready.num_speculative_tokens)
-            if pages > ready.kv_pages_total or CONTEXT + tokens > ready.max_model_len:
-                break
-            # those that run already stop when this one's room is used up
-            most = _room(counts[-1], len(counts), ready.num_speculative_tokens)
-            limit = min(most, ready.max_model_len - CONTEXT)
             added = {f"timed-{n}": _prompt(text, n) for n in range(len(names), count)}
             names += added
-            driver.submit(loop, added, driver.greedy(limit))
+            driver.submit(loop, added, driver.greedy(room[counts[-1]]))
             waiting = set(added)
             while waiting:
                 waiting -= {output.request_id for output in driver.step(loop)}
+            if len(loop.scheduler.running) < count:
+                break
             found[count] = _timed(loop)
     finally:
         driver.drain(loop, names)
