@@ -339,7 +339,7 @@ def test_a_stream_is_stopped_and_none_is_left_when_the_page_is_closed(opened, sc
     page = ready(watched)
     unlock(page)
     ask(page, slow, max_tokens=4000)
-    page.locator(".pane").nth(1).locator(".t").nth(3).wait_for(state="attached")
+    both_write(page)
     assert scripted.service.client.num_open == 2
     page.keyboard.press("Escape")
     page.locator("#go:enabled").wait_for()
@@ -349,12 +349,17 @@ def test_a_stream_is_stopped_and_none_is_left_when_the_page_is_closed(opened, sc
         page.goto(scripted.url + PREFIX + "/")
         unlock(ready(watched))
         ask(page, slow, max_tokens=4000)
-        page.locator(".t").nth(3).wait_for(state="attached")
+        both_write(page)
         assert scripted.service.client.num_open == 2
         leave()
         none_open(scripted)
     # the empty page is no request of ours
     watched.faults = [fault for fault in watched.faults if fault != "about:blank"]
+
+
+def both_write(page):
+    for pane in (0, 1):
+        page.locator(".pane").nth(pane).locator(".t").nth(3).wait_for(state="attached")
 
 
 def none_open(server):

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import aiohttp
@@ -170,6 +171,14 @@ def test_nothing_in_it_writes_markup_or_keeps_a_key(file):
     text = file.read_text()
     wrong = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|localStorage|sessionStorage"
     assert not re.findall(wrong + r"|document\.cookie|indexedDB|https?:|<script>|\sstyle=|\son\w+=", text)
+
+
+def test_every_file_of_it_is_in_the_wheel():
+    settings = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["pilotfish.server.page"]
+    for file in FOLDER.rglob("*"):
+        if file.is_file() and file.suffix not in (".py", ".pyc"):
+            assert any(file.relative_to(FOLDER).match(pattern) for pattern in patterns), file
 
 
 def test_every_part_is_served_and_named_by_another(folder):
