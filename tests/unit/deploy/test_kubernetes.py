@@ -95,5 +95,33 @@ def test_the_pod_agrees_with_the_server():
 def test_the_autoscalers_metric_is_one_that_is_exported():
     text = (FOLDER / "autoscaler.yaml").read_text()
     names = {definition.name for definition in DEFINITIONS}
-    used = set(re.findall(r"pilotfish_\w+", text)) - {"pilotfish_waiting_per_place"}
-    assert used == {"pilotfish_num_requests_waiting", "pilotfish_max_num_seqs"} and used <= names
+    used = set(re.findall(r"pilotfish_\w+", text)) - {"pilotfish_requests_per_place"}
+    running, waiting = "pilotfish_num_requests_running", "pilotfish_num_requests_waiting"
+    assert used == {running, waiting, "pilotfish_max_num_seqs"} and used <= names
+
+
+def test_the_gateway_s_manifests_speak_of_the_same_pods_port_and_metrics():
+    pool, route, scaled = (load(f"gateway/{name}.yaml") for name in ("inferencepool", "httproute", "scaledobject"))
+    label = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["labels"][0]["pairs"]
+    (container,) = load("deployment.yaml")["spec"]["template"]["spec"]["containers"]
+    assert pool["spec"]["selector"]["matchLabels"] == label
+    assert f"--port={pool['spec']['targetPorts'][0]['number']}" in container["args"]
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
+    assert scaled["spec"]["scaleTargetRef"]["name"] == load("deployment.yaml")["metadata"]["name"]
+    kinds = {definition.name: definition.kind for definition in DEFINITIONS}
+    asked = " ".join(trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"])
+    picker = load("gateway/picker.yaml")
+    assert picker["metadata"]["name"] == pool["spec"]["endpointPickerRef"]["name"]
+    config = yaml.safe_load(picker["data"]["config.yaml"])
+    plugins = {plugin["type"]: plugin.get("parameters") for plugin in config["plugins"]}
+    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
+    assert engine["name"] == plugins["core-metrics-extractor"]["defaultEngine"]
+    specs = {name: metric for name, metric in engine.items() if name.endswith("Spec")}
+    assert specs.keys() == {"queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec"}
+    # the picker reads one series of a gauge: none of these may have labels
+    assert all(not definition.labels for definition in DEFINITIONS if definition.name in specs.values())
+    for metric in {*specs.values(), *re.findall(r"pilotfish_\w+", asked)}:
+        assert kinds[metric] == "gauge", metric
+    profile = config["schedulingProfiles"][0]["plugins"]
+    assert {plugin["pluginRef"] for plugin in profile} <= plugins.keys()
