@@ -61,13 +61,12 @@ def beside(
             found.append(executor.body.buffers.logits[0].clone())
 
     executor.run_once = watched  # type: ignore[method-assign]
-    if steps is not None:
-        executor.steps_at_a_time = lambda num_rows, seconds: steps  # type: ignore[method-assign]
+    loop.pauses_after = steps
     try:
         return measure_admission(loop, context, length).as_row(), found
     finally:
-        for name in ("run_once", "steps_at_a_time"):
-            vars(executor).pop(name, None)
+        del executor.run_once
+        loop.pauses_after = None
 
 
 def check_bits(loop: EngineLoop, context: int, length: int) -> None:

@@ -225,7 +225,10 @@ class Auditor:
         if self.matchers is not None:
             engine = dataclasses.replace(engine, grammars=cast(GrammarLibrary, self.matchers))
             engine.executor.grammars.steps = self.matchers.steps
-        return EngineLoop(engine)
+        loop = EngineLoop(engine)
+        # prompts that pause wherever they can, beside others, are held to those that were read at once
+        loop.pauses_after = 1
+        return loop
 
     def run_to_end(
         self,
@@ -239,13 +242,11 @@ class Auditor:
         loop, begun = recorder.loop, recorder.num_steps
         for request in requests:
             loop.submit(_at_most(request, loop.depth))
-        most = (
-            begun
-            + SPARE_STEPS
-            + sum(
-                2 * r.sampling.max_tokens + 2 * len(r.prompt_token_ids) // self.plan.prefill_chunk + 2 for r in requests
-            )
-        )
+        # a chunk and a round in turn, and a first cut before a whole chunk
+        pauses = 2 * len(loop.executor.prompt.groups)
+        chunks = sum(len(request.prompt_token_ids) // self.plan.prefill_chunk + 2 for request in requests)
+        tokens = sum(request.sampling.max_tokens for request in requests)
+        most = begun + SPARE_STEPS + 2 * tokens + pauses * chunks
         while loop.has_work() and recorder.num_steps < most:
             recorder.step()
             if forcer is not None:

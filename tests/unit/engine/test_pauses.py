@@ -21,8 +21,7 @@ def assert_alone(request):
 def pausing(kind="hv_gt_hk", steps=1, observed=False):
     """A driver whose chunks pause after so many steps."""
     driver = FixedDriver(kind, 2, agreeing=1, observed=observed)
-    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds: steps
-    driver.loop._round_seconds = 1.0
+    driver.loop.pauses_after = steps
     return driver
 
 
@@ -85,8 +84,8 @@ def test_one_that_leaves_while_it_is_paused_leaves_nothing_behind():
 
 
 def test_nothing_pauses_before_a_round_has_been_timed():
-    driver = pausing()
-    driver.loop._round_seconds = None
+    driver = pausing(steps=None)
+    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds: 1
     beside = driver.ask("a", 21, max_tokens=12)
     run_until(driver, lambda: beside.tokens)
     # another one at once: no two rounds have followed each other
@@ -98,7 +97,6 @@ def test_nothing_pauses_before_a_round_has_been_timed():
 
 def test_how_often_follows_from_what_a_step_and_a_round_take():
     executor = pausing().loop.executor
-    del executor.steps_at_a_time
     (rows, *_), seconds = executor.prompt.lengths(), executor.prompt.step_seconds
     assert seconds.keys() == set(executor.prompt.lengths()) and all(value > 0 for value in seconds.values())
     seconds[rows] = 0.004
