@@ -127,7 +127,7 @@ class PromptPass:
 
     def reserve(self, num_rows: int, max_length: int) -> None:
         """Memory that stays, for pieces of up to so many tokens of prompts of up to `max_length`."""
-        self._static = StaticSpan(self.model, self.ops.prompt_rows(num_rows), max_length)
+        self._static = StaticSpan(self.model, self.ops.prompt_rows(min(num_rows, max_length)), max_length)
 
     def lengths(self) -> list[int]:
         """The numbers of rows that the memory which stays is enough for."""
@@ -159,7 +159,10 @@ class PromptPass:
 
     def _read_nothing(self, num_rows: int) -> None:
         """A prompt of so many rows, into the null slot and the null page; of different tokens, as experts meet them."""
-        tokens = [token % self.model.config.vocab_size for token in range(num_rows)]
+        assert self._static is not None
+        # of a few more rows than the longest prompt has tokens the last are padding
+        length = min(num_rows, self._static.max_length)
+        tokens = [token % self.model.config.vocab_size for token in range(length)]
         for _ in self.steps(*self.take(NULL_SLOT, 0, tokens, [])):
             pass
 

@@ -127,7 +127,8 @@ class StaticSpan:
     """Memory that stays, for one piece at a time of up to `num_rows` rows of prompts of up to `max_length` tokens."""
 
     def __init__(self, model: Model, num_rows: int, max_length: int):
-        self.num_rows, self._device, self._num_pages = num_rows, model.device, pages_for(max_length) + 1
+        self.num_rows, self.max_length, self._device = num_rows, max_length, model.device
+        self._num_pages = pages_for(max_length) + 1
         # numbers, table and tokens in one block, so that one copy brings them
         self._table_at = 16
         self._tokens_at = self._table_at + 8 * -(-(self._num_pages + 1) // 2) * 2

@@ -119,6 +119,23 @@ def test_a_piece_that_pauses_gives_the_same_bits(model):
         assert same_bits([mine], [theirs])
 
 
+def test_the_longest_prompt_may_be_shorter_than_what_it_is_padded_to(model):
+    """And than a chunk: there are pages for so many tokens, and no more are read at the start."""
+    prompt = PromptPass(model, PaddedPrompts())
+    prompt.reserve(2048, 100)
+    prompt.capture(Graphs(CPU), progress=False)
+    assert prompt.lengths() == [64, 128] == sorted(prompt.step_seconds)
+    ids = random_prompt(100, 4)
+    found = []
+    for reader in (prompt, PromptPass(model, PaddedPrompts())):
+        model.trunk.state.reset(2)
+        rows, span = reader.take(2, 0, ids, [5])
+        for _ in reader.steps(rows, span):
+            pass
+        found.append(rows.hidden[:100].clone())
+    assert torch.equal(*found)
+
+
 def test_a_longer_piece_than_there_is_memory_for_has_its_own(model):
     prompt = static(model)
     rows, span = prompt.take(2, 0, random_prompt(150, 1), TABLE)
