@@ -1,7 +1,7 @@
 """The one list of what requests may carry without any effect on the answer. Each use is counted, by name.
 
-They are the caller's own records, hints to caches and tiers that are not here, and promises about quality that no
-text can show. A field that would change the text is never here: it is honoured or refused.
+They are the caller's own records, hints to tiers that are not here and to a cache that needs none, and promises about
+quality that no text can show. A field that would change the text is never here: it is honoured or refused.
 """
 
 from __future__ import annotations
