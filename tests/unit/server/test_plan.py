@@ -359,3 +359,22 @@ def test_what_stays_of_a_prompt_ends_at_a_boundary(files, length):
     assert kept == (length // 32 * 32 or (16 if length >= 16 else 0))
     for off in (READY, ready(max_model_len=100, page_size=16, prefill_chunk=32)):
         assert complete(files, off, prompt="x" * length, max_tokens=1).prompts[0].num_kept == 0
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_volatile_lines_are_left_out_wherever_a_prompt_is_made_or_counted(files, role):
+    line = "x-anthropic-billing-header: cc_version=1; cch=00000;"
+    messages = [{"role": role, "content": f"{line}\nBe brief."}, *USER]
+    roomy = msgspec.structs.replace(READY, max_model_len=500, kv_pages_total=100)
+    seen = []
+    context = Context(model="m", files=files, ready=roomy, arrived=0.0, notes=FieldNotes(on_volatile=seen.append))
+    request = ChatRequest(messages=messages)
+    (prompt,) = plan_chat(request, context).prompts
+    text = files.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    assert "Be brief." in text and "billing" not in text
+    assert count_prompt(request, context) == len(prompt.token_ids)
+    assert tokens_of(TokenizeRequest(messages=messages), files, roomy, context.notes) == prompt.token_ids
+    assert seen == ["billing_header"] * 3
+    kept = msgspec.structs.replace(context, files=msgspec.structs.replace(files, volatile_lines="keep"))
+    (whole,) = plan_chat(request, kept).prompts
+    assert line in files.tokenizer.decode(whole.token_ids) and len(seen) == 3
