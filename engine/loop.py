@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 
 import msgspec
@@ -37,6 +39,8 @@ from pilotfish.spec.slots import MAX_STOP_IDS, stop_ids_of
 logger = logging.getLogger(__name__)
 
 MAX_COUNT = 1 << 31
+ROUNDS_KEPT = 8
+"""The newest rounds, whose median says how long one takes."""
 IDLE_SECONDS = 0.005
 """Where every request waits for its grammar, new ones are looked for this often."""
 
@@ -76,7 +80,7 @@ class EngineLoop:
         self._in_flight: InFlight | None = None
         self.pauses_after: int | None = None
         self._reading: tuple[PrefillStep, Reading] | None = None
-        self._round_seconds: float | None = None
+        self._round_seconds: deque[float] = deque(maxlen=ROUNDS_KEPT)
         self._last_was_round = False
         self._read_graph = False
 
@@ -310,8 +314,8 @@ class EngineLoop:
             self._reading = step, self._begin(step)
         _, reading = self._reading
         num_steps = self.pauses_after if self.scheduler.has_others else None
-        if self.scheduler.has_others and num_steps is None and self._round_seconds is not None:
-            num_steps = self.executor.steps_at_a_time(reading.num_rows, self._round_seconds)
+        if self.scheduler.has_others and num_steps is None and self._round_seconds:
+            num_steps = self.executor.steps_at_a_time(reading.num_rows, median(self._round_seconds))
         if not reading.advance(num_steps):
             self.scheduler.pause(step)
             return None
@@ -344,11 +348,10 @@ class EngineLoop:
         return [] if report is None else self._outputs(sequence, report, after_round=False)
 
     def _time_round(self, step: PrefillStep | RoundStep | None, seconds: float) -> None:
-        """Keeps what a round takes among others, a tenth of it the newest."""
+        """Keeps what the last rounds took that followed another."""
         is_round = isinstance(step, RoundStep)
         if is_round and self._last_was_round:
-            before = seconds if self._round_seconds is None else self._round_seconds
-            self._round_seconds = 0.9 * before + 0.1 * seconds
+            self._round_seconds.append(seconds)
         self._last_was_round = is_round
 
     def _round(self, sequences: list[Sequence], phases: dict[str, float]) -> list[RequestOutput]:

@@ -36,7 +36,7 @@ Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
 """Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
 
 ROUNDS_SHARE = 8
-"""A piece of a prompt pauses when it has run as long as so many rounds: those beside it take a ninth of the time."""
+"""A piece of a prompt pauses before it has run longer than so many rounds: those beside it take a ninth of the time."""
 WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
 """Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
 for batches without them; the part before and the part after a grammar's masks."""
@@ -156,7 +156,11 @@ class RoundExecutor:
     def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
         """See Executor."""
         seconds = self.prompt.step_seconds.get(num_rows)
-        return None if seconds is None else max(1, int(ROUNDS_SHARE * round_seconds / seconds))
+        if seconds is None:
+            return None
+        total, most = len(self.prompt.groups), max(1, int(ROUNDS_SHARE * round_seconds / seconds))
+        # as many pauses as that takes, evenly
+        return -(-total // -(-total // most))
 
     def run_once(self, once: Once) -> None:
         """What follows a prompt, for the one sequence in place."""
