@@ -88,5 +88,8 @@ gpu-test: $(GPU_SETUP)  ## tests/gpu/legs.py says what a leg is; LEGS="linear mo
 gpu-bench: $(GPU_SETUP)
 	$(GPU_PYTHON) -m tests.gpu.legs bench $(LEGS) --out $(OUT)
 
+gpu-tools: $(GPU_SETUP)  ## every tool on the demo model, on the device there is
+	$(GPU_PYTHON) -m tests.gpu.legs tools $(LEGS) --out $(OUT)
+
 clean:
 	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

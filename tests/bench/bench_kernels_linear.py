@@ -6,7 +6,8 @@ Regime: decoding, 1 .. 256 rows; weights larger than the L2, or as many copies i
 launch among many in a CUDA graph, each reading the same x: the median of replays, with and without programmatic
 dependent launch. The limit is the weights' bytes (codes, scales, numbers) over the memory's rate, 4.37 TB/s of an H200.
 Values and bits are checked first; a product that fails prints no time. --tune tries launch shapes instead, the best
-last: `warps` decides the bits, the rest does not. One JSON line a row on stdout, a table on stderr.
+last: `warps` decides the bits where there are no segments, the rest does not. One JSON line a row on stdout, a table
+on stderr.
 """
 
 from __future__ import annotations
@@ -36,7 +37,17 @@ from pilotfish.kernels.cuda.warm import compile_all
 RATE = 4.37e12  # bytes a second, read on one H200
 PAST_L2 = 200e6
 LAUNCHES = 40
-SHAPES = ((12288, 2048), (2048, 4096), (8192, 2048), (28672, 2048), (248320, 2048), (34816, 5120), (5120, 17408))
+SHAPES = (
+    (12288, 2048),
+    (2048, 4096),
+    (8192, 2048),
+    (28672, 2048),
+    (248320, 2048),
+    (34816, 5120),
+    (5120, 17408),
+    (5120, 6144),
+)
+ROW_PARALLEL = {(2048, 4096): 8, (5120, 6144): 8, (5120, 17408): 8}  # their segments of K
 SMALL = ((257, 2048), (64, 2048), (96, 5120))  # router; b and a
 TOGETHER = ((12288, 64, 2048), (16384, 96, 5120))  # q|k|v|z with b|a in BF16
 EXPERTS = {"35B-A3B": (256, 8, 2048, 512)}
@@ -128,7 +139,8 @@ def check(product: PackedLinear, x: torch.Tensor) -> None:
 
 def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...]) -> None:
     for format, (height, width) in combinations(formats, shapes):
-        product = PackedLinear([random_weight(format, height, width)])
+        segments = ROW_PARALLEL.get((height, width), 0)
+        product = PackedLinear([random_weight(format, height, width)], segments=segments)
         x = torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda")
         outs = {count: torch.empty((count, height), dtype=torch.bfloat16, device="cuda") for count in rows}
 
@@ -141,7 +153,7 @@ def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[i
         part = product.ranges[0]
         copies = copies_of(part)
         for count, out in outs.items():
-            shape = choose_shape(part, count)
+            shape = choose_shape(part, count, segments=segments)
 
             def launch(
                 number: int,
@@ -195,10 +207,19 @@ def bench_together(formats: list[Format], rows: list[int]) -> None:
                 report(title, count, part.num_bytes + plain.num_bytes, plain_time, pdl_time)
 
 
-def tuned_shapes(part: Packed, rows: int, keep_bits: bool) -> Iterator[LaunchShape]:
+def tuned_shapes(part: Packed, rows: int, keep_bits: bool, segments: int) -> Iterator[LaunchShape]:
     most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
-    chosen = choose_shape(part, rows)
+    chosen = choose_shape(part, rows, segments=segments)
     row_tiles = chosen.row_tiles
+    if segments:
+        for (warps, parts), tiles, stages, ahead in combinations(
+            ((8, 1), (4, 1), (4, 2), (2, 4)), (1, 2), (1, 2, 4), (0, 1)
+        ):
+            steps, turns = part.num_units // parts // warps, segments // parts // warps
+            if stages <= steps and ahead <= min(stages, steps - 1) and tiles * row_tiles * stages <= 16 and turns:
+                registers = 168 if tiles * row_tiles > 4 else 0
+                yield LaunchShape(warps, tiles, row_tiles, stages, ahead, segments, parts, registers)
+        return
     all_warps = (chosen.warps,) if keep_bits else (4, 8, 16)
     for warps, tiles, stages, ahead in combinations(all_warps, (1, 2, 4), (1, 2, 3, 4, 6, 8), (0, 1, 3)):
         # more would not fit the registers
@@ -212,12 +233,13 @@ def tuned_shapes(part: Packed, rows: int, keep_bits: bool) -> Iterator[LaunchSha
 
 def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool) -> None:
     for format, (height, width) in combinations(formats, shapes):
-        part = PackedLinear([random_weight(format, height, width)]).ranges[0]
+        segments = ROW_PARALLEL.get((height, width), 0)
+        part = PackedLinear([random_weight(format, height, width)], segments=segments).ranges[0]
         x = torch.randn(max(rows), width, dtype=torch.bfloat16, device="cuda")
         copies = copies_of(part)
         for count in rows:
             out = torch.empty((count, height), dtype=torch.bfloat16, device="cuda")
-            tried = list(tuned_shapes(part, count, keep_bits))
+            tried = list(tuned_shapes(part, count, keep_bits, segments))
             compile_all(lambda: [linear.launch(part, x, out, shape, False, True) for shape in tried])  # noqa: B023
             times = []
             for shape in tried:
@@ -227,7 +249,7 @@ def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[in
                     5,
                 )
                 times.append((seconds, shape))
-            chosen = choose_shape(part, count)
+            chosen = choose_shape(part, count, segments=segments)
             for seconds, shape in sorted(times, key=lambda entry: -entry[0])[-6:]:
                 report(f"{format.value} {height}x{width}", count, part.num_bytes, seconds, seconds, shape=vars(shape))
                 tqdm.write(f"    {shape}", file=sys.stderr)

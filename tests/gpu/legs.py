@@ -1,9 +1,9 @@
-"""What to run on a GPU, leg by leg: `make gpu-test`, `make gpu-bench`.
+"""What to run on a GPU, leg by leg: `make gpu-test`, `make gpu-bench`, `make gpu-tools`.
 
-    python -m tests.gpu.legs test|bench [LEG ...] [--out FOLDER] [--jobs N] [--again] [--rehearse] [--list]
+    python -m tests.gpu.legs test|bench|tools [LEG ...] [--out FOLDER] [--jobs N] [--again] [--rehearse] [--list]
 
 Each leg is a process of its own with a time limit. One line says how it went; of one that failed the end of what it
-printed follows, the whole stands in FOLDER/test-LEG.log or FOLDER/bench-LEG.log. The .json beside it holds its outcome,
+printed follows, the whole stands in FOLDER/test-LEG.log (bench-, tools-). The .json beside it holds its outcome,
 the .jsonl the rows that a measurement printed. A leg that has passed is not run again (--again: it is), so an
 interrupted run goes on where it was. --rehearse needs no GPU: tests are collected, and measurements read their
 arguments.
@@ -42,7 +42,7 @@ DUMMY = "--load-format dummy --kernels fused --device cuda"
 
 @dataclass(frozen=True)
 class Leg:
-    """`command` comes after the interpreter's name. `what`: test or bench; of each there may be one of a name."""
+    """`command` comes after the interpreter's name. `what`: test, bench or tools; names are one of each alone."""
 
     what: str
     name: str
@@ -103,6 +103,34 @@ def bench_legs() -> list[Leg]:
 
 def _bench(name: str, command: str) -> Leg:
     return Leg("bench", name, tuple(command.split()))
+
+
+def tools_legs() -> list[Leg]:
+    """Every tool on the demo model, on whatever device there is: short runs that show that it works there."""
+    command = "-m pilotfish.server.cli {}"
+    tools = {
+        "bench-decode": "tests/bench/bench_decode.py demo/model --no-http",
+        "acceptance": command.format("acceptance demo/model --text code --k 1,3 --batch 1,4"),
+        "rounds": command.format("bench demo/model --k 0,3 --batch 1,4 --tokens 64"),
+        "gate": command.format("gate demo/model --watch 5"),
+        "sweep": command.format(
+            "sweep demo/model --out {out}.sweep --k 0,3 --max-num-seqs 1,4 --domains code --paths completions "
+            "--passes 1 --single-tokens 64 --concurrency 2 --concurrent-tokens 32 --contexts 1000 --long-tokens 16"
+        ),
+        "train-head": command.format(
+            "train-head demo/model --text docs --out {out}.head --init scratch --steps 20 --row-tokens 256 "
+            "--eval-rows 8"
+        ),
+        "fuzz": "-m tests.fuzz.campaign --requests 200 --seed 1 --model demo/model",
+        "soak": "-m tests.soak.soak --seconds 30 --model demo/model",
+        "conversations": "-m tests.soak.conversations --seconds 30 --model demo/model",
+        "attacks": "-m tests.soak.attacks --seconds 2 --model demo/model",
+    }
+    return [Leg("tools", name, tuple(words.split())) for name, words in tools.items()]
+
+
+def legs_of(what: str) -> list[Leg]:
+    return {"test": test_legs, "bench": bench_legs, "tools": tools_legs}[what]()
 
 
 def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
@@ -187,7 +215,7 @@ def show(outcome: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("test", "bench"))
+    parser.add_argument("what", choices=("test", "bench", "tools"))
     parser.add_argument("legs", nargs="*", metavar="LEG", help="by name; all if none is given")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="FOLDER", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, help=f"legs at once (default: {TEST_JOBS} of tests, 1 of measurements)")
@@ -195,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: collect tests, read arguments")
     parser.add_argument("--list", action="store_true", help="print the legs' commands")
     args = parser.parse_args(argv)
-    known = {leg.name: leg for leg in (test_legs() if args.what == "test" else bench_legs())}
+    known = {leg.name: leg for leg in legs_of(args.what)}
     if strange := [name for name in args.legs if name not in known]:
         parser.error(f"{', '.join(strange)}: want {', '.join(known)}")
     legs = [leg for leg in known.values() if not args.legs or leg.name in args.legs]
