@@ -381,6 +381,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.picture is not None and not args.conversation:
         parser.error("--picture: want --conversation, which is what it shows")
+    beside = [flag for flag in ("admission", "first_requests", "profile") if args.conversation and getattr(args, flag)]
+    if beside:
+        parser.error(f"--{beside[0].replace('_', '-')}: is about batches, which --conversation takes the place of")
     if args.synthetic_acceptance_length is not None:
         try:
             for depth in filter(None, args.k):

@@ -85,6 +85,13 @@ def test_a_picture_is_drawn_with_and_without_cold_turns(tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("flags", [["--admission", "9"], ["--profile"], ["--first-requests"]])
+def test_what_is_about_batches_has_no_conversation(flags, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["model", "--conversation", *flags])
+    assert f"{flags[0]}: is about batches" in capsys.readouterr().err
+
+
 def test_a_picture_wants_a_conversation_and_matplotlib(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["model", "--picture", "x.png"])
