@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from pilotfish.deploy.grafana.panels import ROWS, Panel, Query, Row
+from pilotfish.deploy.grafana.queries import SPLITS
 from pilotfish.metrics.definitions import PREFIX
 
 HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "bargauge": 8}
@@ -27,7 +28,7 @@ def dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "graphTooltip": 1,
-        "templating": {"list": [_datasource_variable(), _instance_variable()]},
+        "templating": {"list": [_datasource_variable(), _instance_variable(), _split_variable()]},
         "panels": _lay_out(ROWS),
     }
 
@@ -52,6 +53,18 @@ def _instance_variable() -> dict[str, Any]:
         "allValue": ".*",
         "multi": True,
         "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _split_variable() -> dict[str, Any]:
+    """Whether panels add the chosen instances up, or show each."""
+    together, apart = SPLITS
+    return {
+        "name": "split",
+        "label": "Servers",
+        "type": "custom",
+        "query": f"added up : {together}, each for itself : {apart}",
+        "current": {"text": "added up", "value": together},
     }
 
 
@@ -101,7 +114,8 @@ def _target(query: Query, letter: str, kind: str) -> dict[str, Any]:
         "refId": letter,
         "datasource": DATASOURCE,
         "expr": query.expression,
-        "legendFormat": query.legend or "__auto",
+        # a label that a series lacks is nothing in a legend
+        "legendFormat": f"{query.legend} {{{{instance}}}}" if query.legend else "__auto",
         "format": "heatmap" if kind == "heatmap" else "time_series",
         "range": kind in ("timeseries", "heatmap", "stat"),
         "instant": kind == "bargauge",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pilotfish.deploy.grafana import queries as q
-from pilotfish.deploy.grafana.queries import PANEL
+from pilotfish.deploy.grafana.queries import PANEL, TOGETHER
 
 Kind = Literal["stat", "timeseries", "heatmap", "bargauge"]
 
@@ -78,7 +78,12 @@ NOW = Row(
             2,
             "by {{by}}",
         ),
-        stat("Drafted tokens a round (k)", "0 is plain decoding.", "none", f"max({PANEL.select('spec_decode_k')})"),
+        stat(
+            "Drafted tokens a round (k)",
+            "0 is plain decoding.",
+            "none",
+            f"max by ($split) ({PANEL.select('spec_decode_k')})",
+        ),
         stat("Tokens/s", "Tokens generated and counted, all requests.", "none", q.tokens_per_second(PANEL), 1),
         stat("Running", "Sequences in rounds or prefill.", "none", PANEL.gauge("num_requests_running")),
         stat("Waiting", "Sequences queued in the engine.", "none", PANEL.gauge("num_requests_waiting")),
@@ -110,7 +115,7 @@ ACCEPTANCE = Row(
             "Rounds by the tokens they added to a sequence: mass at 1 is wasted drafting, "
             "mass at the top asks for a larger k.",
             "none",
-            (Query(q.committed_buckets(PANEL), "{{le}}"),),
+            (Query(q.committed_buckets(TOGETHER), "{{le}}"),),
             kind="heatmap",
             width=12,
         ),

@@ -1,6 +1,7 @@
 """PromQL from the metric table: a name that is not in metrics/definitions.py cannot be written here.
 
-A `Scope` says where an expression stands. In a panel: the chosen instances together, over Grafana's own rate interval.
+A `Scope` says where an expression stands. In a panel: the chosen instances, together or each for itself,
+over Grafana's own rate interval.
 In a rule: each instance for itself, over a fixed window. One function a quantity, used by panels and rules alike.
 """
 
@@ -54,7 +55,11 @@ class Scope:
         return f"histogram_quantile({share}, {self.rate(key, *matchers, suffix='bucket', by=('le', *by))})"
 
 
-PANEL = Scope("$__rate_interval", ('instance=~"$instance"',))
+PANEL = Scope("$__rate_interval", ('instance=~"$instance"',), ("$split",))
+TOGETHER = Scope(PANEL.window, PANEL.filters)
+"""For what one picture holds once."""
+SPLITS = ("together", "instance")
+"""What `$split` may be: a label that no series has, so that sums are over all, or one for each server."""
 RULE = Scope("5m", (), ("instance",))
 LATELY = Scope("15m", (), ("instance",))
 BEFORE = Scope("6h", (), ("instance",))

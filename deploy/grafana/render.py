@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pilotfish.deploy.grafana.panels import ROWS, Panel, Query, Row
+from pilotfish.deploy.grafana.queries import SPLITS
 from pilotfish.deploy.prometheus.api import Prometheus, Series
 
 POINTS = 200
@@ -38,7 +39,8 @@ class PanelReader:
         self.prometheus, self.start, self.end, self.window = prometheus, start, end, window
 
     def _fill(self, expression: str) -> str:
-        return expression.replace("$__rate_interval", self.window).replace("$instance", ".*")
+        filled = expression.replace("$__rate_interval", self.window).replace("$instance", ".*")
+        return filled.replace("$split", SPLITS[0])
 
     def series(self, query: Query) -> list[Series]:
         step = max(1.0, (self.end - self.start) / POINTS)

@@ -12,6 +12,9 @@ DOCS = "docs/operations.md"
 SICK_HEAD = 0.3
 """A healthy MTP head has its first draft accepted 0.6 to 0.9 of the time; below this it is broken, not unlucky."""
 
+BEHIND = 0.85
+"""Of the middle server's acceptance length: servers behind one router have texts alike, and the same head."""
+
 COLLAPSED = 0.3
 """Of the share of prompt tokens that was kept over hours; a few new users do not make it so little."""
 
@@ -87,6 +90,17 @@ ALERTS = (
         "10m",
         "ticket",
         "Only {{ $value | humanizePercentage }} of first drafts are accepted on {{ $labels.instance }}.",
+        DRAFTING,
+    ),
+    Alert(
+        "PilotfishReplicaBehind",
+        # of two, the middle is their mean; an idle one is no measure for others
+        f"({q.acceptance_length(RULE)}) / on() group_left() "
+        f"quantile(0.5, ({q.acceptance_length(RULE)}) and on(instance) ({DRAFTING}))",
+        f"< {BEHIND}",
+        "30m",
+        "ticket",
+        "{{ $labels.instance }} has {{ $value | humanizePercentage }} of the acceptance length of the middle server.",
         DRAFTING,
     ),
     Alert(

@@ -80,8 +80,8 @@ async def load(url):
         await asyncio.gather(*(client(http, ("first", "second")[i % 2], i) for i in range(5)))
 
 
-def in_window(expression):
-    return expression.replace("$__rate_interval", "8s").replace("$instance", ".*")
+def in_window(expression, split="together"):
+    return expression.replace("$__rate_interval", "8s").replace("$instance", ".*").replace("$split", split)
 
 
 def values(series):
@@ -95,6 +95,9 @@ def test_every_query_of_every_panel_returns_data(scraped, row):
         for query in panel.queries:
             found = values(prometheus.instant(in_window(query.expression), now))
             assert found, f"{panel.title}: {query.expression}"
+            # of one server, each for itself is what they are together
+            apart = values(prometheus.instant(in_window(query.expression, "instance"), now))
+            assert sorted(apart) == pytest.approx(sorted(found)), panel.title
             assert all(value >= 0 for value in found), (panel.title, found)
             if panel.maximum is not None:
                 assert max(found) <= panel.maximum + 1e-9, (panel.title, found)
