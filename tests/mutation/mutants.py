@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[2]
 AREAS: dict[str, tuple[str, ...]] = {
     "spec": ("spec/accept.py", "spec/sampling.py"),
     "rules": ("spec/rules.py",),
-    "round": ("engine/round/executor.py", "engine/round/torch_table.py", "engine/round/grammars.py"),
+    "round": (
+        *("engine/round/executor.py", "engine/round/reading.py"),
+        *("engine/round/torch_table.py", "engine/round/grammars.py"),
+    ),
     "caches": ("engine/cache/tensors.py",),
     "grammar": ("engine/grammar/constraint.py",),
     "heads": ("draft_heads/mtp/head.py",),
@@ -37,6 +40,8 @@ EXEMPT = {
     "make_executor": "what is allocated",
     "RoundExecutor.compile": "what is compiled before requests come",
     "RoundExecutor.capture": "what is captured before requests come",
+    "RoundExecutor.steps_at_a_time": "how long a round waits for a prompt",
+    "Once.key": "what is captured before requests come",
     "KvCache.empty": "what is allocated",
     "RecurrentState.empty": "what is allocated",
     "TorchScratch": "what is allocated",
