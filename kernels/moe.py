@@ -1,7 +1,7 @@
 """Mixture of experts: router, gated experts, weighted sum in top-k rank order (ties to the lower expert id).
 
-An expert's output is rounded to bf16 before it is weighted and added, whatever the model's dtype: so that it may come
-from another device. R = rows (whole tiles on the decode path), E = experts, k = experts a token, H = hidden, I = expert
+An expert's output is rounded to the model's dtype, bf16 on a GPU, before it is weighted and added: so it may come from
+another device. R = rows (whole tiles on the decode path), E = experts, k = experts a token, H = hidden, I = an expert's
 width.
 No atomics, no sum whose order depends on which rows share an expert.
 """
@@ -82,7 +82,7 @@ def _expert_tile(
     index = [start[row[rank]] + number for rank in range(top_k) for number, row in enumerate(chosen)]
     index += range(last, last + num_rows)
     picked = torch.cat(outputs).index_select(0, torch.tensor(index, device=x.device))
-    return picked.bfloat16().float().view(top_k + 1, num_rows, -1)
+    return picked.float().view(top_k + 1, num_rows, -1)
 
 
 def combine(parts_kRH: torch.Tensor, weights_Rk: torch.Tensor, gate_R: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def expert_bulk(
     picked = x_TH.new_empty((tokens, top_k, x_TH.shape[1]), dtype=torch.float32)
     for expert in ids_Tk.unique().tolist():
         rows, ranks = torch.where(ids_Tk == expert)
-        picked[rows, ranks] = mlp_bulk(experts[expert], x_TH[rows]).bfloat16().float()
+        picked[rows, ranks] = mlp_bulk(experts[expert], x_TH[rows]).float()
     total = picked[:, 0] * weights_Tk[:, :1]
     for rank in range(1, top_k):
         total = torch.addcmul(total, picked[:, rank], weights_Tk[:, rank : rank + 1])

@@ -352,9 +352,7 @@ class TorchOperators:
         assert isinstance(mlp, MoeMlp)
         logits, gate = mlp.router.bulk(normed).float().split([len(mlp.experts), 1], dim=-1)
         routed = expert_bulk(normed, mlp.experts, *route(logits, mlp.top_k))
-        return self.norm_of_sum(
-            x, torch.addcmul(routed, mlp_bulk(mlp.shared, normed).bfloat16().float(), sigmoid(gate)), after
-        )
+        return self.norm_of_sum(x, torch.addcmul(routed, mlp_bulk(mlp.shared, normed).float(), sigmoid(gate)), after)
 
 
 # -- between the products of a layer -----------------------------------------------------------------------------------

@@ -112,14 +112,9 @@ def feed_forward(config: Any, w: Weights, name: str, row: torch.Tensor) -> torch
         return gated(w, name, row)
     chances = (w[f"{name}.gate.weight"] @ row).softmax(0)
     chosen = sorted(range(len(chances)), key=lambda e: (-float(chances[e]), e))[: config.num_experts_per_tok]
-    out = sum(chances[e] / chances[chosen].sum() * expert(w, f"{name}.experts.{e}", row) for e in chosen)
+    out = sum(chances[e] / chances[chosen].sum() * gated(w, f"{name}.experts.{e}", row) for e in chosen)
     share = (w[f"{name}.shared_expert_gate.weight"] @ row).sigmoid()
-    return out + share * expert(w, f"{name}.shared_expert", row)
-
-
-def expert(w: Weights, name: str, row: torch.Tensor) -> torch.Tensor:
-    """Rounded to bf16, as it would come from another device."""
-    return gated(w, name, row).bfloat16().double()
+    return out + share * gated(w, f"{name}.shared_expert", row)
 
 
 def gated(w: Weights, name: str, row: torch.Tensor) -> torch.Tensor:
