@@ -174,8 +174,7 @@ def test_rounds_run_ahead(fixed):
     engine = Prefixes(run_ahead=True, fixed=fixed, num_pages=12, num_snapshots=4)
     if fixed:
         # chunks pause for rounds
-        engine.loop.executor.steps_at_a_time = lambda num_rows, seconds: 1
-        engine.loop._round_seconds = 1.0
+        engine.loop.pauses_after = 1
     prompts = [[*TEXT[: PAGE + 10 * number], *random_prompt(PAGE, number)] for number in range(6)]
     cold = [engine.cold(prompt, sampling("sampled", max_tokens=12)).said for prompt in prompts]
     names = [engine.submit(prompt, sampling("sampled", max_tokens=12)) for prompt in prompts]
