@@ -5,9 +5,9 @@
 
 The first eight are the bytes of tensors that this process holds; prefill's scratch has room for one layer's weights in
 bf16, `snapshots` are the prefix cache's (the pages that it keeps are the KV cache's), `rounds` are the static buffers
-of captured rounds and their graphs. On a GPU `other` is all else that is in use there (the CUDA context, the
-allocator's reserve, other processes). On a CPU it is what the process has resident beyond its tensors, and `total` is
-what the process has or could get: pages that were allocated and never touched count as used.
+of captured rounds and prompts, and their graphs. On a GPU `other` is all else that is in use there (the CUDA context,
+the allocator's reserve, other processes). On a CPU it is what the process has resident beyond its tensors, and `total`
+is what the process has or could get: pages that were allocated and never touched count as used.
 """
 
 from __future__ import annotations
