@@ -504,7 +504,7 @@ class EngineLoop:
             memory_bytes=0 if self._sequences else ledger.used(self.executor.model.device),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + self._num_coming,
-            kv_pages_used=scheduler.pages.num_used,
+            kv_pages_used=scheduler.num_reserved,
             kv_pages_total=scheduler.pages.capacity,
             state_slots_used=scheduler.slots.num_used,
             state_slots_total=scheduler.slots.capacity,

@@ -1,10 +1,9 @@
 """Which sequences run, and what the next step is. Decides; never touches a tensor.
 
-Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted; what the prefix
-cache holds gives way to it. Prompt chunks
-and rounds alternate, so that a long prompt does not starve the running sequences. The cut of a prompt depends on its
-length and the grid alone (cache/grid.py). Places and turns to read go to the API key that was served least
-(waiting.py).
+Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted. Pages are taken
+as they are needed: until then the prefix cache may have them, and gives way. Prompt chunks and rounds alternate, so
+that a long prompt does not starve the running sequences. The cut of a prompt depends on its length and the grid alone
+(cache/grid.py). Places and turns to read go to the API key that was served least (waiting.py).
 """
 
 from __future__ import annotations
@@ -15,8 +14,13 @@ from dataclasses import dataclass
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
+from pilotfish.engine.options import MAX_DEPTH
 from pilotfish.engine.sequence import Sequence
 from pilotfish.engine.waiting import FairLines
+
+LOOK_AHEAD = 3 * (MAX_DEPTH + 1)
+"""Tokens past those that the host knows of which a launch may touch: a round that has not been read commits k + 1, so
+does this one, and its drafts stand k + 1 further in the head's cache."""
 
 
 class QueueFull(Exception):
@@ -87,16 +91,30 @@ class Scheduler:
             sequence = self.waiting.next(unread)
             node = self.prefix.find(sequence)
             shared = self.prefix.pages_of(node)
-            if not self.prefix.make_room(sequence.num_pages - len(shared), node):
+            num_new = sequence.num_pages - len(shared) + sum(map(self.pages.is_idle, shared))
+            if num_new > self.pages.capacity - self.num_reserved:
                 break
             self.waiting.take(sequence)
             (sequence.slot,) = self.slots.take(sequence, 1)
-            sequence.pages = self.pages.take(sequence, sequence.num_pages - len(shared), shared)
+            sequence.pages = self.pages.take(sequence, 0, shared)
             self.prefix.enter(sequence, node)
             unread[sequence.request.key] += len(sequence.prompt) - sequence.num_prefilled
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    @property
+    def num_reserved(self) -> int:
+        """Pages that running and retired sequences have, and those that they may take yet."""
+        promised = sum(sequence.num_pages - len(sequence.pages) for sequence in self.running)
+        return self.pages.num_used + promised
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Takes the pages that a launch may write to, of those that were reserved: `num_tokens` are known."""
+        wanted = min(-(-(num_tokens + LOOK_AHEAD) // self.grid.page), sequence.num_pages)
+        if (missing := wanted - len(sequence.pages)) > 0:
+            self.prefix.make_room(missing)
+            sequence.pages = self.pages.add(sequence, missing)
 
     def next_step(self) -> PrefillStep | RoundStep | None:
         """A chunk of an unfinished prompt, of the key that was served least the oldest, and a round of all others, in
@@ -113,8 +131,11 @@ class Scheduler:
             start, length = sequence.num_prefilled, len(sequence.prompt)
             end = self.grid.next_cut(start, length) if start < length else length
             self.waiting.serve(sequence, end - start)
+            self._grow(sequence, end)
             return PrefillStep(sequence, start, end)
         self._last_was_prefill = False
+        for sequence in decoding:
+            self._grow(sequence, len(sequence.prompt) + sequence.num_written)
         return RoundStep(decoding) if decoding else None
 
     def pause(self, step: PrefillStep) -> None:
@@ -128,6 +149,7 @@ class Scheduler:
 
     def wrote(self, sequence: Sequence, num_tokens: int) -> None:
         """Tokens were committed to a running sequence: they count for its key."""
+        sequence.num_written += num_tokens
         self.waiting.serve(sequence, num_tokens)
 
     def finish(self, sequence: Sequence, in_flight: bool = False) -> None:
@@ -160,4 +182,5 @@ class Scheduler:
         holders = self.running + self.retired
         assert self.slots.num_used == len(holders)
         assert self.pages.num_used == len({page for sequence in holders for page in sequence.pages})
-        assert all(len(sequence.pages) == sequence.num_pages for sequence in holders)
+        assert all(len(sequence.pages) <= sequence.num_pages for sequence in holders)
+        assert self.num_reserved <= self.pages.capacity

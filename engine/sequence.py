@@ -12,8 +12,8 @@ from pilotfish.engine.loop_guard import LoopGuard
 
 @dataclass(eq=False)
 class Sequence:
-    """`limit` counts all its tokens, prompt included. `slot` and `pages` are empty until it is admitted.
-    `allowed`: the only ids that it may write, if there is such a limit."""
+    """`limit` counts all its tokens, prompt included. `slot` and `pages` are empty until it is admitted; `num_pages`
+    are reserved then, and taken as it needs them. `allowed`: the only ids that it may write, if it has them."""
 
     request: Submit
     limit: int
@@ -25,6 +25,8 @@ class Sequence:
     slot: int = 0
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0
+    num_written: int = 0
+    """Tokens that it has written, as far as they were read."""
     uses_cache: bool = True
     """Whether it may go on from what others have read, and leave what it reads."""
     chunks: list[bytes] | None = None

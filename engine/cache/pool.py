@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import zip_longest
 
 
 class Pool:
@@ -40,23 +41,29 @@ class Pool:
         """For a user that has none: the `shared` items, which others hold, then `count` free ones; the caller has
         looked at `num_free`."""
         assert user not in self._used, f"{self.name}: {user} owns items already"
-        assert 0 < count <= len(self._free), f"{self.name}: want {count} free, have {len(self._free)}"
         for item in shared:
             self._add_user(item)
-        items = [*shared, *(self._free.pop() for _ in range(count))]
-        for item in items[len(shared) :]:
+        self._used[user] = [*shared]
+        return self.add(user, count)
+
+    def add(self, user: Hashable, count: int) -> list[int]:
+        """`count` free items more, behind those that a user has; all that it has then."""
+        assert 0 <= count <= len(self._free), f"{self.name}: want {count} free, have {len(self._free)}"
+        items = [self._free.pop() for _ in range(count)]
+        for item in items:
             self._num_users[item] = 1
-        self._used[user] = items
-        return list(items)
+        self._used[user] = [*self._used[user], *items]
+        return list(self._used[user])
 
     def exchange(self, user: Hashable, shared: Sequence[int]) -> list[int]:
-        """Puts `shared` items, which others hold, in place of a user's first ones, and gives those back; all that it
-        has then."""
+        """Puts `shared` items, which others hold, in place of a user's first ones, as many as it has of them, and gives
+        those back; all that it has then."""
         before = self._used[user]
-        for old, new in zip(before, shared, strict=False):
+        for old, new in zip_longest(before[: len(shared)], shared):
             if old != new:
                 self._add_user(new)
-                self._drop_user(old)
+                if old is not None:
+                    self._drop_user(old)
         self._used[user] = [*shared, *before[len(shared) :]]
         return list(self._used[user])
 

@@ -72,10 +72,9 @@ class PrefixCache:
         """The pages that a sequence shares which goes on from `node`."""
         return [] if node is None else self.tree.pages_of(node)
 
-    def make_room(self, count: int, node: Node | None) -> bool:
-        """Whether `count` pages can be had beside those of `node`; they are free then, and what was kept there is
-        gone."""
-        return self.tree.make_room(count, node)
+    def make_room(self, count: int) -> None:
+        """What is kept gives way until `count` pages are free; so many are free or idle."""
+        self.tree.make_room(count)
 
     def enter(self, sequence: Sequence, node: Node | None) -> None:
         """A sequence was admitted, and has the pages of `node`."""

@@ -110,6 +110,8 @@ class PrefixTree:
         assert node.num_readers >= 0
         if node.linked:
             self._prune(node)
+        elif node.snapshot is not None and not node.num_readers:
+            self._give_up_snapshot(node)
 
     def grow(self, node: Node, chunk: bytes, end: int, pages: list[int]) -> Node:
         """The node of a chunk after `node`, where a reader stands; if there is none yet, it keeps the reader's
@@ -167,29 +169,23 @@ class PrefixTree:
                 self._drop(step)
 
     def remove(self, node: Node) -> None:
-        """Forgets a node and all that is below it: it was read wrongly. Those who stand there go on by themselves."""
+        """Forgets a node and all that is below it: it was read wrongly. Those who stand there go on by themselves, from
+        snapshots that they may still need."""
         assert node.parent is not None
         found = [node]
         for step in found:
             found += step.children.values()
         for step in reversed(found):
-            if step.snapshot is not None:
+            if step.snapshot is not None and not step.num_readers:
                 self._give_up_snapshot(step)
             self._unlink(step, remember=False)
         self._prune(node.parent)
 
-    def make_room(self, count: int, beside: Node | None) -> bool:
-        """Whether `count` pages are free, once enough of what nobody needs has been given up; never of what stands
-        before `beside`. If there cannot be enough, all stays."""
-        if count <= self.pages.num_free:
-            return True
-        needed = sum(map(self.pages.is_idle, self.pages_of(beside))) if beside is not None else 0
-        if count > self.pages.num_free + self.pages.num_idle - needed:
-            return False
+    def make_room(self, count: int) -> None:
+        """Gives up what nobody needs until `count` pages are free; so many are free or idle."""
         while count > self.pages.num_free:
-            ends = (node for node in self._kept.values() if not (node.children or node.num_readers or node is beside))
+            ends = (node for node in self._kept.values() if not (node.children or node.num_readers))
             self._evict(min(ends, key=_by_rank))
-        return True
 
     def clear(self) -> None:
         """Gives up whatever nobody needs."""
@@ -278,7 +274,9 @@ class PrefixTree:
                 length = child.end - node.end
                 assert child.end == self.grid.next_boundary(node.end) and len(chunk) == 4 * length
                 assert len(self.pages.kept_by(child)) * self.grid.page == length
-        kept = {node.snapshot: node for node in nodes if node.snapshot is not None}
+        left = [node for node in self._kept.values() if not node.linked]
+        assert all(node.num_readers for node in left), "a snapshot of what is gone, which nobody needs"
+        kept = {node.snapshot: node for node in (*nodes, *left) if node.snapshot is not None}
         assert kept == self._kept and len(kept) + len(self._free) == self.num_snapshots
         assert sorted([*kept, *self._free]) == list(range(self.num_snapshots)), "snapshots lost or kept twice"
         assert sum(node.parent is not None for node in nodes) == self.pages.num_keepers, "pages of nodes that are gone"

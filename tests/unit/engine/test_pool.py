@@ -34,8 +34,8 @@ def test_the_caller_s_list_is_its_own():
     assert pool.num_free == 3
 
 
-@pytest.mark.parametrize("count", (0, 4))
-def test_more_than_is_free_or_nothing_is_refused(count):
+@pytest.mark.parametrize("count", (-1, 4))
+def test_more_than_is_free_is_refused(count):
     with pytest.raises(AssertionError, match="pages: want"):
         Pool("pages", 4).take("a", count)
 
@@ -97,6 +97,19 @@ def test_what_is_kept_is_idle_without_a_user_and_free_without_a_keeper():
     assert (pool.num_used, pool.num_idle, pool.num_free) == (2, 0, 3)
 
 
+def test_a_user_has_more_behind_what_it_had():
+    pool = Pool("pages", 6)
+    first = pool.take("a", 0, shared=[])
+    assert first == [] and pool.num_free == 5
+    some = pool.add("a", 2)
+    assert pool.add("a", 1)[:2] == some
+    pool.check()
+    with pytest.raises(AssertionError, match="want 3 free, have 2"):
+        pool.add("a", 3)
+    pool.give_back("a")
+    assert pool.num_free == 5
+
+
 def test_first_items_are_exchanged_for_shared_ones():
     pool = Pool("pages", 8)
     one, other = pool.take("a", 2), pool.take("b", 3)
@@ -105,6 +118,10 @@ def test_first_items_are_exchanged_for_shared_ones():
     assert pool.num_free == 4
     assert pool.exchange("b", one) == [*one, other[2]]
     pool.check()
+    few = pool.take("c", 1)
+    assert pool.exchange("c", one) == one and few[0] not in one
+    pool.check()
+    assert pool.num_free == 4
 
 
 def test_only_what_somebody_holds_can_be_shared_or_kept():

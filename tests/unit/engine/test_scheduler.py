@@ -10,7 +10,7 @@ import pytest
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
+from pilotfish.engine.scheduler import LOOK_AHEAD, PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.sequence import Sequence
 
 CHUNK = 64
@@ -76,9 +76,28 @@ def test_a_running_sequence_holds_its_worst_case_from_the_start():
     sequence = make_sequence("a", prompt_length=1, num_pages=5)
     add(scheduler, sequence)
     admit(scheduler)
-    assert sorted(sequence.pages) == [1, 2, 3, 4, 5]
-    assert sequence.slot > 0
-    assert scheduler.pages.num_free == 0
+    assert scheduler.num_reserved == 5 and sequence.slot > 0
+    add(scheduler, make_sequence("b"))
+    assert admit(scheduler) == []
+
+
+def test_pages_are_taken_as_they_are_needed():
+    scheduler = make_scheduler(num_pages=5)
+    sequence = make_sequence("a", prompt_length=200, num_pages=5)
+    add(scheduler, sequence)
+    admit(scheduler)
+    taken = []
+    while not sequence.is_prefilled:
+        advance(scheduler)
+        taken.append(len(sequence.pages))
+    # up to each cut, and as far as a round may reach
+    assert taken == [1, 1, 1, 1]
+    for _ in range(4):
+        advance(scheduler)
+        known = 200 + sequence.num_written
+        assert len(sequence.pages) == min(5, -(-(known + LOOK_AHEAD) // 256))
+        scheduler.wrote(sequence, 200)
+    assert len(sequence.pages) == 4 and scheduler.num_reserved == 5
 
 
 @pytest.mark.parametrize("running", (0, 1, 4))

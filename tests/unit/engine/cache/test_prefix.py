@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from pilotfish.engine import scheduler as scheduling
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
@@ -24,6 +25,12 @@ GRID = Grid(4, PAGE)
 
 def pages_for(length):
     return -(-length // PAGE)
+
+
+@pytest.fixture(autouse=True)
+def little_ahead(monkeypatch):
+    """Pages of two tokens: what a round may touch is one more."""
+    monkeypatch.setattr(scheduling, "LOOK_AHEAD", 1)
 
 
 class Twin:
@@ -54,7 +61,8 @@ class Twin:
         return sequence
 
     def admit(self):
-        free = self.scheduler.pages.capacity - len({p for s in self.holders for p in s.pages})
+        free = self.scheduler.pages.capacity - sum(s.num_pages for s in self.scheduler.running)
+        free -= sum(len(s.pages) for s in self.scheduler.retired)
         for sequence in self.scheduler.admit():
             free -= sequence.num_pages
             self.slots[sequence.slot] = ()
@@ -73,6 +81,8 @@ class Twin:
         """A chunk of a prompt, read by looking at everything before it."""
         step = self.scheduler.next_step()
         if not isinstance(step, PrefillStep):
+            for sequence in step.sequences if step is not None else ():
+                self.write(sequence)
             self.check()
             return False
         sequence, salt = step.sequence, step.sequence.request.cache_salt
@@ -102,11 +112,15 @@ class Twin:
         return True
 
     def write(self, sequence):
-        """A round's tokens go behind the prompt: nobody else may have that page."""
-        page = sequence.pages[len(sequence.prompt) // PAGE]
+        """A round's token goes behind what is there: nobody else may have that page."""
+        position = len(sequence.prompt) + sequence.num_written
+        if position == sequence.limit:
+            return
+        page = sequence.pages[position // PAGE]
         assert not any(page in other.pages for other in self.holders if other is not sequence)
         assert not any(page in self.prefix.tree.pages_of(node) for node in self.nodes())
         self.pages[page] = "a round's"
+        self.scheduler.wrote(sequence, 1)
 
     def nodes(self):
         todo, found = self.prefix.tree.roots, []
@@ -130,7 +144,7 @@ class Twin:
         self.admit()
         while not sequence.is_prefilled:
             assert self.step()
-        self.write(sequence)
+        self.step()
         self.scheduler.finish(sequence)
         self.check()
         return sequence.num_cached
@@ -202,9 +216,6 @@ def test_a_random_walk_finds_nothing_wrong_and_delays_nobody(num_pages, num_snap
             twin.admit()
         else:
             twin.step()
-            for sequence in running:
-                if sequence.is_prefilled:
-                    twin.write(sequence)
         twin.check()
         twin.prefix.take_stats()
     for sequence in list(twin.scheduler.running):
@@ -279,6 +290,18 @@ class TestWhatIsFound:
         twin.broken.clear()
         assert twin.read_whole(prompt) == 2
         assert twin.read_whole(prompt) == 12
+
+    def test_who_goes_on_from_a_sound_state_keeps_it_when_one_before_is_not(self):
+        twin, prompt = Twin(num_snapshots=3), tokens(13)
+        twin.broken.add(("", *prompt[:8]))
+        twin.read_whole(prompt)
+        goes_on, finds_it = twin.submit(prompt), twin.submit(prompt[:9])
+        twin.admit()
+        assert (goes_on.num_cached, finds_it.num_cached) == (12, 2)
+        for seed in range(4):
+            twin.submit(tokens(9, 1 + seed))
+        twin.read_all()
+        assert goes_on.is_prefilled
 
 
 class TestWhatIsKept:
