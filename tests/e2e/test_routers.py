@@ -311,7 +311,7 @@ def test_replicas_of_a_checkpoint_give_the_same_bits():
             answers = [
                 post(
                     server.v1 + "/chat/completions",
-                    {"model": "scripted", "messages": conversation, "max_tokens": 24, "logprobs": True, **wish},
+                    {"model": "scripted", "messages": conversation, "max_tokens": 16, "logprobs": True, **wish},
                 ).json()["choices"]
                 for wish in wishes
             ]

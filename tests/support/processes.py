@@ -43,15 +43,15 @@ class Backend:
         return sum(len(output.get("token_ids", ())) for step in steps for output in step["outputs"])
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
+def until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> None:
     """Waits for what becomes true; an OSError counts as not yet."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             if condition():
                 return
         time.sleep(0.02)
-    raise AssertionError(f"not within {PATIENCE} s: {what}")
+    raise AssertionError(f"not within {patience} s: {what}")
 
 
 def status(url: str) -> int:

@@ -25,7 +25,9 @@ from serving import ENVIRONMENT
 from pilotfish.deploy.ports import free_port
 from pilotfish.server.http.auth import key_line
 
-UNITS = Path(__file__).resolve().parents[2] / "deploy" / "router"
+ROOT = Path(__file__).resolve().parents[2]
+UNITS = ROOT / "deploy" / "router"
+LOAD_SECONDS = 120.0
 MODULES = {"vllm": "vllm_router", "sglang": "sglang_router"}
 KEYS = {"alice": "", "bob": "", "carol": " concurrent=1"}
 """Each key is its label; what its line adds."""
@@ -48,7 +50,7 @@ def shipped_flags(router: str) -> list[str]:
 class Replica:
     folder: Path
     port: int
-    flags: tuple[str, ...]
+    arguments: tuple[str, ...]
     process: subprocess.Popen[str] | None = None
 
     @property
@@ -56,12 +58,12 @@ class Replica:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [*SERVE, str(self.folder), "--port", str(self.port), "--core", "scripted_core:make_core", *self.flags]
+        command = [*SERVE, *self.arguments, "--port", str(self.port)]
         with self.folder.joinpath("log").open("a") as log:
             self.process = subprocess.Popen(command, text=True, env=ENVIRONMENT, stderr=log)
 
     def ready(self) -> None:
-        until(lambda: status(self.url + "/ready") == 200, "a server is ready")
+        until(lambda: status(self.url + "/ready") == 200, "a server is ready", LOAD_SECONDS)
 
     def signal(self, number: int) -> None:
         assert self.process is not None
@@ -149,7 +151,7 @@ def request(url: str, fields: Mapping[str, Any], key: str = "alice", **headers: 
 
 def post(url: str, fields: Mapping[str, Any], key: str = "alice", **headers: str) -> Answer:
     try:
-        with urllib.request.urlopen(request(url, fields, key, **headers), timeout=PATIENCE) as response:
+        with urllib.request.urlopen(request(url, fields, key, **headers), timeout=LOAD_SECONDS) as response:
             return Answer(response.status, response.headers, response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -158,15 +160,22 @@ def post(url: str, fields: Mapping[str, Any], key: str = "alice", **headers: str
 
 @contextlib.contextmanager
 def replicas(folder: Path, *flags: str) -> Iterator[list[Replica]]:
-    """Three servers that answer to any model name, with the keys."""
+    """Three servers of the scripted core."""
+    with replicas_of(write_model(folder), folder, "--core", "scripted_core:make_core", *flags) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def replicas_of(model: Path, folder: Path, *flags: str) -> Iterator[list[Replica]]:
+    """Three servers of the model that answer to any name, with the keys."""
     keys = folder / "keys"
     keys.write_text("".join(f"{key_line(label, label)}{limits}\n" for label, limits in KEYS.items()))
     started = []
     for number in range(3):
         own = folder / str(number)
         own.mkdir()
-        all_flags = ("--api-key-file", str(keys), "--any-model-name", "--shutdown-timeout", "15", *flags)
-        started.append(Replica(write_model(own), free_port(), all_flags))
+        arguments = (str(model), "--api-key-file", str(keys), "--any-model-name", "--shutdown-timeout", "15", *flags)
+        started.append(Replica(own, free_port(), arguments))
     try:
         for replica in started:
             replica.start()
