@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from pilotfish.engine import scheduler as scheduling
 from tests.support.loops import LoopDriver, assert_alone
 
 
@@ -104,3 +105,16 @@ def test_a_request_that_fails_ends_alone():
     assert bad.finish == "error" and bad.last.error_code == "nan"
     assert_alone(good)
     assert_idle(driver)
+
+
+@pytest.mark.parametrize(("ahead", "is_enough"), [(scheduling.LOOK_AHEAD, True), (scheduling.LOOK_AHEAD - 4, False)])
+def test_pages_are_there_before_a_round_writes(ahead, is_enough, monkeypatch):
+    """Where all eight drafts are right: what stands in no page of a sequence would stand in the null page."""
+    monkeypatch.setattr(scheduling, "LOOK_AHEAD", ahead)
+    driver = LoopDriver(depth=8, agreeing=8, run_ahead=True)
+    model = driver.loop.executor.model
+    for length in (230, 231, 232):
+        driver.ask(f"{length}", length)
+        driver.run()
+    pages = [keys for cache in (*model.trunk.kv, *model.head.caches) for keys in (cache.k[0], cache.v[0])]
+    assert all(bool(page.isnan().all()) for page in pages) == is_enough
