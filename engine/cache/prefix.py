@@ -86,9 +86,10 @@ class PrefixCache:
             way = [node, *self.tree.walk(node, sequence.chunks[reader.depth :])]
             self._mark(sequence, reader, way)
             self._go_on(sequence, node)
-        elif self.is_on:
+        elif self.is_on and sequence.request.sampling.prompt_logprobs is not None:
             way = [self.tree.root(sequence.request.cache_salt)]
         else:
+            # a check of the engine's own is nobody's miss
             return
         self._tell(sequence, way)
 

@@ -58,6 +58,16 @@ def test_a_share_of_the_requests_is_checked(folder):
     assert (checked, mismatched) == (2 * 4, 0)
 
 
+def test_a_check_is_no_miss_of_the_prefix_cache(folder):
+    core, told = make(folder, 1.0), []
+    ask(core, "r")
+    while core.has_work():
+        report = core.step()
+        if report is not None and report.stats.prefix_cache is not None:
+            told += [(miss.request_id, miss.reason) for miss in report.stats.prefix_cache.misses]
+    assert told == [("r", "short")]
+
+
 def test_nothing_is_checked_by_default(folder):
     core = make(folder, 0.0)
     ask(core, "a")
