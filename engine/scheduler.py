@@ -2,8 +2,9 @@
 
 Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted. Pages are taken
 as they are needed: until then the prefix cache may have them, and gives way. Prompt chunks and rounds alternate, so
-that a long prompt does not starve the running sequences. The cut of a prompt depends on its length and the grid alone
-(cache/grid.py). Places and turns to read go to the API key that was served least (waiting.py).
+that a long prompt does not starve the running sequences, and a chunk may pause for a round. The cut of a prompt depends
+on its length and the grid alone (cache/grid.py). Places and turns to read go to the API key that was served least
+(waiting.py).
 """
 
 from __future__ import annotations
