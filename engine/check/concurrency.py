@@ -44,23 +44,26 @@ def worth_running(seconds: Mapping[int, float]) -> int:
 
 
 def capped(engine: Engine, loop: EngineLoop, text: Sequence[int]) -> Engine:
-    """The engine with the cap that its own rounds, over `loop`, say; what was allocated stays. `text` may be empty."""
+    """The engine with the cap that its own rounds, over `loop`, say, or as it was where none can be timed; what was
+    allocated stays. `text` may be empty."""
     seconds = round_seconds(loop, text or [(7 * i + 1) % engine.ready.vocab_size for i in range(CONTEXT)])
     ready, plan = engine.ready, engine.plan
     assert ready.execution is not None and plan is not None
-    # not even one sequence of this short context fits: the pages say so
-    cap = worth_running(seconds) if seconds else 1
+    cap = worth_running(seconds) if seconds else ready.max_num_seqs
     for count, took in seconds.items():
         rate = f"{count / took:.0f} sequences' rounds a second"
         logger.info("%d at once: a round takes %.2f ms, %s%s", count, 1e3 * took, rate, " <-" * (count == cap))
     binding = MEASURED if cap < ready.max_num_seqs else "captured graphs"
-    logger.info("max_num_seqs: %d, set by %s: another doubling must add %.0f %%", cap, binding, 100 * (GAIN - 1))
+    why = (
+        f"another doubling must add {100 * (GAIN - 1):.0f} %" if seconds else "the context is too short to time rounds"
+    )
+    logger.info("max_num_seqs: %d, set by %s: %s", cap, binding, why)
     engine.scheduler.max_num_seqs = cap
     ready = msgspec.structs.replace(
         ready,
         max_num_seqs=cap,
         binding_limit=binding,
-        limits=ready.limits | {MEASURED: cap},
+        limits=ready.limits | ({MEASURED: cap} if seconds else {}),
         execution=msgspec.structs.replace(ready.execution, round_seconds=seconds),
     )
     plan = dataclasses.replace(plan, max_num_seqs=cap, binding_limit=binding)
@@ -69,16 +72,14 @@ def capped(engine: Engine, loop: EngineLoop, text: Sequence[int]) -> Engine:
 
 def round_seconds(loop: EngineLoop, text: Sequence[int]) -> dict[int, float]:
     """Median seconds of a whole engine step over one sequence, two, four, .. and as many as may run, each at the
-    served k and a short context; as far as the caches hold them. Sequences join those that run."""
+    served k and a short context; as far as the pages hold them, and none where the longest context is shorter than what
+    the first one writes meanwhile. Sequences join those that run."""
     ready, depth = loop.ready, loop.ready.num_speculative_tokens
     counts = sorted({1 << n for n in range(ready.max_num_seqs.bit_length())} | {ready.max_num_seqs})
     room = {count: _room(count, len(counts), depth) for count in counts}
-    counts = [
-        count
-        for count in counts
-        if CONTEXT + room[count] <= ready.max_model_len
-        and count * reserved_pages(CONTEXT + room[count], depth) <= ready.kv_pages_total
-    ]
+    if CONTEXT + room[counts[-1]] > ready.max_model_len:
+        return {}
+    counts = [n for n in counts if n * reserved_pages(CONTEXT + room[n], depth) <= ready.kv_pages_total]
     names: list[str] = []
     found: dict[int, float] = {}
     try:

@@ -74,6 +74,14 @@ def test_no_more_are_timed_than_the_pages_hold(folder):
     assert sorted(round_seconds(EngineLoop(engine), [5, 6, 7])) == [1, 2]
 
 
+def test_a_context_too_short_to_time_in_leaves_the_cap_to_memory(folder):
+    engine = start_engine(options(folder, max_model_len=64))
+    held = capped(engine, EngineLoop(engine), [])
+    assert held.ready.max_num_seqs == held.scheduler.max_num_seqs == 6
+    assert held.ready.binding_limit == "captured graphs" and MEASURED not in held.ready.limits
+    assert held.ready.execution.round_seconds == {}
+
+
 def test_room_is_made_for_as_many_as_memory_and_rows_allow(folder, monkeypatch):
     checkpoint = open_checkpoint(str(folder))
     config = checkpoint.config
