@@ -23,7 +23,8 @@ import triton
 
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.linear import MAX_ROWS, LaunchShape, fill
+from pilotfish.kernels.cuda.launch_shapes import LaunchShape, fill
+from pilotfish.kernels.cuda.linear import MAX_ROWS
 from pilotfish.kernels.cuda.mma import FORMATS
 from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, groups_kernel, list_kernel
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
@@ -292,7 +293,7 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
 
 
 def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) -> LaunchShape:
-    """The shape, as linear.choose_shape gives it, for the tiles of one expert: programs are many, and have few
+    """The shape, as launch_shapes.choose_shape gives it, for the tiles of one expert: programs are many, and have few
     units."""
     least = 1 if format is Format.BF16 else 2  # units a warp: of BF16 registers hold no more
     warps = next(warps for warps in (4, 2, 1) if num_units % warps == 0 and (warps == 1 or num_units >= least * warps))

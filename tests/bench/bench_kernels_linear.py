@@ -29,7 +29,8 @@ from pilotfish.engine.checkpoint.fp8 import per_channel
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
 from pilotfish.kernels.cuda import linear, moe
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear, choose_shape
+from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
+from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 from pilotfish.kernels.cuda.warm import compile_all

@@ -10,7 +10,8 @@ import triton.language as tl
 from pilotfish.engine.checkpoint.fp8 import per_tensor
 from pilotfish.engine.checkpoint.nvfp4 import quantize
 from pilotfish.kernels.cuda import linear
-from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear, choose_shape
+from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
+from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.warm import compile_all
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from pilotfish.kernels.cuda import linear, moe
-from pilotfish.kernels.cuda.linear import choose_shape
+from pilotfish.kernels.cuda.launch_shapes import choose_shape
 from pilotfish.kernels.cuda.packing import TILE, UNIT, UNIT_BYTES, Format, Packed
 from tests.support.compiled import Code, compiling
 

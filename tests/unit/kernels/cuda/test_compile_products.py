@@ -11,8 +11,9 @@ from collections import Counter
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import linear, moe
-from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear
+from pilotfish.kernels.cuda import launch_shapes, linear, moe
+from pilotfish.kernels.cuda.launch_shapes import LaunchShape
+from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import Format
 from tests.support.check_products import empty
@@ -31,7 +32,7 @@ def code_of(parts, rows: int, swiglu: bool = False, pdl: bool = True) -> tuple[C
     assert len(kernels) == len(product.ranges)
     kernel = kernels[0]
     assert kernel.metadata.launch_pdl == pdl
-    shape = linear.choose_shape(product.ranges[0], rows, swiglu)
+    shape = launch_shapes.choose_shape(product.ranges[0], rows, swiglu)
     return Code(kernel), shape, shape.tiles * 16 * product.in_features // shape.warps // LANES
 
 
@@ -105,7 +106,7 @@ def test_bf16_tiles_in_the_launch_cost_the_others_nothing(format, height, width,
     """As many programs of 128 threads an SM as without them, no spill (of the 27B two words that stay put for
     BF16's loop), and the same loads and products."""
     part, plain = empty(format, height, width, row_numbers=format is Format.FP8), empty(Format.BF16, 64, width)
-    shape = linear.choose_shape(part, rows, plain=plain)
+    shape = launch_shapes.choose_shape(part, rows, plain=plain)
     x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height + 64))
     with compiling() as kernels:
         linear.launch(part, x, out, shape, False, True)
@@ -138,7 +139,7 @@ def test_bf16_tiles_in_the_launch_cost_the_others_nothing(format, height, width,
 def test_many_rows_leave_room_for_several_programs(height, width, segments, rows, programs):
     """Of 17 rows on three of 128 threads an SM, for which at most a word is kept elsewhere."""
     part = empty(Format.NVFP4, height, width)
-    shape = linear.choose_shape(part, rows, segments=segments)
+    shape = launch_shapes.choose_shape(part, rows, segments=segments)
     x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height))
     with compiling() as kernels:
         linear.launch(part, x, out, shape, False, True)
@@ -149,4 +150,4 @@ def test_many_rows_leave_room_for_several_programs(height, width, segments, rows
 
 def test_fewer_registers_only_where_no_more_of_the_gpu_idles():
     # 34816x5120 and 12288x2048 at 32 rows; 16384x5120 there (512 programs: 2 waves either way), and at 64
-    assert [bool(linear.three_a_multiprocessor(n)) for n in (1088, 384, 512, 1024)] == [True, True, False, True]
+    assert [bool(launch_shapes.three_a_multiprocessor(n)) for n in (1088, 384, 512, 1024)] == [True, True, False, True]

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import linear, norm
+from pilotfish.kernels.cuda import launch_shapes, linear, norm
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.linear import LaunchShape, PackedLinear
+from pilotfish.kernels.cuda.launch_shapes import LaunchShape
+from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine, combine_reference
 from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.cuda.scratch import PartialSums
@@ -142,7 +143,7 @@ def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, c
         linear.launch(part, x, together, shape, False, True, plain)
         assert len(names) == 1
         linear.launch(part, x, apart, shape, False, True)
-        linear.launch(plain, x, apart, linear.choose_shape(plain, rows), False, True)
+        linear.launch(plain, x, apart, launch_shapes.choose_shape(plain, rows), False, True)
     assert same_bits(together, apart)
     close(together, x.double() @ product.dequantize().double().T, 1e-6)
 

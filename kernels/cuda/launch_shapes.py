@@ -1,0 +1,132 @@
+"""How products are launched: shapes chosen by a weight's shape, its format and the number of rows, measured on an H200.
+
+Shares of K, which decide bits, follow from the weight's shape alone (`split`, or a row-parallel product's segments).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pilotfish.kernels.cuda.packing import Format, Packed
+
+SM_COUNT = 132  # of an H200: what shapes are chosen for
+MANY_TILES = 32 * SM_COUNT  # from here on what is on the way makes no difference
+# of a thread, by tiles of rows: four and three programs of 128 threads an SM. The assembler takes more, and need not,
+# for kernels of two formats, and for two tiles and 8 rows of x from a width of 20 units on
+REGISTERS = {1: 128, 2: 168}
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """How a product is launched. The shares of K alone decide its bits: a warp's each, or `segments` of a row-parallel
+    product, which the warps have in turn.
+
+    tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x;
+    split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes.
+    """
+
+    warps: int
+    tiles: int
+    row_tiles: int
+    stages: int
+    x_ahead: int
+    segments: int = 0
+    split: int = 1
+    registers: int = 0
+
+
+def choose_shape(
+    part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None, segments: int = 0
+) -> LaunchShape:
+    """The shape for tiles of one format and a number of rows; `plain`: what is `beside` them; `segments`: of a
+    row-parallel product.
+
+    Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
+    registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.
+    """
+    warps = split(part.num_tiles, part.num_units)
+    if segments:
+        if part.format is not Format.BF16 and part.block_scale is None:
+            return row_parallel(part, num_rows, segments)
+        warps = min(segments, 4 if part.num_tiles > 2 * SM_COUNT else 8)
+    row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
+    # two tiles share what is loaded of x, the more so the more rows; where programs are few, more of them pay more
+    tiles = 2 if swiglu or part.num_tiles >= (3 if row_tiles == 1 else 2) * SM_COUNT else 1
+    if part.format is Format.BF16 and row_tiles == 4 and not swiglu:
+        tiles = 1  # two would spill
+    shape = fill(LaunchShape(warps, tiles, row_tiles, 0, 0, segments), part.format, part.num_units)
+    steps = part.num_units // warps
+    if part.format is not Format.NVFP4 or tiles == 1:
+        return shape
+    if row_tiles == 4:
+        return replace(shape, registers=three_a_multiprocessor(-(-part.num_tiles // 2) * -(-num_rows // 32)))
+    if part.num_tiles >= MANY_TILES:
+        return shape
+    # less on the way of each program leaves room for more of them; not so beside BF16, which takes the registers
+    if plain is None:
+        tiles = 2 if swiglu else row_tiles
+    elif steps > 4:
+        return shape
+    x_ahead = min(steps - 1, 1 if row_tiles == 1 or steps > 4 else 0)
+    return replace(shape, tiles=tiles, stages=min(2, steps), x_ahead=x_ahead)
+
+
+def three_a_multiprocessor(programs: int) -> int:
+    """The bound on registers that makes room for three programs of 128 threads an SM in place of two, if that is faster
+    for so many: three run 1.25 times as fast together, but the last of them may leave more of the GPU idle."""
+    waves = [-(-programs // (count * SM_COUNT)) for count in (2, 3)]
+    return REGISTERS[2] if 1.2 * waves[1] < waves[0] else 0
+
+
+def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
+    """The shape for NVFP4 and FP8, measured for 320 and for 128 tiles of weights. Where there are few more tiles than
+    room for at a time, programs that share K keep all SMs at work."""
+    many = part.num_tiles > 2 * SM_COUNT
+    if num_rows <= 8:
+        shape = LaunchShape(8, 1, 1, 2 if many else 4, 1)
+    elif num_rows <= 16:
+        shape = LaunchShape(4, 1, 2, 2, 0, split=2) if many else LaunchShape(8, 1, 2, 4, 1)
+    elif many:
+        shape = LaunchShape(4, 2, 4, 2, 0, split=2, registers=REGISTERS[2])
+    elif num_rows <= 32:
+        shape = LaunchShape(8, 1, 2, 2, 1, registers=REGISTERS[1])
+    else:
+        shape = LaunchShape(8, 2, 4, 2, 0, registers=REGISTERS[2])
+    parts = min(shape.split, segments)
+    warps = min(shape.warps, segments // parts)
+    steps = part.num_units // parts // warps
+    # a unit of FP8 is twice the bytes
+    stages = 1 if part.format is Format.FP8 and shape.row_tiles == 4 else min(shape.stages, steps)
+    return replace(
+        shape, warps=warps, stages=stages, x_ahead=min(shape.x_ahead, steps - 1), segments=segments, split=parts
+    )
+
+
+def fill(shape: LaunchShape, format: Format, num_units: int) -> LaunchShape:
+    """The shape with as much in flight as registers hold, 128 to 168 of them."""
+    steps = num_units // shape.warps
+    in_flight = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[format] // (2 if shape.row_tiles == 4 else 1)
+    stages = max(1, min(steps, in_flight // shape.tiles))
+    if shape.row_tiles == 2 and steps >= 3 * stages:
+        stages = -(
+            -stages // 2
+        )  # a loop takes more registers: more would spill, and room for programs is worth as much
+    # a step of x takes 16 registers for each tile of rows
+    x_ahead = min(steps - 1, stages, {1: 3 if shape.tiles == 1 else 1, 2: 1, 4: 0}[shape.row_tiles])
+    return replace(shape, stages=stages, x_ahead=x_ahead)
+
+
+def beside(part: Packed, shape: LaunchShape) -> LaunchShape:
+    """The shape for a few BF16 tiles in the launch of others, of `shape`; `warps`: the shares of K, as in a launch of
+    their own.
+
+    A tile and 8 rows a program, and no more on its way than fits the registers that the others need anyway.
+    """
+    steps = part.num_units // shape.warps
+    return LaunchShape(split(part.num_tiles, part.num_units), 1, 1, min(2, steps), min(1, steps - 1))
+
+
+def split(num_tiles: int, num_units: int) -> int:
+    """The shares of K of a product that is not row-parallel, from the weight's shape alone."""
+    wanted = 16 if num_tiles <= SM_COUNT // 2 else 8 if num_tiles <= 2 * SM_COUNT else 4
+    return next(warps for warps in (16, 8, 4, 2, 1) if warps <= wanted and num_units % warps == 0)
