@@ -111,10 +111,10 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         prompts, modes(requests, eos or (vocab - 1,), matchers.usable), make_plan(options, checkpoint).grid, room
     )
     if script.boundaries:
-        longest = max(longest, script.longest + NUM_TOKENS + args.max_depth)
-        pages_held = args.max_batch * reserved_pages(longest, args.max_depth)
+        with_hits = max(longest, script.longest + NUM_TOKENS + args.max_depth)
+        pages_held = args.max_batch * reserved_pages(with_hits, args.max_depth)
         kv_cache_tokens = pages_held * PAGE + script.num_kept
-        options = msgspec.structs.replace(options, max_model_len=longest, kv_cache_tokens=kv_cache_tokens)
+        options = msgspec.structs.replace(options, max_model_len=with_hits, kv_cache_tokens=kv_cache_tokens)
     plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.max_depth)
     weights = load_weights(checkpoint, plan.device)
     if plan.lookup is not None:
@@ -126,7 +126,10 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         model = dataclasses.replace(model, head=plan.lookup)
     make_rules = partial(derive, prompts, pages if has_pages else None, args.max_tokens, eos, vocab, matchers.usable)
     scratch = ScratchHead(kept, config, model.inv_freq) if kept else None
-    return Auditor(model, plan, requests, make_rules, matchers, scratch, Hits(script) if script.boundaries else None)
+    hits = Hits(script, plan) if script.boundaries else None
+    # engines of shorter prompts get ready faster, where that is captured
+    plan = dataclasses.replace(plan, max_model_len=longest, num_snapshots=0)
+    return Auditor(model, plan, requests, make_rules, matchers, scratch, hits)
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ and states that are NaN, so that nothing is right because an earlier one left it
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from pilotfish.engine.check.audit.transcript import Finding, Recorder, Transcrip
 from pilotfish.engine.ledger import caches_of
 from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.plan import Plan
 
 if TYPE_CHECKING:
     from pilotfish.engine.check.audit.run import Auditor
@@ -27,10 +29,11 @@ GPU_DEPTHS = (1, 3)
 
 
 class Hits:
-    """Runs a script at one k after the other; `num_found`: tokens that the cache gave in all of them."""
+    """Runs a script at one k after the other, in engines of `plan`, whose prompts are longer than those of other runs.
+    `num_found`: tokens that the cache gave in all of them."""
 
-    def __init__(self, script: Script):
-        self.script = script
+    def __init__(self, script: Script, plan: Plan):
+        self.script, self.plan = script, plan
         self.num_found = self.num_prompts = 0
         self.depths: list[int] = []
         self._known: dict[int, dict[tuple[object, ...], Transcript]] = {}
@@ -62,7 +65,8 @@ class Hits:
         """Each prompt once, alone, in an engine that keeps nothing."""
         distinct = {_key(ask.request): ask.request for ask in self.script.asks if ask.aborted_at is None}
         poison(auditor.model)
-        recorder = auditor.decode(depth, 1, list(distinct.values()))
+        plan = dataclasses.replace(self.plan, num_snapshots=0)
+        recorder = auditor.decode(depth, 1, list(distinct.values()), plan=plan)
         return {key: recorder.transcripts[request.request_id] for key, request in distinct.items()}
 
     def _warm(
@@ -70,7 +74,8 @@ class Hits:
     ) -> Recorder:
         poison(auditor.model)
         num_requests = sum(map(len, waves))
-        loop = auditor.make_loop(depth, batch, num_requests, captured=captured, num_snapshots=num_snapshots)
+        plan = dataclasses.replace(self.plan, num_snapshots=num_snapshots)
+        loop = auditor.make_loop(depth, batch, num_requests, captured, plan)
         recorder = Recorder(loop, [ask.request for wave in waves for ask in wave], rows=not captured)
         for wave in waves:
             aborted_at = {ask.name: ask.aborted_at for ask in wave if ask.aborted_at is not None}

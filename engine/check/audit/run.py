@@ -207,20 +207,19 @@ class Auditor:
         captured: bool = False,
         rows: bool = True,
         keep: int = 0,
+        plan: Plan | None = None,
     ) -> Recorder:
-        """Runs requests at depth k, at most `batch` at once, in an engine that keeps nothing of prompts."""
-        loop = self.make_loop(depth, batch, len(requests), captured=captured)
+        """Runs requests at depth k, at most `batch` at once; `plan`: in place of the auditor's own."""
+        loop = self.make_loop(depth, batch, len(requests), captured, plan)
         recorder = Recorder(loop, requests, rows, keep)
         self.run_to_end(recorder, requests, Forcer(self, loop, depth, requests) if forced else None)
         return recorder
 
     def make_loop(
-        self, depth: int, batch: int, num_requests: int, *, captured: bool = False, num_snapshots: int = 0
+        self, depth: int, batch: int, num_requests: int, captured: bool = False, plan: Plan | None = None
     ) -> EngineLoop:
-        """An engine over the model. `num_snapshots`: of its prefix cache."""
-        plan = dataclasses.replace(
-            self.plan, depth=depth, max_num_seqs=batch, captured=captured, num_snapshots=num_snapshots
-        )
+        """An engine over the model."""
+        plan = dataclasses.replace(plan or self.plan, depth=depth, max_num_seqs=batch, captured=captured)
         engine = assemble(self.model, plan, num_requests, 0, 0.0)
         if self.matchers is not None:
             engine = dataclasses.replace(engine, grammars=cast(GrammarLibrary, self.matchers))

@@ -29,7 +29,8 @@ DEMO = Path(__file__).parents[4] / "demo" / "model"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return build_tiny(tmp_path_factory.mktemp("audit") / "moe", "moe")
+    """Too short for a boundary: hits are held against cold runs in test_audit_hits.py."""
+    return build_tiny(tmp_path_factory.mktemp("audit") / "moe", "moe", max_position_embeddings=320)
 
 
 def auditor_of(folder, *more, rules=False):
@@ -65,7 +66,7 @@ def test_a_sound_engine_passes_at_every_depth_and_batch(folder):
 
 
 def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
-    bare = build_tiny(tmp_path / "bare", "moe", mtp=False)
+    bare = build_tiny(tmp_path / "bare", "moe", mtp=False, max_position_embeddings=320)
     by_look_up = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
     for flags in (["--draft-head", str(folder)], ["--speculative-config", by_look_up]):
         results = run_audit(bare, (2,), (2,), flags)

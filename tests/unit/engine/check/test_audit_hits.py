@@ -127,7 +127,7 @@ def test_a_head_that_does_not_lag_is_named(auditor):
 
 def auditor_with(auditor, model):
     other = object.__new__(type(auditor))
-    other.__dict__ = auditor.__dict__ | {"model": model, "hits": Hits(auditor.hits.script)}
+    other.__dict__ = auditor.__dict__ | {"model": model, "hits": Hits(auditor.hits.script, auditor.hits.plan)}
     return other
 
 
@@ -135,7 +135,7 @@ def auditor_with(auditor, model):
 def test_what_is_replayed_is_held_against_the_same_cold_runs(auditor, monkeypatch):
     """Without graphs here: with the rows out of view, the rest is compared."""
     hits, real = auditor.hits, auditor.make_loop
-    monkeypatch.setattr(auditor, "make_loop", lambda *args, captured, **options: real(*args, **options))
+    monkeypatch.setattr(auditor, "make_loop", lambda *args: real(*args[:3], False, *args[4:]))
     assert hits.run(auditor, 2, 4, captured=True).findings == []
     spoil_load(monkeypatch, lambda state, slot: state.s[:, slot].neg_())
     result = hits.run(auditor, 2, 4, captured=True)
@@ -170,7 +170,7 @@ def test_a_cache_that_finds_nothing_proves_nothing(auditor, monkeypatch):
 
 @torch.inference_mode()
 def test_the_verdict_says_what_was_compared(auditor, capsys):
-    hits = Hits(auditor.hits.script)
+    hits = Hits(auditor.hits.script, auditor.hits.plan)
     report = Report(auditor, [2], [3], True, hits)
     report.add(hits.run(auditor, 2, 3))
     assert report.end() == 0
