@@ -75,6 +75,10 @@ class PromptRows(Protocol):
         """A full-attention layer over x fp32 [T, H], all of it: the norm `after` of what x becomes."""
         ...
 
+    def enter_layer(self, x: torch.Tensor, layer: Any, span: Any, cache: Any) -> None:
+        """What such a layer stores, alone."""
+        ...
+
 
 class DraftHead(Protocol):
     """`caches`: keys and values that live on the trunk's page tables. `reads_history`: slots keep their tokens."""
@@ -87,6 +91,10 @@ class DraftHead(Protocol):
 
     def fill(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
         """Hidden rows [T, H] of the pairs at a span's positions; next_tokens int64 [T], hidden [T, H] the trunk's."""
+        ...
+
+    def enter(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> None:
+        """Stores what `fill` stores, and no more: of a prompt's pairs but the last nobody reads the hidden rows."""
         ...
 
     def record(self, round: RoundPass, count: int, width: int, depth: int, flags: int) -> None:

@@ -39,6 +39,9 @@ class LookupHead:
         """See DraftHead; there is nothing to fill."""
         return hidden
 
+    def enter(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> None:
+        """See DraftHead; there is nothing to store."""
+
     def record(self, round: RoundPass, count: int, width: int, depth: int, flags: int) -> None:
         """See DraftHead; there is nothing to repair. Reads the text so far, which the commit has written."""
         if depth:

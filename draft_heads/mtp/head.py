@@ -37,11 +37,18 @@ class MtpHead:
 
     def fill(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> torch.Tensor:
         """See DraftHead."""
+        return prompt.full_layer(self._read(prompt, next_tokens, hidden), self.layer, span, self.cache, self.norm)
+
+    def enter(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor, span: Any) -> None:
+        """See DraftHead."""
+        prompt.enter_layer(self._read(prompt, next_tokens, hidden), self.layer, span, self.cache)
+
+    def _read(self, prompt: PromptRows, next_tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's input, fp32 [T, H]."""
         ops = prompt.ops
         embedded = ops.embed(prompt.model.trunk.embedding, next_tokens)
         pair = self.pair(ops.norm(embedded, self.embedding_norm), ops.norm(hidden, self.hidden_norm))
-        x = ops.product(self.fc, pair).float()
-        return prompt.full_layer(x, self.layer, span, self.cache, self.norm)
+        return ops.product(self.fc, pair).float()
 
     def pair(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What fc multiplies, [T, 2H]."""

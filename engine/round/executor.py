@@ -280,7 +280,7 @@ class RoundExecutor:
             for part in (WHOLE, PLAIN, VERIFY, FINISH):
                 self.graphs.capture((shape, part), lambda s=shape, p=part: self._work(self._work_of(s), p))  # type: ignore[misc]
         if prompts:
-            self.prompt.capture(self.prompt_graphs, progress)
+            self.prompt.capture(self.prompt_graphs, self.head_on, progress)
             for once in self._after_prompts():
                 self.prompt_graphs.capture(once.key, partial(self._work_once, once))
         # the null slot's, which `choose_first` has counted up
@@ -300,7 +300,7 @@ class RoundExecutor:
         # batches without filters launch some of the same kernels
         for shape in shapes:
             self._work(self._work_of(shape), WHOLE)
-        self.prompt.launch_each()
+        self.prompt.launch_each(self.head_on)
         for once in self._after_prompts():
             self._work_once(once)
 

@@ -29,6 +29,8 @@ from pilotfish.engine.round.spans import LENGTHS, Span, SpanRows, StaticSpan, pa
 from pilotfish.kernels.attention import PAGE, pages_for
 
 NULL_SLOT = 0
+END = -1
+"""The part after the last group."""
 TIMED = 2
 """Reads that are timed together at the start."""
 MOST_ROWS = 64
@@ -95,10 +97,20 @@ class PromptPass:
     def _run(self, number: int, rows: SpanRows, span: Span) -> None:
         """A group's own work, replayed if it has been captured."""
         key = (span.num_rows, number)
-        if self._graphs is not None and self._taken is not None and rows is self._taken[0] and key in self._graphs:
-            self._graphs.replay(key)
+        if self._is_captured(key, rows):
+            self._replay(key)
         else:
             self._work(number, rows, span)
+
+    def _is_captured(self, key: tuple[int, int], rows: SpanRows) -> bool:
+        """Whether there is a graph of it, and it would work on these rows."""
+        if self._graphs is None or self._taken is None or rows is not self._taken[0]:
+            return False
+        return key in self._graphs
+
+    def _replay(self, key: tuple[int, int]) -> None:
+        assert self._graphs is not None
+        self._graphs.replay(key)
 
     def _work(self, number: int, rows: SpanRows, span: Span) -> None:
         trunk, ops, group = self.model.trunk, self.ops, self.groups[number]
@@ -139,7 +151,7 @@ class PromptPass:
         """Memory that stays."""
         return 0 if self._static is None else num_bytes(self._static)
 
-    def capture(self, graphs: Graphs, progress: bool = True) -> None:
+    def capture(self, graphs: Graphs, head_on: bool, progress: bool = True) -> None:
         """Captures every group of layers for every number of rows, the most first: what they need beside the memory
         that stays they share. Reads prompts into the null slot, so that libraries have set up what they need."""
         lengths = self.lengths()[::-1]
@@ -147,15 +159,17 @@ class PromptPass:
             self._read_nothing(num_rows)
             for number in range(len(self.groups)):
                 graphs.capture((num_rows, number), partial(self._work_taken, number), warm_ups=0)
+            graphs.capture((num_rows, END), partial(self._end_taken, head_on), warm_ups=1)
         self._graphs = graphs
         for num_rows in lengths:
             self.step_seconds[num_rows] = self._time(num_rows) / len(self.groups)
         self.model.trunk.state.reset(NULL_SLOT)
 
-    def launch_each(self) -> None:
+    def launch_each(self, head_on: bool) -> None:
         """Launches what a piece of each number of rows does, for those who look at what is launched."""
         for num_rows in self.lengths():
             self._read_nothing(num_rows)
+            self._end_taken(head_on)
 
     def _read_nothing(self, num_rows: int) -> None:
         """A prompt of so many rows, into the null slot and the null page; of different tokens, as experts meet them."""
@@ -179,6 +193,10 @@ class PromptPass:
         assert self._taken is not None
         self._work(number, *self._taken)
 
+    def _end_taken(self, head_on: bool) -> None:
+        assert self._taken is not None
+        self._end_span(*self._taken, head_on)
+
     def full_layer(self, x: torch.Tensor, layer: Layer, span: Span, cache: KvCache, after: Norm) -> torch.Tensor:
         """A full-attention layer over a span, as draft heads have: the norm `after` of what x fp32 [T, H] becomes."""
         assert isinstance(layer.mixer, GatedAttention)
@@ -188,18 +206,36 @@ class PromptPass:
         ops.attend_prompt(layer.mixer, rows.q, rows.projected, span, cache, rows.mixed)
         return self._end(x, ops.product(layer.mixer.output, rows.mixed), layer, after)
 
-    def end_span(self, tokens_T: torch.Tensor, hidden: torch.Tensor, span: Span, head_on: bool) -> None:
-        """What the text after a span goes on from, once the trunk gave `hidden` for its tokens: the head's pairs of the
-        positions start - 1 .. end - 2, whose tokens are the span's, and the span's last hidden row, which the state
-        carries to the next pair."""
-        carried = self.model.trunk.state.last_hidden[span.slot]
-        # before a prompt's first token there is no hidden row to pair it with
-        skipped = int(span.start == 0)
-        if head_on and span.length > skipped:
-            before = hidden[:-1] if skipped else torch.cat((carried[None], hidden[:-1]))
-            pairs = self.span(span.slot, span.start - 1 + skipped, span.length - skipped, span.table)
-            self.fill(tokens_T[skipped:], before, pairs)
-        carried.copy_(hidden[-1])
+    def enter_layer(self, x: torch.Tensor, layer: Layer, span: Span, cache: KvCache) -> None:
+        """What a full-attention layer stores of a span, from its input x fp32 [T, H]."""
+        assert isinstance(layer.mixer, GatedAttention)
+        rows, ops = SpanRows.empty(self.model, span.num_rows), self.ops
+        ops.product(layer.mixer.qkvg, ops.norm(x, layer.input_norm), rows.projected)
+        ops.project_prompt(layer.mixer, rows.projected, span, cache, rows.q)
+
+    def end_span(self, rows: SpanRows, span: Span, head_on: bool) -> None:
+        """What the text after a span goes on from, once the trunk has read it: the head's pairs of the positions
+        start - 1 .. end - 2, whose tokens are the span's, and the span's last hidden row, which the state carries to
+        the next pair. Looks at nothing on the host, and is captured too."""
+        key = (span.num_rows, END)
+        if self._is_captured(key, rows):
+            self._replay(key)
+        else:
+            self._end_span(rows, span, head_on)
+
+    def _end_span(self, rows: SpanRows, span: Span, head_on: bool) -> None:
+        carried, (slot, length, start) = self.model.trunk.state.last_hidden, span.numbers.split(1)
+        if head_on:
+            assert self.model.head is not None
+            # before a prompt's first token there is no hidden row to pair it with
+            skipped = (start == 0).int()
+            pair = torch.arange(span.num_rows, device=start.device) + skipped
+            before = torch.cat((carried.index_select(0, slot), rows.hidden)).index_select(0, pair)
+            tokens = rows.tokens.index_select(0, pair.clamp(max=span.num_rows - 1))
+            numbers = torch.cat((slot, length - skipped, start - 1 + skipped))
+            pairs = span.beside(numbers, self.model.inv_freq)
+            self.model.head.enter(self, tokens, before, pairs)
+        carried.index_copy_(0, slot.long(), rows.hidden.index_select(0, length - 1))
 
     def fill(self, next_tokens_T: torch.Tensor, hidden: torch.Tensor, span: Span) -> torch.Tensor:
         """The head's hidden rows [T, H] of the pairs at a span's positions; see DraftHead.fill."""

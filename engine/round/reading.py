@@ -96,7 +96,7 @@ class Reading:
         # where launches are not waited for, the head reads before the first token is looked at
         report = first.collect() if first is not None and not executor.ops.fixed_shapes else None
         if self._taken is not None:
-            executor.prompt.end_span(rows.tokens[: span.length], hidden, span, executor.head_on)
+            executor.prompt.end_span(rows, span, executor.head_on)
         if first is None:
             return SequenceReport.of_prompt(piece.slot, read, done=ends) if ends or read is not None else None
         if executor.head_on and not (report is not None and report.done):

@@ -71,6 +71,13 @@ class Span:
     def num_rows(self) -> int:
         return len(self.positions)
 
+    def beside(self, numbers: torch.Tensor, inv_freq: torch.Tensor) -> Span:
+        """Another span of the sequence, over as many rows, that only the device knows: by its `numbers`."""
+        rows = (torch.empty_like(tensor) for tensor in (self.positions, self.cos, self.sin))
+        span = Span(self.slot, -1, -1, self.table, numbers, *rows)
+        span.place(inv_freq)
+        return span
+
     def place(self, inv_freq: torch.Tensor) -> None:
         """Fills in the positions and angles, by `numbers`."""
         row = torch.arange(self.num_rows, device=inv_freq.device)

@@ -43,6 +43,9 @@ class KnowingHead:
     def fill(self, prompt, next_tokens, hidden, span):
         return hidden
 
+    def enter(self, prompt, next_tokens, hidden, span):
+        pass
+
     def record(self, round, count, width, depth, flags):
         tokens = round.buffers.chosen[: count * width].tolist()
         slots = round.buffers.slots[:count]

@@ -21,8 +21,8 @@ def read(driver, prompt):
     state, states = driver.trunk.state, {}
     end_span = driver.executor.prompt.end_span
 
-    def watched(tokens, hidden, span, head_on):
-        end_span(tokens, hidden, span, head_on)
+    def watched(rows, span, head_on):
+        end_span(rows, span, head_on)
         states[span.start + span.length] = [
             t.clone() for t in (state.s[:, SLOT], state.conv[:, SLOT], state.last_hidden[SLOT])
         ]

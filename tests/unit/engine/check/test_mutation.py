@@ -135,10 +135,10 @@ def test_drafts_of_a_wrong_hidden_state_are_named_and_change_no_text(subject):
 
 
 def test_a_prompt_off_by_one_in_the_head_is_named_and_changes_no_text(subject):
-    def fill(self, prompt, next_tokens, hidden, span):
-        return real(self, prompt, next_tokens.roll(1), hidden, span)
+    def enter(self, prompt, next_tokens, hidden, span):
+        real(self, prompt, next_tokens.roll(1), hidden, span)
 
-    real = MtpHead.fill
-    with quiet(), patch.object(MtpHead, "fill", fill):
+    real = MtpHead.enter
+    with quiet(), patch.object(MtpHead, "enter", enter):
         assert subject.changes_text() is None
         assert "draft 1" in subject.named()

@@ -29,11 +29,8 @@ def no_grad():
 
 
 def memory(model):
-    return [
-        *(part for cache in model.trunk.kv for part in (cache.k, cache.v)),
-        model.trunk.state.s,
-        model.trunk.state.conv,
-    ]
+    caches = [*model.trunk.kv, model.head.cache]
+    return [*(part for cache in caches for part in (cache.k, cache.v)), model.trunk.state.s, model.trunk.state.conv]
 
 
 def read(model, prompt, slot=2, table=TABLE, pause=None, ids=None):
@@ -51,6 +48,7 @@ def read(model, prompt, slot=2, table=TABLE, pause=None, ids=None):
             if pause is not None:
                 pause()
         found.append(rows.hidden[:length].clone())
+        prompt.end_span(rows, span, head_on=True)
     written = [part.clone() for part in memory(model)]
     padded = written[0][0].isfinite().any()
     for part in written[:-2]:
@@ -66,7 +64,7 @@ def static(model, captured=True):
     prompt = PromptPass(model, PaddedPrompts())
     prompt.reserve(128, 2 * PAGE)
     if captured:
-        prompt.capture(Graphs(CPU), progress=False)
+        prompt.capture(Graphs(CPU), head_on=True, progress=False)
     return prompt
 
 
@@ -123,7 +121,7 @@ def test_the_longest_prompt_may_be_shorter_than_what_it_is_padded_to(model):
     """And than a chunk: there are pages for so many tokens, and no more are read at the start."""
     prompt = PromptPass(model, PaddedPrompts())
     prompt.reserve(2048, 100)
-    prompt.capture(Graphs(CPU), progress=False)
+    prompt.capture(Graphs(CPU), head_on=True, progress=False)
     assert prompt.lengths() == [64, 128] == sorted(prompt.step_seconds)
     ids = random_prompt(100, 4)
     found = []
