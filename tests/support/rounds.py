@@ -52,7 +52,8 @@ MODELS = [(kind, dtype) for kind in ("hv_gt_hk", "moe") for dtype in ("float32",
 
 @cache
 def checkpoint_of(kind: str, dtype: str) -> tuple[Any, dict[str, Any]]:
-    with TemporaryDirectory() as folder:
+    # kept for tests that write into them, whoever asks first
+    with TemporaryDirectory() as folder, torch.inference_mode(mode=False):
         checkpoint = open_checkpoint(build_tiny(folder, kind, dtype=dtype))
         return checkpoint.config, load_weights(checkpoint, progress=False)
 
