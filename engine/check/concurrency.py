@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from time import perf_counter
 
 import msgspec
 
@@ -109,11 +108,4 @@ def _prompt(text: Sequence[int], number: int) -> list[int]:
 
 
 def _timed(loop: EngineLoop) -> float:
-    for _ in range(WARM_UPS):
-        loop.step()
-    times = []
-    for _ in range(ROUNDS):
-        began = perf_counter()
-        loop.step()
-        times.append(perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(driver.seconds_of_steps(loop, WARM_UPS, ROUNDS))

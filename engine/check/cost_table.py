@@ -115,13 +115,7 @@ def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float
     waiting = set(named)
     while waiting:
         waiting -= {output.request_id for output in driver.step(loop)}
-    for _ in range(WARM_UPS):
-        loop.step()
-    times = []
-    for _ in range(ROUNDS):
-        began = perf_counter()
-        loop.step()
-        times.append(perf_counter() - began)
+    times = driver.seconds_of_steps(loop, WARM_UPS, ROUNDS)
     driver.drain(loop, named)
     return times
 

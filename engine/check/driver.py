@@ -6,6 +6,7 @@ A request that fails is raised, but while an engine is drained: nobody waits for
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from time import perf_counter
 
 from pilotfish.engine.link.messages import RequestOutput, SamplingParams, StepReport, Submit
 from pilotfish.engine.loop import EngineLoop
@@ -50,6 +51,18 @@ def reports(loop: EngineLoop) -> Iterator[StepReport]:
     while loop.has_work():
         if (report := loop.step()) is not None:
             yield _checked(report)
+
+
+def seconds_of_steps(loop: EngineLoop, warm_ups: int, count: int) -> list[float]:
+    """What each of `count` steps took, after some that are not timed."""
+    for _ in range(warm_ups):
+        loop.step()
+    times = []
+    for _ in range(count):
+        began = perf_counter()
+        loop.step()
+        times.append(perf_counter() - began)
+    return times
 
 
 def drain(loop: EngineLoop, names: Iterable[str] = ()) -> None:
