@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with target(args, screen) as url:
             server = Server(url, args.api_key, args.served_model)
-            server.model = server.model or server.get("/v1/models")["data"][0]["id"]
+            server.model = server.model or server.first_model()
             talk = Talk(server, screen, args.system, args.k, fields_of(args))
             if sys.stdin.isatty():
                 converse(talk, read_turn)

@@ -63,7 +63,7 @@ def evaluate(url: str, args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
         texts = quality.answers(server, asked, args.k)
         answers = [{"prompt": i.prompt, "answer": i.answer, "came": t} for i, t in zip(asked, texts, strict=True)]
         return [(harness.OWN_GROUP, "exact_match", quality.score(asked, texts), len(asked))], {"answers": answers}
-    model = args.served_model or server.get("/v1/models")["data"][0]["id"]
+    model = args.served_model or server.first_model()
     results = harness.run(
         server.url,
         model,

@@ -33,5 +33,5 @@ def _by_us(subject: Subject, k: int | None) -> list[str]:
 
 def _by_lm_eval(subject: Subject, k: int | None) -> list[str]:
     server = subject.server
-    model = server.model or server.get("/v1/models")["data"][0]["id"]
+    model = server.model or server.first_model()
     return harness.own_texts(harness.run(server.url, model, [harness.OWN_GROUP], key=server.key, k=k))

@@ -57,7 +57,20 @@ class Server:
         self._counting = threading.Lock()
 
     def get(self, path: str) -> Any:
-        return json.loads(self._send(path).read())
+        with self._send(path) as response:
+            text = _read(response)
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise Refused(f"{path}: the answer is no JSON: {text[:40]!r}") from None
+
+    def first_model(self) -> str:
+        """The name that the server lists first. Raises Refused where it lists none."""
+        found = self.get("/v1/models")
+        try:
+            return str(found["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise Refused("/v1/models: the answer names no model") from None
 
     def metrics(self) -> Metrics:
         return Metrics(self._send("/metrics").read().decode())

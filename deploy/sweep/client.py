@@ -62,11 +62,15 @@ class Endpoint:
 
     async def describe(self) -> dict[str, Any]:
         """The first served model (or the one that was named), and /v1/capacity where there is one."""
-        models = (await self._get("/v1/models"))["data"]
-        chosen = next((m for m in models if m["id"] == self.model), None if self.model else models[0])
+        answer = await self._get("/v1/models")
+        try:
+            models = {model["id"]: model for model in answer["data"]}
+            self.model = self.model or next(iter(models))
+        except (LookupError, TypeError, StopIteration):
+            raise EndpointError("/v1/models: the answer names no model") from None
+        chosen = models.get(self.model)
         if chosen is None:
-            raise EndpointError(f"no model {self.model!r}: it serves {', '.join(m['id'] for m in models)}")
-        self.model = chosen["id"]
+            raise EndpointError(f"no model {self.model!r}: it serves {', '.join(models)}")
         try:
             capacity = await self._get("/v1/capacity")
         except EndpointError:
