@@ -1,5 +1,7 @@
 """Fixtures of the end-to-end tests: the real application and engine process, a scripted core in place of a model."""
 
+import contextlib
+import functools
 import sys
 from pathlib import Path
 
@@ -29,14 +31,24 @@ def server(tmp_path_factory):
         yield running
 
 
+@pytest.fixture(scope="session")
+def demo_server():
+    """A server of the demo model for each k that is asked for, kept for all files: a start takes seconds."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(k):
+            engine = {"num_speculative_tokens": k, "max_model_len": 1024, "num_threads": 1}
+            return stack.enter_context(serving_in_thread(DEMO, core=CORE, engine=engine))
+
+        yield start
+
+
 @pytest.fixture(scope="module", params=[0, 3], ids=["k0", "k3"])
-def demo_client(request):
+def demo_client(request, demo_server):
     """OpenAI's client to the demo model, without speculation and with it: the text must be the same."""
-    engine = {"num_speculative_tokens": request.param, "max_model_len": 1024, "num_threads": 1}
-    with (
-        serving_in_thread(DEMO, core=CORE, engine=engine) as server,
-        openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=120) as client,
-    ):
+    url = demo_server(request.param).v1
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 

@@ -11,7 +11,6 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, IncompleteRead
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +19,8 @@ pytest.importorskip("sglang_router")
 
 from processes import events, until
 from routers import MODULES, post, replicas, request, routed
-from serving import script, serving_in_thread
+from serving import script
 
-DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
-CORE = "pilotfish.engine.start:make_core"
 ENDS = (b"[DONE]", b"message_stop", b"response.completed")
 PLACES = ("--max-num-seqs", "2", "--max-waiting", "1")
 LONG = {"reply": "x", "times": 2900, "delay": 0.05}
@@ -295,7 +292,7 @@ def test_a_conversation_stays_where_its_beginning_was_read(router):
             assert server.metric("pilotfish_prompt_tokens_total") > before, (talk, turn)
 
 
-def test_replicas_of_a_checkpoint_give_the_same_bits():
+def test_replicas_of_a_checkpoint_give_the_same_bits(demo_server):
     """Whichever server a router chooses, and whatever its k: tokens and their log-probabilities."""
     conversation = [{"role": "user", "content": "Name a book."}, {"role": "assistant", "content": "Moby-Dick."}]
     conversation.append({"role": "user", "content": "And another, as JSON."})
@@ -306,14 +303,8 @@ def test_replicas_of_a_checkpoint_give_the_same_bits():
     ]
     told = []
     for k in (0, 2, 3):
-        engine = {"num_speculative_tokens": k, "max_model_len": 1024, "num_threads": 1}
-        with serving_in_thread(DEMO, core=CORE, engine=engine) as server:
-            answers = [
-                post(
-                    server.v1 + "/chat/completions",
-                    {"model": "scripted", "messages": conversation, "max_tokens": 16, "logprobs": True, **wish},
-                ).json()["choices"]
-                for wish in wishes
-            ]
+        url = demo_server(k).v1 + "/chat/completions"
+        asked = {"model": "scripted", "messages": conversation, "max_tokens": 16, "logprobs": True}
+        answers = [post(url, asked | wish).json()["choices"] for wish in wishes]
         told.append(json.dumps(answers))
     assert "logprob" in told[0] and told[1] == told[0] and told[2] == told[0]
