@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import json
-import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pilotfish
 from pilotfish.engine.errors import BusyError, PilotfishError
-from pilotfish.engine.link.messages import LoopRule
 from pilotfish.engine.link.process import DEFAULT_CORE
 from pilotfish.engine.options import DUMMY_LAYOUTS, KV_CACHE_DTYPES
 from pilotfish.engine.parser import Parser
 from pilotfish.engine.speculation import speculative_config
-
-Value = TypeVar("Value")
+from pilotfish.server import flags
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 KEY_VARIABLES = (KEY_VARIABLE, "VLLM_API_KEY")
@@ -102,7 +96,7 @@ def _add_serve(parser: Parser) -> None:
     _add_engine_flags(parser)
     group = parser.add_argument_group("endpoint")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument("--port", type=_port, default=8000, help="0 for any free one (default: %(default)s)")
+    group.add_argument("--port", type=flags.port, default=8000, help="0 for any free one (default: %(default)s)")
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names clients may ask for; the first is the default"
     )
@@ -119,12 +113,12 @@ def _add_serve(parser: Parser) -> None:
         "--api-key-file", type=Path, metavar="PATH", help="keys by digest, a line each (see `pilotfish key`); reread"
     )
     group.add_argument(
-        "--metrics-port", type=_port, metavar="N", help="serve /metrics there and not to clients; plain HTTP"
+        "--metrics-port", type=flags.port, metavar="N", help="serve /metrics there and not to clients; plain HTTP"
     )
     group.add_argument("--metrics-host", metavar="HOST", help="address of the metrics' port (default: --host's)")
     group.add_argument("--uds", type=Path, metavar="PATH", help="Unix socket to listen on in place of host and port")
     group.add_argument(
-        "--root-path", type=_root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
+        "--root-path", type=flags.root_path, default="", metavar="PATH", help="prefix under which a relay forwards"
     )
     group.add_argument("--no-page", action="store_true", help="no page to look at: GET / answers as /version does")
     group.add_argument(
@@ -142,7 +136,7 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument(
         "--reasoning-config",
-        type=_reasoning_end,
+        type=flags.reasoning_end,
         dest="reasoning_end",
         default='{"reasoning_end_str": "</think>"}',
         metavar="JSON",
@@ -150,7 +144,7 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument(
         "--loop-guard",
-        type=_loop_rule,
+        type=flags.loop_rule,
         nargs="?",
         const="4:256",
         metavar="N:M",
@@ -166,7 +160,7 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument(
         "--default-chat-template-kwargs",
-        type=_json_object,
+        type=flags.json_object,
         default="{}",
         metavar="JSON",
         help='the template\'s switches where a request says nothing of them, e.g. {"preserve_thinking": true}',
@@ -208,18 +202,22 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument("--log-prompts", action="store_true", help="the same, with prompts")
     group.add_argument(
-        "--max-waiting", type=_count, default=256, metavar="N", help="requests queued before 503 (default: %(default)s)"
+        "--max-waiting",
+        type=flags.count,
+        default=256,
+        metavar="N",
+        help="requests queued before 503 (default: %(default)s)",
     )
     group.add_argument(
         "--max-connections",
-        type=_count,
+        type=flags.count,
         default=4096,
         metavar="N",
         help="then the longest idle one goes, without a key first; as open files allow (default: %(default)s)",
     )
     group.add_argument(
         "--audit-rate",
-        type=_share_or_zero,
+        type=flags.share_or_zero,
         default=0.0,
         metavar="SHARE",
         help="share of finished requests decoded again at k = 0 while idle, and compared (default: none)",
@@ -233,14 +231,14 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument(
         "--restart-engine",
-        type=_count_or_zero,
+        type=flags.count_or_zero,
         default=3,
         metavar="N",
         help="restarts of a failed engine in 10 minutes, then the server ends with status 1 (default: %(default)s)",
     )
     group.add_argument(
         "--engine-timeout",
-        type=_seconds,
+        type=flags.seconds,
         default=300,
         metavar="SECONDS",
         help="an engine that does not answer for so long, longer than any step takes, has failed; 0: never "
@@ -248,7 +246,7 @@ def _add_serve(parser: Parser) -> None:
     )
     group.add_argument(
         "--shutdown-timeout",
-        type=_seconds,
+        type=flags.seconds,
         default=30,
         metavar="SECONDS",
         help="time for running requests to end (default: %(default)s)",
@@ -276,22 +274,22 @@ def _add_cors_flags(group: argparse._ArgumentGroup) -> None:
     anything = '["*"]'
     group.add_argument(
         "--allowed-origins",
-        type=_origins,
+        type=flags.origins,
         metavar="JSON",
         help='whose pages may call this server (default: ["*"] with API keys, else those of this machine)',
     )
     group.add_argument(
         "--allowed-hosts",
-        type=_hosts,
+        type=flags.hosts,
         default="[]",
         metavar="JSON",
         help='without API keys: names by which pages may call it, beside those of this machine, e.g. ["llm.example"]',
     )
     group.add_argument(
-        "--allowed-methods", type=_methods, default=anything, metavar="JSON", help="default: %(default)s"
+        "--allowed-methods", type=flags.methods, default=anything, metavar="JSON", help="default: %(default)s"
     )
     group.add_argument(
-        "--allowed-headers", type=_headers, default=anything, metavar="JSON", help="default: %(default)s"
+        "--allowed-headers", type=flags.headers, default=anything, metavar="JSON", help="default: %(default)s"
     )
     group.add_argument(
         "--allow-credentials", action="store_true", help="cookies and client certificates; not for any origin at all"
@@ -303,7 +301,7 @@ def _add_generate(parser: Parser) -> None:
     _add_answer_flags(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True)
     parser.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
-    parser.add_argument("--max-tokens", type=_count, metavar="N", default=128, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=flags.count, metavar="N", default=128, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's)")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="default: %(default)s")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
@@ -329,7 +327,10 @@ def _add_engine_flags(parser: Parser) -> None:
     group = parser.add_argument_group("speculation")
     depth = group.add_mutually_exclusive_group()
     depth.add_argument(
-        "--num-speculative-tokens", type=_count_or_zero, metavar="K", help="drafted tokens a round (default: 3, 0: off)"
+        "--num-speculative-tokens",
+        type=flags.count_or_zero,
+        metavar="K",
+        help="drafted tokens a round (default: 3, 0: off)",
     )
     depth.add_argument(
         "--speculative-config",
@@ -345,11 +346,11 @@ def _add_engine_flags(parser: Parser) -> None:
         "--head-check", choices=("refuse", "warn", "off"), default="refuse", help="what to do about a dead head"
     )
     group = parser.add_argument_group("device and memory")
-    group.add_argument("--max-num-seqs", type=_count, metavar="N", help="cap on running sequences")
-    group.add_argument("--max-model-len", type=_count, metavar="N", help="prompt and answer together, in tokens")
+    group.add_argument("--max-num-seqs", type=flags.count, metavar="N", help="cap on running sequences")
+    group.add_argument("--max-model-len", type=flags.count, metavar="N", help="prompt and answer together, in tokens")
     group.add_argument(
         "--gpu-memory-utilization",
-        type=_share,
+        type=flags.share,
         default=0.9,
         metavar="SHARE",
         help="of a GPU's memory (default: %(default)s)",
@@ -361,7 +362,7 @@ def _add_engine_flags(parser: Parser) -> None:
         help="of activations (auto: the checkpoint's)",
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    group.add_argument("--kv-cache-tokens", type=_count, metavar="N", help="size of the key-value cache")
+    group.add_argument("--kv-cache-tokens", type=flags.count, metavar="N", help="size of the key-value cache")
     group.add_argument(
         "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of keys and values (default: the model's)"
     )
@@ -375,7 +376,7 @@ def _add_engine_flags(parser: Parser) -> None:
         default=True,
         help="keep what was read of prompts for later ones that begin alike; the text is the same (default: on)",
     )
-    group.add_argument("--num-threads", type=_count, metavar="N", help="CPU threads of the engine")
+    group.add_argument("--num-threads", type=flags.count, metavar="N", help="CPU threads of the engine")
 
 
 def _add_answer_flags(parser: Parser) -> argparse._ArgumentGroup:
@@ -388,95 +389,12 @@ def _add_answer_flags(parser: Parser) -> argparse._ArgumentGroup:
     )
     group.add_argument(
         "--override-generation-config",
-        type=_overrides,
+        type=flags.overrides,
         metavar="JSON",
         help='single defaults, e.g. {"max_new_tokens": 4096}, which bounds what a chat without max_tokens reserves',
     )
     group.add_argument("--chat-template", type=Path, metavar="PATH", help="a Jinja file in place of the checkpoint's")
     return group
-
-
-def _root_path(text: str) -> str:
-    path = text.rstrip("/")
-    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", path):
-        raise argparse.ArgumentTypeError(f"want a path like /llm, got {text!r}")
-    return path
-
-
-def _checked(convert: Callable[[str], Value], holds: Callable[[Value], bool], wanted: str) -> Callable[[str], Value]:
-    """A type of flags."""
-
-    def read(text: str) -> Value:
-        with contextlib.suppress(ValueError):
-            if holds(value := convert(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"want {wanted}, got {text!r}")
-
-    return read
-
-
-_count = _checked(int, lambda value: 1 <= value < 1 << 63, "a whole number of at least 1")
-_count_or_zero = _checked(int, lambda value: 0 <= value < 1 << 63, "a whole number of at least 0")
-_port = _checked(int, lambda value: 0 <= value <= 65535, "a port in 0..65535")
-_share = _checked(float, lambda value: 0 < value <= 1, "a share in (0, 1]")
-_share_or_zero = _checked(float, lambda value: 0 <= value <= 1, "a share in [0, 1]")
-_seconds = _checked(float, lambda value: 0 <= value < math.inf, "seconds")
-
-
-def _list_of(pattern: str, wanted: str) -> Callable[[str], list[str]]:
-    """A JSON list of such words; "*" is one."""
-
-    def holds(found: Any) -> bool:
-        return isinstance(found, list) and all(
-            isinstance(word, str) and (word == "*" or re.fullmatch(pattern, word)) for word in found
-        )
-
-    return _checked(json.loads, holds, wanted)
-
-
-# as browsers send them: what differs, by a slash at the end, would never be met
-_origins = _list_of(
-    r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", 'a JSON list of "*" or origins such as "https://app.example:8443"'
-)
-_hosts = _list_of(r"[A-Za-z0-9._:\[\]-]+", 'a JSON list of "*" or hosts such as "llm.example"')
-_methods = _list_of(r"[A-Z]+", 'a JSON list of "*" or methods such as "POST"')
-_headers = _list_of(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", 'a JSON list of "*" or names of headers such as "Authorization"')
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text[:40]!r}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"want an object, got {text[:40]}")
-    return found
-
-
-def _loop_rule(text: str) -> LoopRule:
-    repeats, _, tokens = text.partition(":")
-    if not (repeats.isdecimal() and tokens.isdecimal() and 2 <= int(repeats) <= 1000 and int(tokens) <= 100_000):
-        raise argparse.ArgumentTypeError(f"want N:M, N in 2..1000 and M up to 100000, got {text[:40]!r}")
-    return LoopRule(int(repeats), int(tokens))
-
-
-def _reasoning_end(text: str) -> str:
-    config = _json_object(text)
-    end, start = config.get("reasoning_end_str"), config.get("reasoning_start_str")
-    if not isinstance(end, str) or end.count("</think>") != 1:
-        raise argparse.ArgumentTypeError('want "reasoning_end_str", with one </think> in it')
-    if config.keys() - {"reasoning_end_str", "reasoning_start_str"} or start not in (None, "<think>"):
-        raise argparse.ArgumentTypeError('beside "reasoning_end_str" want at most "reasoning_start_str": "<think>"')
-    return end
-
-
-def _overrides(text: str) -> dict[str, Any]:
-    from pilotfish.server.model_files import SamplingDefaults
-
-    values, names = _json_object(text), SamplingDefaults.__struct_fields__
-    if values.keys() - set(names):
-        raise argparse.ArgumentTypeError(f"want an object with some of {', '.join(names)}")
-    return values
 
 
 def engine_options(args: argparse.Namespace) -> Any:
