@@ -112,6 +112,8 @@ class Report:
         span = f"k = {_span(self.depths)}, {_span(self.batches)} at once"
         counts = f"{self.num_tokens} tokens, {self.num_rows} rows"
         same = f"the tokens and bits of k = 0 in all that was compared: {span}, {counts}"
+        if self.hits is not None:
+            same += f"; hits are as cold runs: {self.hits.num_prompts} prompts, {self.hits.num_found} tokens found"
         print(
             f"PASS: {same}"
             if passed

@@ -180,7 +180,10 @@ def test_the_verdict_says_what_was_compared(auditor, capsys):
     assert verdict["hits"]["boundaries"] == [PAGE, 2 * PAGE] and verdict["hits"]["tokens_found"] > 10 * PAGE
     assert verdict["hits"]["ways"] == list(WAYS) and "grammar" in verdict["hits"]["modes"]
     dataclasses.replace(report, as_json=False).end()
-    assert "boundaries 256, 512, k = 2:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "boundaries 256, 512, k = 2:" in out
+    # read alone, the last line says no more than what was compared
+    assert out.endswith(f"; hits are as cold runs: {hits.num_prompts} prompts, {hits.num_found} tokens found\n")
 
 
 def test_a_model_that_takes_no_boundary_is_not_compared(tmp_path, auditor, capsys):
