@@ -205,10 +205,10 @@ def test_later_drafts_from_another_hidden_state_are_named(folder, monkeypatch):
 
 def test_a_head_whose_prompts_are_off_by_one_is_named(folder, monkeypatch):
     """Its own rows at k = 0 are off too: only a head that shares nothing with it can tell."""
-    real = MtpHead.fill
+    real = MtpHead.enter
     monkeypatch.setattr(
         MtpHead,
-        "fill",
+        "enter",
         lambda self, prompt, tokens, hidden, span: real(self, prompt, torch.roll(tokens, 1), hidden, span),
     )
     *runs, last = run_audit(folder)
