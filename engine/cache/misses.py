@@ -57,7 +57,9 @@ def _reason(
     if last.parent is not None:
         # it only goes on where the kept prompt ended
         return None if sequence.num_cached == last.end else "evicted", None, ()
-    return "salt" if any(chunk in root.children for root in tree.roots) else "new", None, ()
+    # of a salt that none of this key's requests had it learns nothing
+    own = (root for root in tree.roots if sequence.request.key in root.keys)
+    return "salt" if any(chunk in root.children for root in own) else "new", None, ()
 
 
 def _num_common(one: bytes, other: bytes) -> int:

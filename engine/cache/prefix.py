@@ -82,6 +82,7 @@ class PrefixCache:
             assert sequence.chunks is not None
             self._num_queried += len(sequence.prompt)
             self.tree.enter(node)
+            self.tree.root(sequence.request.cache_salt).keys.add(sequence.request.key)
             self._readers[sequence] = reader = Reader(node, len(node.path))
             way = [node, *self.tree.walk(node, sequence.chunks[reader.depth :])]
             self._mark(sequence, reader, way)

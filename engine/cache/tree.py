@@ -27,6 +27,7 @@ class Node:
     `num_readers` stand here: they hold the pages from the root on, and need the snapshot. `lasting`: others are likely
     to begin so too. `checked`: the snapshot's state was seen to be sound. `name` stands for all tokens up to here.
     `touched` and `rank`: when it was last of use, and in which order snapshots are given up, the lowest first.
+    `keys`, of a root: the labels of those who have asked under its salt.
     """
 
     parent: Node | None
@@ -42,6 +43,7 @@ class Node:
     touched: float = 0.0
     rank: float = 0.0
     linked: bool = True
+    keys: set[str] = field(default_factory=set)
 
     @property
     def path(self) -> list[Node]:
@@ -105,7 +107,7 @@ class PrefixTree:
         node.num_readers += 1
 
     def leave(self, node: Node) -> None:
-        """They no longer do."""
+        """Somebody who stood at a node has left."""
         node.num_readers -= 1
         assert node.num_readers >= 0
         if node.linked:
@@ -291,5 +293,6 @@ def _by_rank(node: Node) -> float:
 
 
 def _stays(number: int, newest: int) -> bool:
-    """Of chunks 0 .. newest - 1: the last one, then multiples of 2, of 4, of 8, .. as the distance doubles."""
+    """Whether a chunk's snapshot stays, of chunks 0 .. newest - 1: the last one does, then multiples of 2, of 4, of 8,
+    .. as the distance doubles."""
     return number % (1 << (newest - number).bit_length() - 1) == 0

@@ -171,8 +171,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 MissReason = Literal["short", "new", "differs", "evicted", "salt", "unread", "logprobs"]
 """Why more of a prompt was read than the grid requires. "short": it ends before the first boundary. "new": no kept
 prompt begins like it. "differs": it leaves the nearest kept prompt at a token. "evicted": it was kept, and gave way.
-"salt": it is kept under another salt. "unread": another request is reading the same tokens just now. "logprobs": those
-of its own tokens were asked for, so it is read whole."""
+"salt": it is kept under another salt that this key has used. "unread": another request is reading the same tokens just
+now. "logprobs": those of its own tokens were asked for, so it is read whole."""
 MAX_MISSES = 16
 """Misses that one report may tell of."""
 

@@ -461,6 +461,17 @@ class TestWhatIsTold:
         )  # fmt: skip
         assert miss.here == (77, *range(10, 17)) and miss.there == (9, 10, 11)
 
+    def test_a_key_learns_nothing_of_salts_that_it_never_had(self):
+        """Or a miss would tell one tenant what another one's prompts begin with."""
+        twin, prompt = Twin(256, 8), tokens(8)
+        twin.read_whole(prompt, salt="alice:", key="alice")
+        twin.reasons()
+        twin.read_whole([*prompt[:4], *tokens(4, 1)], salt="bob:", key="bob")
+        twin.read_whole(prompt, salt="bob:other", key="bob")
+        assert twin.reasons() == ["new", "salt"]
+        twin.read_whole(prompt, salt="alice:other", key="alice")
+        assert twin.reasons() == ["salt"]
+
     def test_salt_eviction_and_what_is_being_read(self):
         twin, prompt = Twin(256, 3), tokens(8)
         twin.read_whole(prompt, salt="one")
