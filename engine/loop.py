@@ -194,7 +194,7 @@ class EngineLoop:
 
     @property
     def _num_coming(self) -> int:
-        """Those that wait outside the queue, or have left but still cost something."""
+        """How many requests wait outside the queue, or have left but still cost something."""
         return len(self._coming) + len(self._leaving)
 
     # -- grammars ---------------------------------------------------------------------------------------------------
@@ -238,7 +238,8 @@ class EngineLoop:
         return outputs
 
     def _with_masks(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[RequestOutput]]:
-        """Those that the next round can take: it is not held up by a slow grammar. What ends those of broken ones."""
+        """The sequences that the next round can take, so that no slow grammar holds it up, and what ends those whose
+        grammars are broken."""
         outputs = []
         ready = set(self.executor.grammars.settle([sequence.slot for sequence in sequences]))
         for sequence in sequences:

@@ -30,8 +30,8 @@ CONTEXT = PAGE // 16
 
 
 def worth_running(seconds: Mapping[int, float]) -> int:
-    """Of the numbers of sequences whose rounds took `seconds`: the last one up to which every doubling multiplied
-    tokens a second by GAIN; by as much less where the last step is less than a doubling."""
+    """The number of sequences, of those whose rounds took `seconds`, up to which every doubling multiplied tokens a
+    second by GAIN, or by as much less where the last step is less than a doubling."""
     counts = sorted(seconds)
     found = counts[0]
     for before, after in pairwise(counts):

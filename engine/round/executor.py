@@ -324,12 +324,12 @@ class RoundExecutor:
 
     @property
     def num_graphs(self) -> int:
-        """Of rounds."""
+        """How many graphs of rounds were captured."""
         return self.graphs.counts.number
 
     @property
     def graph_bytes(self) -> int:
-        """Of rounds and prompts."""
+        """Device memory that captured graphs of rounds and prompts hold."""
         return self.graphs.counts.num_bytes + self.prompt_graphs.counts.num_bytes
 
     @property

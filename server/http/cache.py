@@ -90,7 +90,7 @@ class CacheLog:
         self._misses.extend((now, miss) for miss in cache.misses)
 
     def status(self, ready: Ready, key: str) -> CacheStatus:
-        """As one with this key may see it."""
+        """What somebody with this key may see of the cache."""
         now = self._clock()
         return CacheStatus(
             enabled=ready.prefix_caching,

@@ -52,7 +52,7 @@ class Page:
 
     @property
     def paths(self) -> frozenset[str]:
-        """Those of its parts, without a prefix."""
+        """The addresses of its parts, without a prefix."""
         return frozenset(FOLDER_PATH + name for name in self._parts)
 
     def routes(self, root: str) -> list[web.RouteDef]:
