@@ -59,7 +59,9 @@ def choose_shape(
     if part.format is not Format.NVFP4 or tiles == 1:
         return shape
     if row_tiles == 4:
-        return replace(shape, registers=three_a_multiprocessor(-(-part.num_tiles // 2) * -(-num_rows // 32)))
+        # of 65 rows and more one kernel serves all: programs are many
+        programs = -(-part.num_tiles // 2) * (1 if num_rows <= 32 else 2)
+        return replace(shape, registers=REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs))
     if part.num_tiles >= MANY_TILES:
         return shape
     # less on the way of each program leaves room for more of them; not so beside BF16, which takes the registers

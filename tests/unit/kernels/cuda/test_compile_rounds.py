@@ -62,6 +62,8 @@ LENGTHS = (200, 600, 4080)
 PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel")
 """Compiled anew for more rows, see Found.add_rows. A row is a column of mma, its sum is over the same units in the same
 order, by instructions that are written out, and nothing is contracted: test_run_products.py has their bits."""
+STEPS = (1, 8, FAST_ROWS, 32, 64, 256)
+"""Rows up to which they are the same ones."""
 LISTS = ("moe_kernels.list_kernel", "moe_kernels.groups_kernel")
 """Launched for more than 8 rows alone."""
 INTEGERS = (*LISTS, "commit._accept_commit_kernel", "lookup._look_up_kernel")
@@ -118,7 +120,7 @@ class Found:
 
     def add_rows(self, part: str, launches: list[Launch], num_rows: int, where: str) -> None:
         """A part whose products may be other kernels for more rows."""
-        step = next(most for most in (8, FAST_ROWS, 64, 256) if num_rows <= most)
+        step = next(most for most in STEPS if num_rows <= most)
         self.add(f"{part}, up to {step} rows", launches, where)
         self.add(part, [launch for launch in launches if launch.kernel not in (*PRODUCTS, *LISTS)], where)
 
