@@ -347,6 +347,19 @@ class TestWhatIsKept:
             twin.step()
         assert waits.restore == number and twin.snapshots[number] == ("", *prompt[:20])
 
+    def test_what_is_in_use_does_not_give_way(self):
+        twin, short, long = Twin(16, 16), tokens(3), tokens(8, 1)
+        for prompt in (short, long):
+            twin.read_whole(prompt)
+        waits, other = twin.submit(short), twin.submit(tokens(25, 2))
+        twin.admit()
+        assert waits.restore is not None
+        twin.scheduler.running.remove(waits)
+        twin.scheduler.running.append(waits)
+        while not other.is_prefilled:
+            twin.step()
+        assert twin.kept(short) == [2] and 8 not in twin.kept(long)
+
     def test_pages_past_the_last_snapshot_are_free_at_once(self):
         twin, prompt = Twin(), tokens(4 * 5 + 3)
         twin.read_whole(prompt)
