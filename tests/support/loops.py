@@ -134,3 +134,13 @@ def assert_alone(request: Request) -> None:
     assert request.tokens == reference.tokens[: len(request.tokens)]
     for position in range(len(reference.prompt), len(reference.prompt) + len(request.tokens) - 1):
         assert torch.equal(request.logits[position], reference.logits[position]), position
+
+
+def assert_seen_alone(request: Request) -> None:
+    """Tokens of a request, and those of its logits that were looked at, are those it has alone at k = 0."""
+    reference = request.reference
+    assert reference is not None
+    assert request.tokens == reference.tokens[: len(request.tokens)]
+    for position, row in request.logits.items():
+        if position in reference.logits and position < len(reference.prompt) + len(request.tokens) - 1:
+            assert torch.equal(row, reference.logits[position]), position

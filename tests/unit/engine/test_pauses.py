@@ -4,18 +4,9 @@ leaves meanwhile leaves nothing behind."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support.fixed_shapes import FixedDriver
-
-
-def assert_alone(request):
-    """The tokens that it has alone at k = 0, and the bits of those logits that were looked at."""
-    reference = request.reference
-    assert request.tokens == reference.tokens[: len(request.tokens)]
-    for position, row in request.logits.items():
-        if position in reference.logits and position < len(reference.prompt) + len(request.tokens) - 1:
-            assert torch.equal(row, reference.logits[position]), position
+from tests.support.loops import assert_seen_alone
 
 
 def pausing(kind="hv_gt_hk", steps=1, observed=False):
@@ -47,7 +38,7 @@ def test_texts_are_those_of_each_alone(kind, observed):
     assert paused and len(requests[0].tokens) > before
     driver.run()
     for request in requests:
-        assert_alone(request)
+        assert_seen_alone(request)
     driver.loop.scheduler.check()
     assert not driver.loop.has_work()
 
@@ -64,7 +55,7 @@ def test_it_goes_on_without_a_pause_once_nobody_is_beside_it():
         steps += 1
     assert steps <= 2
     driver.run()
-    assert_alone(alone)
+    assert_seen_alone(alone)
 
 
 def test_one_that_leaves_while_it_is_paused_leaves_nothing_behind():
@@ -77,8 +68,8 @@ def test_one_that_leaves_while_it_is_paused_leaves_nothing_behind():
     assert driver.loop.scheduler._paused is None
     after = driver.ask("after", 60, seed=4, max_tokens=5)
     driver.run()
-    assert_alone(beside)
-    assert_alone(after)
+    assert_seen_alone(beside)
+    assert_seen_alone(after)
     driver.loop.scheduler.check()
     assert driver.loop.scheduler.slots.num_used == 0
 

@@ -18,20 +18,11 @@ from pilotfish.engine.plan import Plan
 from pilotfish.spec.slots import FILTERED
 from tests.support.fixed_shapes import FixedDriver, fixed_engine
 from tests.support.grammars import MadeGrammars
-from tests.support.loops import LoopDriver
+from tests.support.loops import LoopDriver, assert_seen_alone
 from tests.support.rounds import CPU, MAX_DEPTH, MODES, make_engine, random_prompt
 from tests.support.tiny_models import VOCAB_SIZE
 
 KINDS = ("hv_gt_hk", "moe")
-
-
-def assert_alone(request):
-    """The tokens that it has alone at k = 0, and the bits of their logits."""
-    reference = request.reference
-    assert request.tokens == reference.tokens[: len(request.tokens)]
-    for position, row in request.logits.items():
-        if position in reference.logits and position < len(reference.prompt) + len(request.tokens) - 1:
-            assert torch.equal(row, reference.logits[position]), position
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +36,7 @@ def test_every_request_is_as_alone(kind, depth):
     ]
     driver.run()
     for request in requests:
-        assert_alone(request)
+        assert_seen_alone(request)
         assert request.finish == "length"
     if depth:
         assert sum(output.num_accepted for request in requests for output in request.outputs) > 0
@@ -59,7 +50,7 @@ def test_every_request_is_as_alone_over_fp8_pages(kind):
     model = driver.loop.executor.model
     assert {t.dtype for c in (*model.trunk.kv, model.head.cache) for t in (c.k, c.v)} == {torch.float8_e4m3fn}
     for request in requests:
-        assert_alone(request)
+        assert_seen_alone(request)
     assert sum(output.num_accepted for request in requests for output in request.outputs) > 0
 
 
@@ -81,7 +72,7 @@ def test_more_requests_than_places_run_ahead_with_the_head_s_own_drafts(captured
     assert driver.loop.executor.asynchronous
     driver.run()
     for request in requests:
-        assert_alone(request)
+        assert_seen_alone(request)
         assert len(request.tokens) == request.submit.sampling.max_tokens
     assert_idle(driver)
     graphs = {report.stats.graph for report in driver.reports if "wait" in report.stats.phases}
@@ -107,9 +98,9 @@ def test_each_request_keeps_its_own_k_and_those_with_none_run_without_the_head()
     driver.run()
     requests = {k: driver.ask(f"k = {k}", 21, k=k, max_tokens=13) for k in (0, 1, None)}
     driver.run()
-    assert_alone(alone)
+    assert_seen_alone(alone)
     for k, request in requests.items():
-        assert_alone(request)
+        assert_seen_alone(request)
         assert max(len(output.token_ids) for output in request.outputs) == (3 if k is None else k) + 1
 
 
@@ -135,7 +126,7 @@ def test_a_nan_ends_its_request_alone():
     driver.loop.executor.model.trunk.state.s[:, slot] = float("nan")
     driver.run()
     assert bad.finish == "error" and bad.last.error_code == "nan"
-    assert_alone(good)
+    assert_seen_alone(good)
     assert_idle(driver)
 
 
@@ -166,7 +157,7 @@ def test_masks_of_a_grammar_meet_their_rows_and_no_others():
         plain = driver.ask("plain", 21)
         masked = driver.ask("masked", 40, seed=2, grammar=Grammar(kind="regex", source="x"))
         driver.run()
-        assert_alone(plain)
+        assert_seen_alone(plain)
         assert all(token % (4 if i >= 5 else 3) == 0 for i, token in enumerate(masked.tokens))
         assert len(masked.tokens) == 20
         texts.append(masked.tokens)
