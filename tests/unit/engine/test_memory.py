@@ -82,6 +82,29 @@ def test_a_gpu_without_room_for_the_cache_is_busy_where_others_hold_it(folder, m
         plan._num_pages(options, open_checkpoint(str(folder)), 3, torch.bfloat16, 512, 4, cuda)
 
 
+def test_on_a_gpu_pages_and_snapshots_share_what_is_left(folder, monkeypatch):
+    """Three quarters and one; without a prefix cache no more than sequences can need."""
+    from pilotfish.engine.checkpoint.recognise import open_checkpoint
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (60 * GIB, 60 * GIB))
+    checkpoint, cuda, dtype = open_checkpoint(str(folder)), torch.device("cuda"), torch.bfloat16
+    page = plan.page_bytes(checkpoint.config, dtype, with_head=True)
+    room = 0.9 * 60 * GIB - checkpoint.num_bytes - plan.GPU_RESERVE_BYTES
+    room -= plan.buffer_bytes(checkpoint.config, 3, 4)
+    pages = {
+        on: plan._num_pages(
+            EngineOptions(model=str(folder), enable_prefix_caching=on), checkpoint, 3, dtype, 512, 4, cuda
+        )
+        for on in (True, False)
+    }
+    assert pages[False] == 4 * plan.reserved_pages(512, 3)
+    assert pages[True] * page == pytest.approx(0.75 * room, rel=1e-3)
+    for count in (8, pages[True]):
+        found = plan.num_snapshots(checkpoint.config, dtype, count, count * page)
+        least = count * page // 3 // plan.snapshot_bytes(checkpoint.config, dtype)
+        assert found == min(least, count, plan.MAX_SNAPSHOTS)
+
+
 def test_the_machine_s_memory_is_counted():
     assert total_bytes(torch.device("cpu")) > GIB and memory.gib(3 * GIB // 2) == "1.5 GiB"
     if sys.platform == "linux":
