@@ -72,7 +72,7 @@ class Answer:
     def take(self, event: dict[str, Any]) -> None:
         """Raises Refused where the stream ends in an error."""
         if error := event.get("error"):
-            raise Refused(error.get("message", str(error)))
+            raise Refused(str(error.get("message", error) if isinstance(error, dict) else error))
         self._usage = event.get("usage") or self._usage
         self._rounds = (event.get("metrics") or {}).get("speculative_decoding") or self._rounds
         for choice in event.get("choices") or ():

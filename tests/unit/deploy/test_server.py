@@ -8,6 +8,8 @@ import json
 
 import pytest
 
+from pilotfish.deploy.chat.screen import Screen
+from pilotfish.deploy.chat.talk import Answer
 from pilotfish.deploy.gate.server import Refused, Server
 from pilotfish.deploy.sweep.client import Endpoint, EndpointError
 
@@ -50,3 +52,9 @@ def test_a_sweep_refuses_it_too(text):
     endpoint._get = get
     with pytest.raises(EndpointError, match="/v1/models: the answer names no model"):
         asyncio.run(endpoint.describe())
+
+
+@pytest.mark.parametrize("error", ["overloaded", {"message": "overloaded"}, {"code": "overloaded"}, ["overloaded"]])
+def test_an_error_in_a_stream_has_any_form(error):
+    with pytest.raises(Refused, match="overloaded"):
+        Answer(Screen(io.StringIO(), io.StringIO())).take({"error": error})
