@@ -35,7 +35,8 @@ def padded_rows(num_rows: int) -> int:
 
 
 def segments(width: int, num_heads: int = MAX_SEGMENTS) -> int:
-    """Of a row-parallel product of this width: 8, 4, 2 or 1, as many as fall on units of UNIT columns and on heads."""
+    """How many segments of K a row-parallel product of this width adds: 8, 4, 2 or 1, as many as fall on units of UNIT
+    columns and on heads."""
     return next(n for n in (8, 4, 2, 1) if n == 1 or (width % (UNIT * n) == 0 and num_heads % n == 0))
 
 
