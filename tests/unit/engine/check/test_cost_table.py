@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from pilotfish.engine.check import cost_table
+from pilotfish.engine.check import cost_table, driver
 from pilotfish.engine.check.cost_table import BLOCKS, ROUNDS, Cost
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
@@ -42,7 +42,7 @@ def test_each_timed_step_is_a_round_of_all(folder, monkeypatch):
 
     monkeypatch.setattr(EngineLoop, "step", watched)
     # time passes by one second for each look at the clock
-    monkeypatch.setattr(cost_table, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(driver, "perf_counter", lambda: float(next(clock)))
     told = []
     costs = cost_table.measure(
         engine.executor.model, engine.plan, list(range(50)), [1, 2], [(1, 20), (3, 40)], told.append
