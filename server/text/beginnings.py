@@ -24,6 +24,8 @@ from pilotfish.server.text.tokenizer import Tokenizer
 MAX_KEPT_TOKENS = 1 << 21
 """Ids that are kept in all, 4 bytes each."""
 MAX_KEPT = 256
+MOST_JOINED = 64
+"""Characters at the end of what the template writes whose ids may depend on how the message begins."""
 OTHER_MESSAGES = ("x", "\n", " ")
 """How messages may begin: with a letter, or with space that could join what the template writes before it."""
 
@@ -78,9 +80,14 @@ class Beginnings:
             return array("I")
         if not mark:
             return array("I")
-        texts = (before + message for message in OTHER_MESSAGES)
-        first, *others = (array("I", self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return first[: min(num_common(first, other) for other in others)]
+        # the whole of it once: it may be as long as the context
+        ids = self._encode(before + OTHER_MESSAGES[0])
+        first, *others = (self._encode(before[-MOST_JOINED:] + message) for message in OTHER_MESSAGES)
+        num_joined = len(first) - min(num_common(first, other) for other in others)
+        return ids[: max(0, len(ids) - num_joined)]
+
+    def _encode(self, text: str) -> array[int]:
+        return array("I", self._tokenizer.encode(text, add_special_tokens=False))
 
     def _keep(self, key: bytes, ids: array[int]) -> None:
         with self._lock:

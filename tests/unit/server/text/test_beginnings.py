@@ -41,6 +41,21 @@ def test_it_ends_with_the_system_prompt(model, first, tools):
     assert ("weather" in shown) == (tools is not None)
 
 
+def test_a_long_system_prompt_is_encoded_once(model, monkeypatch):
+    encode, lengths = model.tokenizer.encode, []
+
+    def counted(text, **options):
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", lambda self, text, **options: counted(text, **options))
+    system = {"role": "system", "content": "You are quite another. " * 200}
+    _, count = measured(model, [system, {"role": "user", "content": "x"}])
+    assert count and sum(length > 1000 for length in lengths) == 2  # the prompt, and what it is compared with
+    assert measured(model, [system, {"role": "user", "content": "y"}])[1] == count
+    assert sum(length > 1000 for length in lengths) == 3
+
+
 def test_a_conversation_that_begins_otherwise_shares_less(model):
     ids, count = measured(model, [SYSTEM, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "x"}])
     shown = model.tokenizer.decode(ids[:count], skip_special_tokens=False)
