@@ -49,7 +49,7 @@ def test_one_layer_on_another_kernel_is_seen(folder):
     """A fallback that no option speaks of: one layer's output product is the library's plain one."""
     engine = start_engine(options(folder, dtype="bfloat16"))
     product = engine.executor.model.trunk.layers[1].mixer.output
-    product.packed, product._weight = False, torch.randn(product.out_features, product.in_features).bfloat16()
+    product.packed, product._weights = False, [torch.randn(product.out_features, product.in_features).bfloat16()]
     routes = probe.routes(EngineLoop(engine))
     assert routes[PLAIN.format("bfloat16")] == ["layers.1", "prefill"]
     assert set(routes[PACKED]) == parts(engine)
