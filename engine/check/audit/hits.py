@@ -94,7 +94,7 @@ class Hits:
         ]
 
     def counts(self) -> dict[str, object]:
-        """The same for a program."""
+        """What `described` says, for a program."""
         return {
             "k": self.depths,
             "boundaries": self.script.boundaries,
