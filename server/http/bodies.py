@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 
 from pilotfish.server.errors import ApiError, BadRequest, Overloaded, TooManyRequests, from_status
+from pilotfish.server.http.routing import waits_to_send
 
 JSON = "application/json"
 MAX_BODY_BYTES = 32 << 20
@@ -83,6 +84,10 @@ async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
     if "Content-Type" in request.headers and not (kind == JSON or kind.endswith("+json")):
         how = f"curl sends it with -H 'Content-Type: {JSON}'"
         raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}; {how}.", code="unsupported_content_type")
+    if waits_to_send(request):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # the answer itself has not begun
+        request.writer.output_size = 0
     began, body = asyncio.get_running_loop().time(), bytearray()
     try:
         while True:

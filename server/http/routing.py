@@ -61,14 +61,14 @@ async def _unknown(request: web.Request) -> NoReturn:
     raise web.HTTPNotFound
 
 
+def waits_to_send(request: web.Request) -> bool:
+    """Whether the client sends its body once it is told to go on."""
+    return request.version >= HttpVersion11 and request.headers.get(hdrs.EXPECT, "").lower() == "100-continue"
+
+
 async def _expect(request: web.Request) -> web.Response | None:
-    """None: go on to the handler."""
-    if request.version < HttpVersion11:
-        return None
-    if request.headers[hdrs.EXPECT].lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # the answer itself has not begun
-        request.writer.output_size = 0
+    """None: go on to the handler, which asks for the body once it wants one (http/bodies.py)."""
+    if request.version < HttpVersion11 or waits_to_send(request):
         return None
     error = from_status(417, f"Cannot do what Expect asks for: {request.headers[hdrs.EXPECT]}")
     return web.Response(body=error.body(), status=417, content_type=JSON)

@@ -32,6 +32,12 @@ def test_a_client_that_waits_for_continue_gets_it(server):
     assert json.loads(body)["choices"][0]["text"] == "Hello, world!"
 
 
+def test_a_client_is_not_told_to_send_what_is_refused_unread(server):
+    lines = (b"POST /v1/completions HTTP/1.1", b"Expect: 100-continue", b"Content-Type: text/plain")
+    assert exchange(server, *lines, body=b"{}")[0] == [400]
+    assert exchange(server, b"POST /nowhere HTTP/1.1", b"Expect: 100-continue", body=b"{}")[0] == [404]
+
+
 def test_http_1_0_expects_nothing(server):
     lines = (b"POST /v1/completions HTTP/1.0", b"Expect: \x80", b"Content-Type: application/json")
     host, port = server.url.removeprefix("http://").split(":")
