@@ -19,6 +19,8 @@ SETTLE = 4
 """Rounds of a live batch before anyone looks at it."""
 ROUNDS_BEHIND = 2
 """Rounds that are launched and not yet read, beyond those that were looked at."""
+UNBROKEN = 1 << 30
+"""More steps than a chunk has."""
 
 
 @dataclass(frozen=True)
@@ -123,15 +125,18 @@ def live_batch(loop: EngineLoop, prompts: list[list[int]], num_rounds: int) -> I
     chunks = loop.scheduler.grid.num_chunks(max(map(len, prompts)))
     num_tokens = live_tokens(num_rounds, loop.depth, len(prompts), chunks)
     named = {f"live{number}": prompt for number, prompt in enumerate(prompts)}
+    # a chunk that pauses would let more rounds run than the one before it
+    loop.pauses_after = UNBROKEN
     driver.submit(loop, named, driver.greedy(num_tokens))
     settled = 0
-    while settled < SETTLE:
-        outputs = driver.step(loop)
-        assert not any(output.finish_reason for output in outputs), f"a request of {num_tokens} tokens has ended"
-        settled += len([output for output in outputs if output.round]) == len(prompts)
     try:
+        while settled < SETTLE:
+            outputs = driver.step(loop)
+            assert not any(output.finish_reason for output in outputs), f"a request of {num_tokens} tokens has ended"
+            settled += len([output for output in outputs if output.round]) == len(prompts)
         yield
     finally:
+        loop.pauses_after = None
         driver.drain(loop, named)
 
 
