@@ -43,7 +43,7 @@ LIBRARY = [
 """What the package offers."""
 
 
-MASKS = "LLMatcher.deep_copy.unsafe_compute_mask_ptr_with_draft_token"
+MASKS = "LLMatcher.deep_copy.deep_copy.unsafe_compute_mask_ptr_with_draft_token"
 
 
 class Panic(BaseException):

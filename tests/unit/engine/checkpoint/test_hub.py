@@ -128,6 +128,7 @@ def test_a_folder_is_itself(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["no-slash", "a/b/c", "../up", "/nowhere/at/all", "org/bad name", ""])
-def test_what_is_neither_folder_nor_id_is_refused(name):
+def test_what_is_neither_folder_nor_id_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="want a checkpoint folder"):
         resolve_model(name)

@@ -26,7 +26,8 @@ class TorchLayer:
             return torch.full((1, NUM_SLOTS, MOST, *shape), NAN)
 
         pending = Pending(rows(heads, dk), rows(heads, dv), rows(heads), rows(heads), rows(layer.channels))
-        self.state = RecurrentState(state[None].clone(), history[None].clone(), pending)
+        no_hidden = torch.empty(NUM_SLOTS, 0)
+        self.state = RecurrentState(state[None].clone(), history[None].clone(), no_hidden, pending)
         self.layer, self.ops = cpu_layer(layer), TorchOperators()
 
     def step(self, projected, slots, counts, width):
