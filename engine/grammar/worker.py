@@ -169,7 +169,7 @@ class Worker:
         try:
             tokenizer = self._tokenizer(task.eos_token_ids)
             read, write = os.pipe()
-            pid = os.fork()
+            parent, pid = os.getpid(), os.fork()
         except (OSError, ValueError, TypeError) as error:
             for fd in (read, write):
                 with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ class Worker:
             self._tell(TrialVerdict(number=task.number, error=f"grammar: it cannot be tried: {error}"))
             return
         if pid == 0:
-            _be_child(task, lane, tokenizer, self.vocab_size, write)
+            _be_child(task, lane, tokenizer, self.vocab_size, write, parent)
         os.close(write)
         self._children[read] = Child(pid, task, lane, time.monotonic() + lane.wall_seconds)
         self._selector.register(read, selectors.EVENT_READ)
@@ -241,10 +241,10 @@ def _death(child: Child, status: int) -> TrialVerdict:
     return TrialVerdict(number=child.task.number, error=f"{kind}: {why}")
 
 
-def _be_child(task: Task, lane: TrialLane, tokenizer: LLTokenizer, vocab_size: int, answer: int) -> None:
+def _be_child(task: Task, lane: TrialLane, tokenizer: LLTokenizer, vocab_size: int, answer: int, parent: int) -> None:
     """Never returns."""
     try:
-        _limit(lane)
+        _limit(lane, parent)
         verdicts: list[TrialVerdict] = []
         threading.stack_size(STACK_BYTES)
         thread = threading.Thread(target=lambda: verdicts.append(attempt(task, tokenizer, vocab_size)))
@@ -258,9 +258,12 @@ def _be_child(task: Task, lane: TrialLane, tokenizer: LLTokenizer, vocab_size: i
         os._exit(1)
 
 
-def _limit(lane: TrialLane) -> None:
+def _limit(lane: TrialLane, parent: int) -> None:
     """What this process may take from here on, and that it dies with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # it was gone before that; while this process held its output, nobody would know
+        os._exit(1)
     # what the library says when it panics is of no use to anybody
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.nice(lane.nice)

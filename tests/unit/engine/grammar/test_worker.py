@@ -151,6 +151,15 @@ def test_a_lost_worker_is_replaced_and_what_it_had_is_tried_again(scripted):
     wait_until(lambda: not Path(f"/proc/{child}").exists())
 
 
+def test_a_child_ends_whose_worker_was_lost_as_it_began(scripted, monkeypatch):
+    monkeypatch.setenv("CHILD_WAITS", "0.5")
+    scripted.start("sleep 600")
+    wait_until(lambda: scripted.trials.pid and children_of(scripted.trials.pid))
+    (child,) = children_of(scripted.trials.pid)
+    os.kill(scripted.trials.pid, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{child}").exists())
+
+
 def test_what_every_worker_is_lost_with_is_refused(scripted):
     number = scripted.start("sleep 60")
     lost = set()
