@@ -40,7 +40,7 @@ async def exchange(server, data):
         answer = b""
         while part := await asyncio.wait_for(reader.read(65536), 0.5):
             answer += part
-    writer.close()
+    writer.transport.abort()
     return answer
 
 

@@ -186,7 +186,7 @@ def test_what_cannot_be_taken_is_refused_before_it_is_read(folder):
                     assert 'pilotfish_request_rejected_total{reason="rate_limited"} 4.0' in text
                     waiting.close()
                 running.close()
-            writer.close()
+            writer.transport.abort()
 
     asyncio.run(story())
 

@@ -72,7 +72,13 @@ async def serving(
             await app[SERVICE].client.wait_ready()
         yield Server(f"http://{host}:{port}", app[SERVICE], folder)
     finally:
+        held = [connection.transport for connection in runner.server.connections] if runner.server else []
         await runner.cleanup()
+        # what a client did not take is given up: no connection outlasts the loop
+        for transport in held:
+            if transport is not None:
+                transport.abort()
+        await asyncio.sleep(0)
 
 
 @contextlib.contextmanager
