@@ -16,6 +16,7 @@ from pilotfish.server.http import watch
 
 pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[dev]'")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: pip install -e '.[dev]'")
+# no package index has a browser; .ci/run installs Debian's
 if CHROMIUM is None:
     pytest.skip("no Chromium: apt install chromium", allow_module_level=True)
 

@@ -34,6 +34,7 @@ def flags_of(words):
 
 @pytest.mark.parametrize("router", MODULES)
 def test_systemd_has_nothing_to_say(router, tmp_path):
+    # systemd's own check: a container often has none, and nothing else stands in for it
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt-get install systemd")
     text = ROUTER.joinpath(f"{router}-router.service").read_text()
@@ -82,6 +83,7 @@ def test_the_pod_has_the_unit_s_flags():
 
 
 def test_the_schemas_know_every_field(tmp_path):
+    # kustomize comes with kubectl, which .ci/run does not install: this one is for who has it
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     built = subprocess.run(["kubectl", "kustomize", ROUTER / "kubernetes"], capture_output=True, text=True, check=False)
