@@ -26,19 +26,16 @@ from pilotfish.engine.link.messages import (
     StepStats,
     Submit,
 )
-from pilotfish.engine.loop_guard import LoopGuard, check_loop_rule
-from pilotfish.engine.plan import reserved_pages
+from pilotfish.engine.loop_guard import LoopGuard
+from pilotfish.engine.request_checks import checked_sequence
 from pilotfish.engine.round.executor import Launched, RoundExecutor
 from pilotfish.engine.round.reading import Reading
 from pilotfish.engine.round.reports import Batch, SequenceReport
-from pilotfish.engine.rules import allowed_ids, check_rules
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.sequence import Sequence
-from pilotfish.spec.slots import MAX_STOP_IDS, stop_ids_of
 
 logger = logging.getLogger(__name__)
 
-MAX_COUNT = 1 << 31
 ROUNDS_KEPT = 8
 """The newest rounds, whose median says how long one takes."""
 IDLE_SECONDS = 0.005
@@ -89,7 +86,7 @@ class EngineLoop:
     def submit(self, request: Submit) -> None:
         """See EngineCore."""
         try:
-            sequence = self._check(request)
+            sequence = self._sequence_of(request)
             ticket = self._ask_grammar(request)
             if ticket is None:
                 self.scheduler.add(sequence, self._num_coming)
@@ -144,53 +141,11 @@ class EngineLoop:
             RequestOutput(request_id=request_id, finish_reason="error", error=error, error_code=code, round=False)
         )
 
-    def _check(self, request: Submit) -> Sequence:
-        prompt, params, vocab = request.prompt_token_ids, request.sampling, self.ready.vocab_size
+    def _sequence_of(self, request: Submit) -> Sequence:
+        """Raises RequestError for what cannot be served."""
         if request.request_id in self._sequences or request.request_id in self._coming:
             raise RequestError(f"request_id: {request.request_id} is in use")
-        if not 0 < len(prompt) < self.ready.max_model_len:
-            raise RequestError(f"prompt: want 1..{self.ready.max_model_len - 1} tokens, got {len(prompt)}")
-        stop_ids = stop_ids_of(params)
-        thinking = params.thinking
-        for name, ids in (
-            ("prompt", prompt),
-            ("stop_token_ids", stop_ids),
-            ("logit_bias", params.logit_bias),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            *(("bad_words_token_ids", sequence) for sequence in params.bad_words_token_ids),
-            ("thinking", (thinking.end_token_id, *thinking.closing) if thinking is not None else ()),
-        ):
-            strange = next((i for i in ids if not 0 <= i < vocab), None)
-            if strange is not None:
-                raise RequestError(f"{name}: want token ids in 0..{vocab - 1}, got {strange}")
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(f"stop_token_ids: want at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
-        check_rules(params, stop_ids)
-        check_loop_rule(params.loop_rule)
-        if params.max_tokens < 0:
-            raise RequestError(f"max_tokens: want at least 0, got {params.max_tokens}")
-        if not -(1 << 63) <= params.seed < 1 << 63:
-            raise RequestError(f"seed: want a 64-bit integer, got {params.seed}")
-        for name, value in (("top_k", params.top_k), ("min_tokens", params.min_tokens), ("choice", params.choice)):
-            if abs(value) > MAX_COUNT:
-                raise RequestError(f"{name}: want a number of at most {MAX_COUNT}, got {value}")
-        own_k = self.depth if request.speculative_k is None else request.speculative_k
-        if not 0 <= own_k <= self.depth:
-            raise RequestError(f"speculative_k: want 0..{self.depth}, got {own_k}")
-        limit = min(len(prompt) + params.max_tokens, self.ready.max_model_len)
-        num_pages = reserved_pages(limit, self.depth)
-        if num_pages > self.scheduler.pages.capacity:
-            raise RequestError(
-                f"max_tokens: {limit} tokens need {num_pages} KV pages, the pool has {self.scheduler.pages.capacity}"
-            )
-        if params.grammar is not None and params.min_tokens:
-            # a finished grammar allows the end alone: its own min_tokens give way to that
-            raise RequestError("min_tokens: want 0 beside a grammar, which has its own")
-        guard = None if params.loop_rule is None else LoopGuard(params.loop_rule, params, len(prompt))
-        sequence = Sequence(request, limit, own_k, num_pages, None, allowed_ids(params), guard)
-        # log-probabilities of a prompt's own tokens take all its hidden rows
-        sequence.uses_cache = params.prompt_logprobs is None
-        return sequence
+        return checked_sequence(request, self.ready, self.scheduler.pages.capacity)
 
     @property
     def _num_coming(self) -> int:
@@ -466,7 +421,7 @@ class EngineLoop:
         """The engine is idle: one finished request is decoded again."""
         if self.self_audit.running is None and (request := self.self_audit.start()) is not None:
             try:
-                sequence = self._check(request)
+                sequence = self._sequence_of(request)
                 # what was found may be what is wrong
                 sequence.uses_cache = False
                 ticket = self._ask_grammar(request)
