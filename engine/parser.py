@@ -1,4 +1,4 @@
-"""argparse that says in one line what is wrong, and what a flag of vLLM's is here."""
+"""argparse that says in one line what is wrong, and what a flag of vLLM's or llama.cpp's is here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 
 _ONE_DEVICE = "a model is served by one device"
 _FIXED_CUTS = "a prompt is cut at fixed places, whatever the load"
+_NO_ADAPTERS = "no adapters at run time; pilotfish quantize --merge-lora merges one"
+_WHOLE = "a model is on one device as a whole (--device)"
 _NOT_LOGGED = "requests are not logged, unless --log-requests asks for it"
-VLLM = {
+ELSEWHERE = {
     "--model": "the model comes first, without a flag",
     "--tensor-parallel-size": _ONE_DEVICE,
     "-tp": _ONE_DEVICE,
@@ -23,12 +25,38 @@ VLLM = {
     "-q": "the checkpoint says how it is quantised",
     "--max-num-batched-tokens": _FIXED_CUTS,
     "--enable-chunked-prefill": _FIXED_CUTS,
+    "--block-size": "pages hold 256 tokens",
+    "--enable-lora": _NO_ADAPTERS,
+    "--lora-modules": _NO_ADAPTERS,
+    "--limit-mm-per-prompt": "text is read, nothing else",
     "--hf-overrides": "config.json says all that is served; change it there, in a folder of its own",
     "--rope-scaling": "config.json says it, in rope_parameters",
     "--disable-log-requests": _NOT_LOGGED,
     "--no-enable-log-requests": _NOT_LOGGED,
+    "-m": "the model comes first, without a flag",
+    "-hf": "a hub id comes first, without a flag",
+    "--alias": "it is --served-model-name here",
+    "-a": "it is --served-model-name here",
+    "--ctx-size": "it is --max-model-len here",
+    "-c": "it is --max-model-len here",
+    "--parallel": "it is --max-num-seqs here",
+    "-np": "it is --max-num-seqs here",
+    "--threads": "it is --num-threads here",
+    "-t": "it is --num-threads here",
+    "--n-gpu-layers": _WHOLE,
+    "--gpu-layers": _WHOLE,
+    "-ngl": _WHOLE,
+    "--cache-type-k": "it is --kv-cache-dtype here",
+    "--cache-type-v": "it is --kv-cache-dtype here",
+    "--model-draft": "a draft head of another checkpoint is --draft-head here",
+    "-md": "a draft head of another checkpoint is --draft-head here",
+    "--draft-max": "it is --num-speculative-tokens here",
+    "--spec-draft-n-max": "it is --num-speculative-tokens here",
+    "--flash-attn": "the device decides",
+    "-fa": "the device decides",
+    "--jinja": "chats always go through the checkpoint's template",
 }
-"""Flags that units and scripts for vLLM often have, and why there is none here."""
+"""Flags that units and scripts for vLLM, then llama.cpp's server, often have, and why there is none here."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -51,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].split("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, 1)
-            reason = VLLM.get(name) or (f"did you mean {near[0]}?" if near else "")
+            reason = ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "")
             kind = "flag" if name.startswith("-") else "argument"
             self.error(f"unknown {kind} {name}" + (f": {reason}" if reason else ""))
         return found, unknown

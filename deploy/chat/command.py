@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
             else:
                 talk.ask(sys.stdin.read())
     except (StartError, Refused, Unreachable, ValueError) as error:
-        print(f"pilotfish chat: {printable(str(error))}", file=sys.stderr)
+        where = f"{args.target}: " if isinstance(error, Unreachable) else ""
+        print(f"pilotfish chat: {where}{printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, WrongCommand) else 1
     return 0
 

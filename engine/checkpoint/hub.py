@@ -44,7 +44,9 @@ def resolve_model(name: str, revision: str | None = None, cache_dir: str | Path 
     except LocalEntryNotFoundError as error:
         # where the environment forbids to ask, a later start is not let either
         kind = CheckpointError if HF_HUB_OFFLINE else BusyError
-        raise kind(f"{name}: not in the cache, and the hub is not reached: {_line(error)}") from error
+        raise kind(
+            f"{name}: no such folder; as a hub id it is not in the cache, and the hub is not reached: {_line(error)}"
+        ) from error
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         kind = BusyError if _may_pass(error) else CheckpointError
         raise kind(f"{name}: {_line(error)}") from error
