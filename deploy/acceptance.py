@@ -240,15 +240,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     add("--draft-head", metavar="PATH", help="a folder or file with a head, as for serve")
     add("--text", nargs="+", default=known, metavar="NAME", help=f"of {', '.join(known)}, or files (default: all four)")
-    add("--k", type=numbers(1, MAX_DEPTH), default=[1, 2, 3], metavar="LIST", help="default: 1,2,3")
+    add("--k", type=numbers(1, MAX_DEPTH), default=[1, 2, 3], metavar="LIST", help="drafts (default: 1,2,3)")
     add("--max-tokens", type=int, default=512, metavar="N", help="of each text (default: %(default)s)")
     add("--batch", type=numbers(1, 256), default=[1, 4], metavar="LIST", help="sequences at once (default: 1,4)")
-    add("--contexts", type=numbers(1, 1 << 20), default=[256, 2048], metavar="LIST", help="default: 256,2048")
+    add(
+        "--contexts",
+        type=numbers(1, 1 << 20),
+        default=[256, 2048],
+        metavar="LIST",
+        help="tokens before a timed round (default: 256,2048)",
+    )
     add("--no-cost", action="store_true", help="time no rounds")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--num-threads", type=int, metavar="N", help="CPU threads")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="as for serve (default: auto)")
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve (default: auto)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="as for serve (default: auto)")
+    add("--num-threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)

@@ -16,7 +16,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Which model to ask, with which key."""
-    parser.add_argument("--served-model", metavar="NAME", help="which of the server's models")
+    parser.add_argument("--served-model", metavar="NAME", help="which of the server's models (default: its first)")
     key = os.environ.get("PILOTFISH_API_KEY")
     parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $PILOTFISH_API_KEY")
 

@@ -13,11 +13,9 @@ from typing import Any
 
 import pilotfish
 from pilotfish.engine.errors import BusyError, PilotfishError
-from pilotfish.engine.link.process import DEFAULT_CORE
-from pilotfish.engine.options import DUMMY_LAYOUTS, KV_CACHE_DTYPES
 from pilotfish.engine.parser import Parser
-from pilotfish.engine.speculation import speculative_config
 from pilotfish.server import flags
+from pilotfish.server.engine_flags import add_answer_flags, add_engine_flags
 
 KEY_VARIABLE = "PILOTFISH_API_KEY"
 KEY_VARIABLES = (KEY_VARIABLE, "VLLM_API_KEY")
@@ -50,7 +48,13 @@ READ_CHATS = ("train-head", "draft-vocab")
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 2, and a line, for what the operator can set right; 1 for what may be right by itself later."""
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        status = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # who read our output has gone, as `head` does; what is left to write would raise once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)
         return 1 if isinstance(error, BusyError) else 2
@@ -93,7 +97,7 @@ def build_parser() -> Parser:
 
 
 def _add_serve(parser: Parser) -> None:
-    _add_engine_flags(parser)
+    add_engine_flags(parser)
     group = parser.add_argument_group("endpoint")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument("--port", type=flags.port, default=8000, help="0 for any free one (default: %(default)s)")
@@ -127,12 +131,12 @@ def _add_serve(parser: Parser) -> None:
     group.add_argument("--ignore-unknown-fields", action="store_true", help=argparse.SUPPRESS)  # is the default now
     _add_tls_flags(parser.add_argument_group("TLS"))
     _add_cors_flags(parser.add_argument_group("pages of other origins (CORS)"))
-    group = _add_answer_flags(parser)
+    group = add_answer_flags(parser)
     group.add_argument(
         "--reasoning-parser",
         choices=("auto", "none", "qwen3"),
         default="auto",
-        help="tell reasoning from content (auto: where the chat template writes </think>)",
+        help="tell reasoning from content (default: auto, where the chat template writes </think>)",
     )
     group.add_argument(
         "--reasoning-config",
@@ -140,7 +144,8 @@ def _add_serve(parser: Parser) -> None:
         dest="reasoning_end",
         default='{"reasoning_end_str": "</think>"}',
         metavar="JSON",
-        help='what ends a spent thinking budget, vLLM\'s JSON: {"reasoning_end_str": "\\nNow the answer.\\n</think>"}',
+        help="what ends a spent thinking budget (default: </think>), vLLM's JSON: "
+        '{"reasoning_end_str": "\\nNow the answer.\\n</think>"}',
     )
     group.add_argument(
         "--loop-guard",
@@ -163,7 +168,8 @@ def _add_serve(parser: Parser) -> None:
         type=flags.json_object,
         default="{}",
         metavar="JSON",
-        help='the template\'s switches where a request says nothing of them, e.g. {"preserve_thinking": true}',
+        help="the template's switches where a request says nothing of them (default: {}), "
+        'e.g. {"preserve_thinking": true}',
     )
     group.add_argument(
         "--volatile-lines",
@@ -176,7 +182,7 @@ def _add_serve(parser: Parser) -> None:
         "--tool-call-parser",
         choices=("auto", "none", "qwen3_coder", "qwen3_xml"),
         default="auto",
-        help="read tool calls (auto: where the chat template writes <function=)",
+        help="read tool calls (default: auto, where the chat template writes <function=)",
     )
     group.add_argument(
         "--stream-tool-arguments",
@@ -283,7 +289,8 @@ def _add_cors_flags(group: argparse._ArgumentGroup) -> None:
         type=flags.hosts,
         default="[]",
         metavar="JSON",
-        help='without API keys: names by which pages may call it, beside those of this machine, e.g. ["llm.example"]',
+        help="without API keys: names by which pages may call it, beside those of this machine (default: none), "
+        'e.g. ["llm.example"]',
     )
     group.add_argument(
         "--allowed-methods", type=flags.methods, default=anything, metavar="JSON", help="default: %(default)s"
@@ -297,104 +304,17 @@ def _add_cors_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_generate(parser: Parser) -> None:
-    _add_engine_flags(parser)
-    _add_answer_flags(parser)
-    parser.add_argument("--prompt", metavar="TEXT", required=True)
+    add_engine_flags(parser)
+    add_answer_flags(parser)
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to go on with")
     parser.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
-    parser.add_argument("--max-tokens", type=flags.count, metavar="N", default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--max-tokens", type=flags.count, metavar="N", default=128, help="of the answer (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the checkpoint's)")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the sampling noise (default: %(default)s)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.set_defaults(run=generate)
-
-
-def _add_engine_flags(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder, or a hub id such as Qwen/Qwen3.6-27B")
-    parser.add_argument("--core", default=DEFAULT_CORE, help=argparse.SUPPRESS)  # tests run scripted cores
-    group = parser.add_argument_group("hub")
-    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    group.add_argument("--download-dir", type=Path, metavar="PATH", help="where hub files are kept (default: HF_HOME)")
-    group = parser.add_argument_group("random weights")
-    group.add_argument(
-        "--load-format",
-        choices=("auto", "dummy"),
-        default="auto",
-        help="dummy: random, of config.json alone",
-    )
-    group.add_argument(
-        "--dummy-layout", choices=DUMMY_LAYOUTS, default="nvfp4", help="what they are stored as (default: %(default)s)"
-    )
-    group = parser.add_argument_group("speculation")
-    depth = group.add_mutually_exclusive_group()
-    depth.add_argument(
-        "--num-speculative-tokens",
-        type=flags.count_or_zero,
-        metavar="K",
-        help="drafted tokens a round (default: 3, 0: off)",
-    )
-    depth.add_argument(
-        "--speculative-config",
-        type=speculative_config,
-        metavar="JSON",
-        help='vLLM\'s, e.g. {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
-    )
-    group.add_argument("--draft-head", metavar="PATH", help="a folder, .safetensors or .gguf file with an MTP head")
-    group.add_argument(
-        "--draft-vocab", metavar="FILE", help="ids that drafts are chosen from, of `pilotfish draft-vocab`"
-    )
-    group.add_argument(
-        "--head-check", choices=("refuse", "warn", "off"), default="refuse", help="what to do about a dead head"
-    )
-    group = parser.add_argument_group("device and memory")
-    group.add_argument("--max-num-seqs", type=flags.count, metavar="N", help="cap on running sequences")
-    group.add_argument("--max-model-len", type=flags.count, metavar="N", help="prompt and answer together, in tokens")
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=flags.share,
-        default=0.9,
-        metavar="SHARE",
-        help="of a GPU's memory (default: %(default)s)",
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="of activations (auto: the checkpoint's)",
-    )
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    group.add_argument("--kv-cache-tokens", type=flags.count, metavar="N", help="size of the key-value cache")
-    group.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of keys and values (default: the model's)"
-    )
-    group.add_argument(
-        "--kernels", choices=("auto", "torch", "fused"), default="auto", help="auto: fused where they run, else torch"
-    )
-    group.add_argument("--enforce-eager", action="store_true", help="with fused kernels: capture no graphs")
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="keep what was read of prompts for later ones that begin alike; the text is the same (default: on)",
-    )
-    group.add_argument("--num-threads", type=flags.count, metavar="N", help="CPU threads of the engine")
-
-
-def _add_answer_flags(parser: Parser) -> argparse._ArgumentGroup:
-    group = parser.add_argument_group("prompts and answers")
-    group.add_argument(
-        "--generation-config",
-        default="auto",
-        metavar="auto|vllm|PATH",
-        help="sampling defaults: the checkpoint's (auto), none (vllm), or another folder's",
-    )
-    group.add_argument(
-        "--override-generation-config",
-        type=flags.overrides,
-        metavar="JSON",
-        help='single defaults, e.g. {"max_new_tokens": 4096}, which bounds what a chat without max_tokens reserves',
-    )
-    group.add_argument("--chat-template", type=Path, metavar="PATH", help="a Jinja file in place of the checkpoint's")
-    return group
 
 
 def engine_options(args: argparse.Namespace) -> Any:

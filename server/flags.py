@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pilotfish.engine.link.messages import LoopRule
+from pilotfish.engine.options import MAX_DEPTH
 
 Value = TypeVar("Value")
 
@@ -36,6 +37,7 @@ def checked(convert: Callable[[str], Value], holds: Callable[[Value], bool], wan
 
 count = checked(int, lambda value: 1 <= value < 1 << 63, "a whole number of at least 1")
 count_or_zero = checked(int, lambda value: 0 <= value < 1 << 63, "a whole number of at least 0")
+depth = checked(int, lambda value: 0 <= value <= MAX_DEPTH, f"a whole number in 0..{MAX_DEPTH}")
 port = checked(int, lambda value: 0 <= value <= 65535, "a port in 0..65535")
 share = checked(float, lambda value: 0 < value <= 1, "a share in (0, 1]")
 share_or_zero = checked(float, lambda value: 0 <= value <= 1, "a share in [0, 1]")

@@ -90,13 +90,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="pilotfish eval", description=__doc__)
     add = parser.add_argument
     add("target", metavar="URL-or-MODEL", help="a server that runs, or a checkpoint folder to serve")
-    add("--tasks", type=words, default=[harness.OWN_GROUP], metavar="LIST", help=f"default: {harness.OWN_GROUP}")
+    add(
+        "--tasks",
+        type=words,
+        default=[harness.OWN_GROUP],
+        metavar="LIST",
+        help=f"of lm-eval (default: {harness.OWN_GROUP}, which ships)",
+    )
     add("--include-path", type=Path, metavar="DIR", help="a folder with tasks of your own, in lm-eval's YAML")
     add("--tokenizer", type=Path, metavar="DIR", help="the checkpoint's folder, for tasks that rank endings")
     add("--chat", action="store_true", help="over chat completions, for tasks that want a chat template")
     add("--k", type=int, metavar="K", help="drafted tokens a round (default: what is served)")
-    add("--limit", type=int, metavar="N", help="questions of each task")
-    add("--client", choices=("lm-eval", "own"), default="lm-eval", help="default: %(default)s")
+    add("--limit", type=int, metavar="N", help="questions of each task (default: all)")
+    add(
+        "--client", choices=("lm-eval", "own"), default="lm-eval", help="what asks the questions (default: %(default)s)"
+    )
     add("--json", type=Path, metavar="FILE", help="write scores and answers there")
     add_endpoint_flags(parser)
     args = parser.parse_args(own)

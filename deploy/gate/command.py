@@ -213,19 +213,45 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("target", metavar="URL-or-MODEL", help="a server that runs, or a checkpoint folder to serve")
     add("--k", type=int, metavar="K", help="drafted tokens a round it must serve (default: what it was asked for)")
-    add("--expect-version", default=pilotfish.__version__, metavar="V", help="default: this command's, %(default)s")
+    add(
+        "--expect-version",
+        default=pilotfish.__version__,
+        metavar="V",
+        help="the server's (default: this command's, %(default)s)",
+    )
     add("--kv-dtype", metavar="NAME", help="of the key-value cache (default: --kv-cache-dtype's, or the model's)")
-    add("--memory-margin", type=float, default=0.1, metavar="SHARE", help="allowed over the ledger: %(default)s")
+    add(
+        "--memory-margin",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="memory allowed over the ledger (default: %(default)s)",
+    )
     add("--score", type=float, metavar="SHARE", help="recorded score of `pilotfish eval` to be met (default: any)")
-    add("--score-margin", type=float, default=0.04, metavar="SHARE", help="it may differ by: %(default)s")
-    add("--watch", type=float, default=10.0, metavar="SECONDS", help="it must stay up so long: %(default)s")
-    add("--only", type=some_of(NAMES), metavar="LIST", help="these gates, and whether it answers")
-    add("--skip", type=some_of(NAMES), default=[], metavar="LIST", help=f"some of: {', '.join(NAMES)}")
+    add(
+        "--score-margin",
+        type=float,
+        default=0.04,
+        metavar="SHARE",
+        help="by which the score may fall (default: %(default)s)",
+    )
+    add("--watch", type=float, default=10.0, metavar="SECONDS", help="for which it must stay up (default: %(default)g)")
+    add("--only", type=some_of(NAMES), metavar="LIST", help="these gates, and whether it answers (default: all)")
+    add(
+        "--skip",
+        type=some_of(NAMES),
+        default=[],
+        metavar="LIST",
+        help=f"not these (default: none); gates: {', '.join(NAMES)}",
+    )
     add("--json", type=Path, metavar="FILE", help="write the results there")
     add(
-        "--port", type=whole_number(0, 65535), metavar="N", help="of the server that is started (default: any free one)"
+        "--port",
+        type=whole_number(0, 65535),
+        metavar="N",
+        help="port of the server that is started (default: any free one)",
     )
-    add("--log", type=Path, metavar="FILE", help="of the server that is started (default: not kept)")
+    add("--log", type=Path, metavar="FILE", help="log of the server that is started (default: not kept)")
     add_endpoint_flags(parser)
     args = parser.parse_args(own)
     args.is_url = args.target.startswith(("http://", "https://"))

@@ -273,15 +273,41 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--replace", metavar="SLOT", help="the slot whose version is replaced, if several run")
     parser.add_argument("--into", metavar="SLOT", help="the slot for the new version (default: the first free one)")
     parser.add_argument(
-        "--root", type=Path, default=Path("/opt/pilotfish"), metavar="PATH", help="of versions and slots: %(default)s"
+        "--root",
+        type=Path,
+        default=Path("/opt/pilotfish"),
+        metavar="PATH",
+        help="folder of versions and slots (default: %(default)s)",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path("/etc/pilotfish"), metavar="PATH", help="of SLOT.env: %(default)s"
+        "--config",
+        type=Path,
+        default=Path("/etc/pilotfish"),
+        metavar="PATH",
+        help="folder of SLOT.env files (default: %(default)s)",
     )
-    parser.add_argument("--manager", choices=("systemd", "processes"), default="systemd", help="who runs the servers")
-    parser.add_argument("--relay", choices=("haproxy", "none"), default="haproxy", help="what stands before them")
-    parser.add_argument("--haproxy-socket", type=Path, default=Path("/run/haproxy/admin.sock"), metavar="PATH")
-    parser.add_argument("--haproxy-backend", default="servers", metavar="NAME")
+    parser.add_argument(
+        "--manager",
+        choices=("systemd", "processes"),
+        default="systemd",
+        help="who runs the servers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--relay", choices=("haproxy", "none"), default="haproxy", help="what stands before them (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--haproxy-socket",
+        type=Path,
+        default=Path("/run/haproxy/admin.sock"),
+        metavar="PATH",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--haproxy-backend",
+        default="servers",
+        metavar="NAME",
+        help="HAProxy's section with the slots (default: %(default)s)",
+    )
     parser.add_argument(
         "--gate", metavar="COMMAND", help="run as COMMAND URL --json FILE (default: the new version's `pilotfish gate`)"
     )

@@ -247,11 +247,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, flags = split_flags(argv)
     parser = Parser(prog="pilotfish sweep", description=__doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint folder to serve")
-    parser.add_argument("--url", help="measure the endpoint that runs there instead")
-    parser.add_argument("--out", type=Path, default=Path("sweep"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--url", metavar="URL", help="measure the endpoint that runs there instead of starting servers")
+    parser.add_argument(
+        "--out", type=Path, default=Path("sweep"), metavar="DIR", help="folder for the report (default: %(default)s)"
+    )
     _add_matrix(parser)
     _add_sizes(parser)
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of the matrix; figures are medians")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measure all cells N times, take medians (default: %(default)s)",
+    )
     parser.add_argument("--target-concurrency", type=int, metavar="N", help="recommend for N at once (default: most)")
     parser.add_argument("--relay", metavar="URL", help="a relay before --port: single streams go through it too")
     parser.add_argument(
@@ -269,24 +277,66 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--k", type=numbers(0), default=[0, 1, 2, 3, 5], metavar="LIST", help="default: 0,1,2,3,5")
-    parser.add_argument("--max-num-seqs", type=numbers(1), default=[1, 2, 4], metavar="LIST", help="default: 1,2,4")
+    parser.add_argument(
+        "--k",
+        type=numbers(0),
+        default=[0, 1, 2, 3, 5],
+        metavar="LIST",
+        help="drafted tokens a round (default: 0,1,2,3,5)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=numbers(1),
+        default=[1, 2, 4],
+        metavar="LIST",
+        help="sequences that run at once (default: 1,2,4)",
+    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     known = list(domains())
-    parser.add_argument("--domains", type=some_of(known), default=known, metavar="LIST", help=",".join(known))
-    paths = ["completions", "chat"]
-    parser.add_argument("--paths", type=some_of(paths), default=paths, metavar="LIST", help="completions,chat")
-    parser.add_argument("--passes", type=int, default=2, metavar="N", help="of single streams; the first is discarded")
-    parser.add_argument("--single-tokens", type=int, default=384, metavar="N", help="of each: %(default)s")
-    parser.add_argument("--concurrency", type=numbers(2), default=[2, 4, 8], metavar="LIST", help="default: 2,4,8")
-    parser.add_argument("--concurrent-tokens", type=int, default=256, metavar="N", help="of each: %(default)s")
     parser.add_argument(
-        "--contexts", type=_contexts, default=[3000, 12000, MAX], metavar="LIST", help="default: 3000,12000,max"
+        "--domains",
+        type=some_of(known),
+        default=known,
+        metavar="LIST",
+        help=f"kinds of text (default: {','.join(known)})",
     )
-    parser.add_argument("--long-tokens", type=int, default=128, metavar="N", help="after a long context: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    paths = ["completions", "chat"]
+    parser.add_argument(
+        "--paths", type=some_of(paths), default=paths, metavar="LIST", help="APIs (default: completions,chat)"
+    )
+    parser.add_argument(
+        "--passes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="of single streams, the first discarded (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--single-tokens", type=int, default=384, metavar="N", help="of a single stream (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=numbers(2),
+        default=[2, 4, 8],
+        metavar="LIST",
+        help="requests sent at once (default: 2,4,8)",
+    )
+    parser.add_argument(
+        "--concurrent-tokens", type=int, default=256, metavar="N", help="of each request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--contexts",
+        type=_contexts,
+        default=[3000, 12000, MAX],
+        metavar="LIST",
+        help="tokens of long prompts (default: 3000,12000,max)",
+    )
+    parser.add_argument(
+        "--long-tokens", type=int, default=128, metavar="N", help="written after a long prompt (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     parser.add_argument("--no-ignore-eos", action="store_true", help="for endpoints that know no ignore_eos")
 
 

@@ -347,27 +347,49 @@ def _parser() -> Parser:
     add("--text", type=Path, nargs="+", required=True, metavar="PATH", help="files or folders; .jsonl is read by lines")
     add("--heldout-text", type=Path, nargs="+", metavar="PATH", help="to measure on (default: a twentieth of --text)")
     add("--out", type=Path, required=True, metavar="OUT", help="folder for the head")
-    add("--init", choices=("head", "scratch"), default="head", help="go on from the head, or from random weights")
+    add(
+        "--init",
+        choices=("head", "scratch"),
+        default="head",
+        help="start from the head, or from random weights (default: %(default)s)",
+    )
     add(
         "--target",
         choices=("trunk", "text"),
         default="trunk",
-        help="the trunk's own distribution, or the text's tokens",
+        help="learn the trunk's own distribution, or the text's tokens (default: %(default)s)",
     )
-    add("--steps", type=int, default=2000, metavar="N", help="(default: %(default)s)")
+    add("--steps", type=int, default=2000, metavar="N", help="of training (default: %(default)s)")
     add("--batch-size", type=int, default=8, metavar="N", help="rows a step (default: %(default)s)")
     add("--row-tokens", type=int, default=512, metavar="N", help="tokens of a row (default: %(default)s)")
-    add("--own-tokens", type=int, default=0, metavar="N", help="that the trunk writes behind each row, to train on too")
+    add(
+        "--own-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="that the trunk writes behind each row, to train on too (default: none)",
+    )
     add("--depths", type=int, default=3, metavar="K", help="drafts to train for (default: %(default)s)")
     add("--optimizer", choices=tuple(LEARNING_RATES), default="muon", help="for the matrices (default: %(default)s)")
-    add("--learning-rate", type=float, metavar="RATE", help="(default: muon 0.02, adamw 0.002; of a head, a tenth)")
+    add("--learning-rate", type=float, metavar="RATE", help="default: muon 0.02, adamw 0.002; a tenth with --init head")
     add("--cache", type=Path, metavar="DIR", help="keep the trunk's hidden states here for later epochs and runs")
     add("--resume", action="store_true", help="go on with an interrupted run")
-    add("--seed", type=int, default=0)
-    add("--eval-rows", type=int, default=32, metavar="N", help="held-out rows looked at on the way")
-    add("--eval-every", type=int, metavar="STEPS", help="(default: ten times a run)")
-    add("--save-every", type=int, default=100, metavar="STEPS", help="(default: %(default)s)")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of products; weights are float32")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--num-threads", type=whole_number(1), metavar="N")
+    add("--seed", type=int, default=0, metavar="N", help="of order and random weights (default: %(default)s)")
+    add(
+        "--eval-rows",
+        type=int,
+        default=32,
+        metavar="N",
+        help="held-out rows measured on the way (default: %(default)s)",
+    )
+    add("--eval-every", type=int, metavar="STEPS", help="between two such measurements (default: a tenth of the run)")
+    add("--save-every", type=int, default=100, metavar="STEPS", help="between two saved states (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of products (default: auto); weights are float32",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, a GPU if there is one")
+    add("--num-threads", type=whole_number(1), metavar="N", help="CPU threads (default: torch's)")
     return parser

@@ -71,8 +71,8 @@ def write_draft_vocab(path: Path, ids: list[int], vocab_size: int) -> None:
 def _parser() -> Parser:
     parser = Parser(prog="pilotfish draft-vocab", description=__doc__, formatter_class=argparse.HelpFormatter)
     add = parser.add_argument
-    add("model", help="folder or hub id")
-    add("--revision", help="of a hub id")
+    add("model", metavar="MODEL", help="checkpoint folder or hub id")
+    add("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     add("--text", type=Path, nargs="+", required=True, metavar="PATH", help="files or folders, as for train-head")
     add("--size", type=int, required=True, metavar="N", help="ids to keep")
     add("--out", type=Path, required=True, metavar="FILE", help="a .json file")

@@ -345,25 +345,63 @@ def _products(root: object) -> Iterator[Any]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="pilotfish bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
-    parser.add_argument("--dummy-layout", choices=DUMMY_LAYOUTS, default="nvfp4", help="default: %(default)s")
-    parser.add_argument("--k", type=_numbers(0, MAX_DEPTH), default=[0, 3], metavar="LIST", help="default: 0,3")
-    parser.add_argument("--batch", type=_numbers(1, MAX_ROWS), default=[1], metavar="LIST", help="default: 1")
-    parser.add_argument("--context", type=_numbers(1, 1 << 20), default=[1024], metavar="LIST", help="default: 1024")
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint folder; with --load-format dummy a size by name, too"
+    )
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random weights (default: auto, the files')",
+    )
+    parser.add_argument(
+        "--dummy-layout",
+        choices=DUMMY_LAYOUTS,
+        default="nvfp4",
+        help="how random weights are stored (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--k", type=_numbers(0, MAX_DEPTH), default=[0, 3], metavar="LIST", help="drafted tokens a round (default: 0,3)"
+    )
+    parser.add_argument(
+        "--batch", type=_numbers(1, MAX_ROWS), default=[1], metavar="LIST", help="sequences at once (default: 1)"
+    )
+    parser.add_argument(
+        "--context",
+        type=_numbers(1, 1 << 20),
+        default=[1024],
+        metavar="LIST",
+        help="tokens of each prompt (default: 1024)",
+    )
     parser.add_argument(
         "--tokens", type=whole_number(1), default=256, metavar="N", help="of each request (default: %(default)s)"
     )
-    parser.add_argument("--synthetic-acceptance-length", type=float, metavar="N", help="committed tokens a round")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve, at scale 1")
-    parser.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
+    parser.add_argument(
+        "--synthetic-acceptance-length",
+        type=float,
+        metavar="N",
+        help="force so many tokens a round, 1 to K + 1 (default: the head's own drafts)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="as for serve (default: auto)"
+    )
+    parser.add_argument(
+        "--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve (default: auto)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve, at scale 1 (default: auto)"
+    )
+    parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch between kernels")
     parser.add_argument(
-        "--draft-vocab-size", type=whole_number(1), metavar="N", help="drafts are chosen from the first N ids alone"
+        "--draft-vocab-size",
+        type=whole_number(1),
+        metavar="N",
+        help="draft from the first N token ids alone (default: all)",
     )
-    parser.add_argument("--profile", action="store_true", help="kernels of a round and of a prompt, by tracing")
+    parser.add_argument(
+        "--profile", action="store_true", help="trace which kernels a round and a prompt spend their time in"
+    )
     parser.add_argument(
         "--admission",
         type=whole_number(1, 1 << 20),
@@ -374,9 +412,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--first-requests", action="store_true", help="check that the first request at each k and batch is no slower"
     )
     _add_conversation(parser)
-    parser.add_argument("--prefill-chunk", type=whole_number(1), metavar="N")
+    parser.add_argument(
+        "--prefill-chunk",
+        type=whole_number(1),
+        metavar="N",
+        help="tokens of a prompt's largest piece (default: 2048 on a GPU, 256 on a CPU)",
+    )
     parser.add_argument("--num-threads", type=whole_number(1), metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of prompts and random weights (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON line a row, too")
     args = parser.parse_args(argv)
     if args.picture is not None and not args.conversation:
@@ -402,12 +447,22 @@ def _add_conversation(parser: Parser) -> None:
     group.add_argument(
         "--conversation", action="store_true", help="what each turn reads of its prompt, and its first token's time"
     )
-    group.add_argument("--turns", type=whole_number(1, 10_000), default=50, metavar="N", help="default: %(default)s")
     group.add_argument(
-        "--system", type=whole_number(0, 1 << 20), default=5454, metavar="N", help="tokens of the system prompt"
+        "--turns", type=whole_number(1, 10_000), default=50, metavar="N", help="turns (default: %(default)s)"
     )
     group.add_argument(
-        "--growth", type=whole_number(1, 1 << 20), default=546, metavar="N", help="tokens more each turn, answers too"
+        "--system",
+        type=whole_number(0, 1 << 20),
+        default=5454,
+        metavar="N",
+        help="tokens of the system prompt (default: %(default)s)",
+    )
+    group.add_argument(
+        "--growth",
+        type=whole_number(1, 1 << 20),
+        default=546,
+        metavar="N",
+        help="tokens that a turn adds, its answer included (default: %(default)s)",
     )
     group.add_argument(
         "--cold-every",

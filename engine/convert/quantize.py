@@ -342,12 +342,14 @@ def _parser() -> Parser:
         "--search-scales", action="store_true", help="search scales by the weights alone where no text tells inputs"
     )
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="search scales by what inputs this text gives")
-    parser.add_argument("--calibrate-tokens", type=int, default=4096, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--calibrate-tokens", type=int, default=4096, metavar="N", help="of that text (default: %(default)s)"
+    )
     parser.add_argument("--graft-head", type=Path, metavar="PATH", help="take the MTP head from this folder or file")
     parser.add_argument("--merge-lora", type=Path, metavar="ADAPTER", help="add a PEFT adapter's LoRA first")
     parser.add_argument("--text", type=Path, metavar="FILE", help="compare perplexity and logits on this text")
     parser.add_argument("--text-tokens", type=int, default=2048, metavar="N", help="of the text (default: %(default)s)")
-    parser.add_argument("--num-threads", type=whole_number(1), metavar="N")
+    parser.add_argument("--num-threads", type=whole_number(1), metavar="N", help="CPU threads (default: torch's)")
     return parser
 
 

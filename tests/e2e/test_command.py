@@ -294,10 +294,22 @@ def test_help_needs_no_torch(args, words):
     assert done.returncode == 0 and words in done.stdout
 
 
+def test_output_that_nobody_reads_any_more_ends_the_command_in_silence():
+    code = "import pilotfish.server.cli as c; raise SystemExit(c.main(['collect-env', '--json']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE, env=os.environ
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["serve", "m", "--num-speculative-tokens", "-1"], "want a whole number of at least 0, got '-1'"),
+        (["serve", "m", "--num-speculative-tokens", "-1"], "want a whole number in 0..8, got '-1'"),
+        (["serve", "m", "--num-speculative-tokens", "9"], "want a whole number in 0..8, got '9'"),
         (["serve", "m", "--max-num-seqs", "0"], "want a whole number of at least 1, got '0'"),
         (["serve", "m", "--port", "70000"], "want a port in 0..65535, got '70000'"),
         (["serve", "m", "--shutdown-timeout", "soon"], "want seconds, got 'soon'"),
@@ -306,6 +318,8 @@ def test_help_needs_no_torch(args, words):
         (["serve", "m", "n"], "unknown argument n ("),
         (["serve", "m", "--trust-remote-code"], "no code of a checkpoint is run"),
         (["serve", "--model", "m"], "the model comes first, without a flag"),
+        (["serve", "m", "-ngl", "99"], "unknown flag -ngl: a model is on one device as a whole (--device)"),
+        (["serve", "m", "--ctx-size", "4096"], "unknown flag --ctx-size: it is --max-model-len here"),
         (["serve", "m", "--speculative-config", "{"], "not JSON"),
         (["serve", "m", "--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'], "eagle"),
         (["serve", "m", "--speculative-config", '{"num_speculative_tokens": 2, "draft": 1}'], "draft"),

@@ -46,20 +46,38 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="pilotfish audit", description=__doc__.split("\n\n")[0], formatter_class=argparse.HelpFormatter
     )
-    parser.add_argument("model", help="checkpoint folder or hub id")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or hub id")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     parser.add_argument("--draft-head", metavar="PATH", help="a folder or file with an MTP head, as for serve")
     parser.add_argument(
         "--speculative-config", type=speculative_config, metavar="JSON", help="as for serve; its k is the --max-depth"
     )
-    parser.add_argument("--max-depth", type=int, default=MAX_DEPTH, help="largest k to check (default: %(default)s)")
-    parser.add_argument("--max-batch", type=int, default=4, help="largest batch (default: %(default)s)")
-    parser.add_argument("--num-prompts", type=int, default=3, help="prompts, each in every mode (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=24, help="tokens a request (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve")
+    parser.add_argument(
+        "--max-depth", type=int, default=MAX_DEPTH, metavar="K", help="largest k to check (default: %(default)s)"
+    )
+    parser.add_argument("--max-batch", type=int, default=4, metavar="N", help="largest batch (default: %(default)s)")
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="prompts, each greedy, sampled and penalised (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=24, metavar="N", help="tokens a request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="as for serve (default: auto)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as for serve (default: auto)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="as for serve (default: auto)"
+    )
+    parser.add_argument(
+        "--kernels", choices=("auto", "torch", "fused"), default="auto", help="as for serve (default: auto)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a run, and a last one for all")
     args = parser.parse_args(argv)
     args.speculation = {"draft_head": args.draft_head} | (args.speculative_config or {})

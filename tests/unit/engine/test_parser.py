@@ -75,3 +75,29 @@ def test_wrong_flags_and_values_are_told_in_a_line(name, monkeypatch, capsys):
 def test_numbers_out_of_range_are_told_before_anything_runs(args, wanted, capsys):
     said = refused(args, capsys)
     assert f"{args[-2]}: want " in said and wanted in said
+
+
+@pytest.mark.parametrize("name", ["serve", "generate", "key", *cli.OWN_PARSERS])
+def test_help_says_what_each_flag_is_and_what_it_is_by_default(name):
+    hidden = argparse.SUPPRESS
+    flags = [action for action in parser_of(name)._actions if action.help != hidden]
+    assert not [action.dest for action in flags if not action.help]
+    # of a switch that is off, and of an empty prefix, there is nothing to say
+    chosen = [action for action in flags if action.nargs != 0 and action.default not in (None, "", hidden)]
+    assert not [action.dest for action in chosen if "default" not in action.help]
+
+
+def parser_of(name: str) -> Parser:
+    class Built(Exception):
+        """The parser that was about to read."""
+
+    def stop(self, args=None, namespace=None):
+        raise Built(self)
+
+    if name not in cli.OWN_PARSERS:
+        commands = next(a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+        return commands.choices[name]
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Built) as caught:
+        patched.setattr(Parser, "parse_known_args", stop)
+        cli.main([name])
+    return caught.value.args[0]
