@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from pilotfish.server.chat.parts import shown, text_of, thought_in, thought_of
-from pilotfish.server.errors import BadRequest
+from pilotfish.server.errors import BadRequest, missing_field
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.protocol import check_num_values
 from pilotfish.server.text.chat_template import ChatTemplate
@@ -103,6 +103,8 @@ def _check(message: dict[str, Any], where: str, notes: FieldNotes, *, past: bool
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"Want a role of {', '.join(ROLES)}, got {shown(role)}.", param=f"{where}.role")
     notes.check(message, KNOWN[role], where)
+    if "content" not in message and not past:
+        raise missing_field(f"{where}.content")
     content = message.get("content")
     checked: dict[str, Any] = {
         "role": ROLES[role],
@@ -135,10 +137,10 @@ def _add_answer(message: dict[str, Any], checked: dict[str, Any], where: str, no
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadRequest(f"Want a list, got {shown(calls)}.", param=f"{where}.tool_calls")
-    made = [_call(call, f"{where}.tool_calls[{index}]", notes) for index, call in enumerate(calls)]
+    read = [_call(call, f"{where}.tool_calls[{index}]", notes) for index, call in enumerate(calls)]
     if isinstance(message.get("function_call"), dict):
-        made.append(_call({"function": message["function_call"]}, f"{where}.function_call", notes))
-    if made:
+        read.append(_call({"function": message["function_call"]}, f"{where}.function_call", notes))
+    if made := [call for call in read if call is not None]:
         checked["tool_calls"] = made
 
 
@@ -149,8 +151,11 @@ def _thought(value: Any) -> str:
     return "".join(thought_in(part) for part in parts if isinstance(part, dict))
 
 
-def _call(call: Any, where: str, notes: FieldNotes) -> dict[str, Any]:
-    """A call that was made, its arguments as an object: that is what templates print. `custom`: a tool of one text."""
+def _call(call: Any, where: str, notes: FieldNotes) -> dict[str, Any] | None:
+    """A call that was made, its arguments as an object: that is what templates print. `custom`: a tool of one text.
+
+    None for a call without a name, as one is that broke off before it: it is left out and told.
+    """
     if not isinstance(call, dict):
         raise BadRequest(f"Want a call, got {shown(call)}.", param=where)
     notes.check(call, CALL_FIELDS, where)
@@ -160,7 +165,10 @@ def _call(call: Any, where: str, notes: FieldNotes) -> dict[str, Any]:
         raise BadRequest("Want a function.", param=f"{where}.function")
     notes.check(function, FUNCTION_FIELDS, f"{where}.function")
     name = function.get("name")
-    if not isinstance(name, str) or not name:
+    if name in (None, ""):
+        notes.ignore(where)
+        return None
+    if not isinstance(name, str):
         raise BadRequest("Want a function's name.", param=f"{where}.function.name")
     arguments = {"input": custom.get("input")} if isinstance(custom, dict) else arguments_of(function.get("arguments"))
     given_id = call.get("id")

@@ -31,12 +31,12 @@ def text_of(content: Any, where: str, notes: FieldNotes, *, past: bool, own: boo
     `own`: of the assistant itself, which would learn to write notes; what is no text is left out there, and told.
     Raises BadRequest for what is not text and not `past`; of the past, other JSON is shown as it is written.
     """
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content:
+    if isinstance(content, str | None):
+        return content or ""
+    if isinstance(content, list):
         return "".join(_part(part, f"{where}[{index}]", notes, past, own) for index, part in enumerate(content))
     if past:
-        return "" if content in (None, []) else shown_json(content)
+        return shown_json(content)
     raise BadRequest(f"Want a string or a list of text parts, got {shown(content)}.", param=where)
 
 
@@ -67,16 +67,21 @@ def _has_text(part: dict[str, Any]) -> bool:
 
 
 def _part(part: Any, where: str, notes: FieldNotes, past: bool, own: bool) -> str:
-    if isinstance(part, str) and past:
-        return part
+    if isinstance(part, str | None) and past:
+        return part or ""
     if not isinstance(part, dict):
         raise BadRequest(f"Want an object with a type, got {shown(part)}.", param=where)
-    kind = part.get("type", "text" if past else None)
+    kind = part.get("type")
+    if past and kind is None:
+        if not _has_text(part):
+            # as the lines that a shell gave back
+            return "" if own else shown_json(part)
+        kind = "text"
     if _is_of(kind, TEXT_TYPES):
         notes.check(part, PART_FIELDS, where)
-        if not _has_text(part):
+        if not _has_text(part) and not (past and part.get("text") is None):
             raise BadRequest("Want a text part with 'type' and 'text'.", param=f"{where}.text")
-        return part["text"]
+        return part.get("text") or ""
     if _is_of(kind, THOUGHT_TYPES):
         return ""
     if kind == "refusal" and isinstance(part.get("refusal"), str):

@@ -51,11 +51,11 @@ def _assistant(blocks: list[Block], where: str, notes: FieldNotes) -> dict[str, 
         place = f"{where}[{index}]"
         kind = _kind(block, place, notes)
         if kind == "text":
-            message["content"] += _string(block, "text", place)
+            message["content"] += _string(block, "text", place, past=True)
         elif kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, "thinking", place)
+            message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, "thinking", place, past=True)
         elif kind == "tool_use":
-            function = {"name": _string(block, "name", place), "arguments": arguments_of(block.get("input"))}
+            function = {"name": _string(block, "name", place, past=True), "arguments": arguments_of(block.get("input"))}
             message["tool_calls"].append({"id": block.get("id"), "type": "function", "function": function})
         else:
             notes.ignore(f"{place}.{kind}")
@@ -92,7 +92,7 @@ def _text(block: Block, where: str, notes: FieldNotes, *, past: bool) -> str:
     kind = _kind(block, where, notes)
     text = None
     if kind == "text":
-        text = _string(block, "text", where)
+        text = _string(block, "text", where, past=past)
     elif kind == "document":
         text = _document(block, where, notes)
     elif kind == "search_result":
@@ -139,8 +139,8 @@ def _kind(block: Block, where: str, notes: FieldNotes) -> str:
     return kind
 
 
-def _string(block: Block, name: str, where: str) -> str:
+def _string(block: Block, name: str, where: str, *, past: bool) -> str:
     value = block.get(name)
-    if not isinstance(value, str):
+    if not isinstance(value, str) and not (past and value is None):
         raise BadRequest("Want a string.", param=f"{where}.{name}", code="invalid_value")
-    return value
+    return value or ""

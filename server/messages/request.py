@@ -221,7 +221,7 @@ def _thinking(request: CountTokensRequest, context: Context) -> dict[str, Any]:
     if thinking is None and effort is None:
         fields["enable_thinking"] = False
     on = thinking is not None and thinking.type != "disabled"
-    if on and request.messages[-1].role == "assistant":
+    if on and isinstance(request, MessagesRequest) and _is_begun(request.messages[-1]):
         raise BadRequest("An answer that is begun comes without thought: want it disabled.", param="thinking")
     return fields
 

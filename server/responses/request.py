@@ -57,8 +57,8 @@ class MessageItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="mess
 
 
 class FunctionCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    call_id: str
-    name: Name
+    call_id: str | None = None
+    name: str | None = None
     namespace: str | None = None
     arguments: Any = None
     id: str | None = None
@@ -66,8 +66,8 @@ class FunctionCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class CustomCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    call_id: str
-    name: Name
+    call_id: str | None = None
+    name: str | None = None
     namespace: str | None = None
     input: Any = None
     id: str | None = None
@@ -75,7 +75,7 @@ class CustomCallItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="c
 
 
 class FunctionOutputItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"):
-    call_id: str
+    call_id: str | None = None
     output: Any = None
     id: str | None = None
     status: str | None = None
@@ -174,7 +174,8 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
 
     @classmethod
     def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
-        """An item with a role and no type is a message; items of other services' tools become calls and results."""
+        """An item with a role and no type is a message, one of an id alone a reference; items of other services' tools
+        become calls and results."""
         items = raw.get("input")
         if not isinstance(items, list):
             return raw
@@ -189,6 +190,8 @@ def _known_item(item: Any, where: str, notes: FieldNotes) -> Any:
     kind = item.get("type")
     if kind is None and "role" in item:
         return {**item, "type": "message"}
+    if kind is None and {name for name, value in item.items() if value is not None} == {"id"}:
+        return {"id": item["id"], "type": "item_reference"}
     if not isinstance(kind, str) or kind in ITEM_TYPES:
         return item
     if kind == "custom_tool_call_output":
@@ -291,7 +294,7 @@ def _messages(request: ResponsesRequest, items: list[Item], notes: FieldNotes) -
             turn["reasoning_content"] = _thought(item, where, notes)
         elif isinstance(item, FunctionCallItem | CustomCallItem):
             arguments = item.arguments if isinstance(item, FunctionCallItem) else {INPUT: item.input}
-            function = {"name": flat_name(item.namespace, item.name), "arguments": arguments}
+            function = {"name": item.name and flat_name(item.namespace, item.name), "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
         elif isinstance(item, FunctionOutputItem):

@@ -408,6 +408,16 @@ def test_what_the_assistant_has_begun_is_gone_on_with(client, server):
     assert json.loads(text)["prompt"].endswith("<|im_start|>assistant\nAnswer: ")
 
 
+def test_thought_is_refused_only_before_an_answer_that_is_begun(client):
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    with pytest.raises(anthropic.BadRequestError, match="thinking: An answer that is begun"):
+        create(client, messages=BEGUN, max_tokens=2000, thinking=thinking)
+    # Claude Code counts a history as it stands
+    assert client.messages.count_tokens(model="scripted", messages=BEGUN, thinking=thinking).input_tokens > 20
+    called = [*BEGUN[:1], {"role": "assistant", "content": [CALLED]}]
+    assert create(client, messages=called, max_tokens=2000, thinking=thinking).stop_reason == "end_turn"
+
+
 def test_other_errors_have_the_same_shape(client, server):
     with pytest.raises(anthropic.NotFoundError) as caught:
         create(client, model="other")

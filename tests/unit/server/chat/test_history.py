@@ -1,6 +1,7 @@
 """Chat messages: roles, text parts, and refusals that name the message."""
 
 import contextlib
+import json
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_an_answer_can_be_sent_back_as_it_came():
 
 
 def test_what_came_is_told_as_json():
-    assert refusal({"role": "user", "content": None}).message.endswith("got null.")
+    assert refusal({"role": "user", "content": [None]}).message.endswith("got null.")
     assert refusal({"role": True}).message.endswith("got true.")
 
 
@@ -65,9 +66,7 @@ def test_parts_other_than_text_are_refused(kind):
         ({"role": "robot", "content": "x"}, "messages[1].role"),
         ({"role": ["user"], "content": "x"}, "messages[1].role"),
         ({"role": "user"}, "messages[1].content"),
-        ({"role": "user", "content": None}, "messages[1].content"),
         ({"role": "user", "content": 1}, "messages[1].content"),
-        ({"role": "user", "content": []}, "messages[1].content"),
         ({"role": "user", "content": ["x"]}, "messages[1].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[1].content[0].text"),
@@ -80,7 +79,7 @@ def test_parts_other_than_text_are_refused(kind):
                 ([1], "[0]"),
                 ([{"type": "custom"}], "[0].function"),
                 ([{"id": "a"}], "[0].function"),
-                ([{"function": {"name": ""}}], "[0].function.name"),
+                ([{"function": {"name": 7}}], "[0].function.name"),
                 ([{"function": {"name": "f"}, "fucntion": 1, "tyep": 1}], "[0].tyep"),
             )
         ),
@@ -103,7 +102,7 @@ def test_unknown_fields_are_told_unsupported_ones_refused():
     assert history.check_messages(messages, notes)
     assert notes.ignored == ["messages.tool_calls.mood", "messages.mood"]
     assert refusal(messages[1], strict=True).param == "messages[1].mood"
-    assert refusal({"role": "assistant", "content": "x", "function_call": {"name": ""}}).param
+    assert refusal({"role": "assistant", "content": "x", "function_call": {"name": 7}}).param
 
 
 def test_calls_reach_the_template_with_arguments_as_objects():
@@ -122,6 +121,34 @@ def test_results_of_tools():
     message = {"role": "tool", "content": [{"type": "text", "text": "42"}], "tool_call_id": "c"}
     assert check_messages([message]) == [{"role": "tool", "content": "42", "tool_call_id": "c"}]
     assert check_messages([{"role": "tool", "content": []}])[0]["content"] == ""
+
+
+@pytest.mark.parametrize("content", [None, [], "", [{"type": "text", "text": ""}]])
+def test_a_message_of_nothing_is_an_empty_one(content):
+    assert check_messages([{"role": "user", "content": content}]) == [{"role": "user", "content": ""}]
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool", "system"])
+def test_a_text_that_is_null_in_a_history_is_empty(role):
+    message = {"role": role, "content": [None, {"type": "text", "text": None}, {"type": "text", "text": "x"}]}
+    assert check_messages([message, {"role": "user", "content": "hi"}])[0]["content"] == "x"
+
+
+def test_what_a_shell_gave_back_is_shown_as_it_came():
+    lines = [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+    (result,) = check_messages([{"role": "tool", "content": lines}])
+    assert json.loads(result["content"]) == lines[0]
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_call_without_a_name_is_left_out_and_told(name):
+    calls = [{"id": "a", "function": {"name": name, "arguments": ""}}, {"id": "b", "function": {"name": "f"}}]
+    notes = FieldNotes()
+    (answer,) = history.check_messages([{"role": "assistant", "tool_calls": calls}], notes)
+    assert [call["id"] for call in answer["tool_calls"]] == ["b"]
+    assert notes.ignored == ["messages.tool_calls"]
+    (answer,) = check_messages([{"role": "assistant", "content": "x", "function_call": {"name": name}}])
+    assert answer == {"role": "assistant", "content": "x"}
 
 
 def test_both_names_of_reasoning():

@@ -85,9 +85,18 @@ def test_the_assistants_blocks():
 @pytest.mark.parametrize("role", ["user", "assistant"])
 @pytest.mark.parametrize(
     ("block", "param"),
-    [({}, "type"), ({"type": "text"}, "text"), ({"type": "text", "txt": "x"}, "txt")],
+    [({}, "type"), ({"type": "text", "text": 1}, "text"), ({"type": "text", "txt": "x"}, "txt")],
 )
 def test_malformed_blocks_are_named(role, block, param):
     with pytest.raises(BadRequest) as caught:
         read((role, [block]))
     assert caught.value.param == f"messages[0].content[0].{param}"
+
+
+def test_a_text_that_is_null_is_empty_but_in_the_users_newest_message():
+    null = {"type": "text", "text": None}
+    assert read(("assistant", [null, text("a"), {"type": "thinking", "thinking": None}]))[0]["content"] == "a"
+    assert read(("user", [result(null, text("a"))]))[0]["content"] == "\na"
+    with pytest.raises(BadRequest) as caught:
+        read(("user", [null]))
+    assert caught.value.param == "messages[0].content[0].text"
