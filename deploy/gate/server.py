@@ -73,7 +73,8 @@ class Server:
             raise Refused("/v1/models: the answer names no model") from None
 
     def metrics(self) -> Metrics:
-        return Metrics(self._send("/metrics").read().decode())
+        with self._send("/metrics") as response:
+            return Metrics(_read(response).decode())
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         with self._send(path, body) as response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import io
 import json
 
@@ -10,7 +11,7 @@ import pytest
 
 from pilotfish.deploy.chat.screen import Screen
 from pilotfish.deploy.chat.talk import Answer
-from pilotfish.deploy.gate.server import Refused, Server
+from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.client import Endpoint, EndpointError
 
 STRANGERS = ["{}", "[]", "null", '{"data": []}', '{"data": [{}]}', '{"data": null}', '{"data": ["a"]}', "3"]
@@ -35,6 +36,19 @@ def test_the_first_model_is_named():
 def test_an_answer_without_a_model_is_refused(text):
     with pytest.raises(Refused, match="/v1/models: the answer names no model"):
         Answers(text).first_model()
+
+
+class BreaksOff(io.BytesIO):
+    def read(self, size=-1):
+        raise http.client.IncompleteRead(b"pilotfish_engine")
+
+
+def test_a_scrape_that_breaks_off_is_told_and_closed():
+    server, answer = Answers(""), BreaksOff()
+    server._send = lambda path: answer
+    with pytest.raises(Unreachable, match="the answer broke off"):
+        server.metrics()
+    assert answer.closed
 
 
 def test_an_answer_that_is_no_json_is_refused():
