@@ -16,12 +16,19 @@ def is_taken(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens. Raises OSError if there is none."""
-    for port in random.sample(PORTS, 64):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+    """A port of 127.0.0.1 on which nothing listens, and which no other process is given as long as this one lives.
+
+    It stays bound here, without a listener. Servers set SO_REUSEADDR, and so may listen on it; a search does not, and
+    finds it taken. Raises OSError if there is none.
+    """
+    for port in random.SystemRandom().sample(PORTS, 64):
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.detach()
+        return port
     raise OSError(f"64 ports of {PORTS} tried, and none is free")
