@@ -14,7 +14,7 @@ import urllib.request
 import aiohttp
 import pytest
 from byte_model import write_model
-from serving import serving_in_thread
+from serving import PATIENCE, serving_in_thread
 
 from pilotfish.deploy.grafana.generate import DEPLOY
 from pilotfish.deploy.grafana.panels import ROWS
@@ -49,7 +49,7 @@ def scraped(tmp_path_factory):
 
 def last_scrape(prometheus):
     """A time just after a scrape that went well: on a busy machine one may time out, and gauges are then stale."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         now = time.time()
         if values(prometheus.instant("up", now)) == [1.0]:
@@ -146,9 +146,9 @@ def test_load_is_told_apart_by_the_number_of_the_key(scraped):
 def test_promtool_finds_no_fault_in_the_metrics(scraped):
     prometheus, _ = scraped
     (up,) = prometheus.instant("up")
-    with urllib.request.urlopen(f"http://{up.labels['instance']}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://{up.labels['instance']}/metrics", timeout=PATIENCE) as response:
         text = response.read()
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -179,5 +179,7 @@ def test_figures_agree_with_each_other(scraped):
     ids=" ".join,
 )
 def test_promtool(command):
-    done = subprocess.run(["promtool", *command], cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["promtool", *command], cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
