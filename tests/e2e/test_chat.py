@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from serving import script
+from serving import PATIENCE, script
 
 from pilotfish.deploy.chat.screen import printable
 
@@ -32,7 +32,7 @@ def test_printable(text, shown):
 
 def piped(server, text, *flags):
     done = subprocess.run(
-        [*COMMAND, server.url, *flags], input=text.encode(), capture_output=True, timeout=60, check=False
+        [*COMMAND, server.url, *flags], input=text.encode(), capture_output=True, timeout=PATIENCE, check=False
     )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
@@ -56,7 +56,9 @@ def test_flags_go_with_the_request(server):
 def test_what_is_wrong_is_told_in_a_line(server):
     status, out, said = piped(server, "x", "--k", "9")
     assert (status, out) == (1, "") and said.startswith("pilotfish chat: ") and "speculates with k = 3, got 9" in said
-    refused = subprocess.run([*COMMAND, "http://127.0.0.1:9"], input=b"x", capture_output=True, timeout=60, check=False)
+    refused = subprocess.run(
+        [*COMMAND, "http://127.0.0.1:9"], input=b"x", capture_output=True, timeout=PATIENCE, check=False
+    )
     assert refused.returncode == 1 and b"127.0.0.1:9: /v1/models: [Errno" in refused.stderr
 
 
@@ -72,7 +74,7 @@ class Terminal:
 
     def until(self, wanted):
         """What was written up to these words."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while wanted not in self.seen:
             assert time.monotonic() < deadline, (wanted, self.seen)
             if select.select([self.fd], [], [], 0.1)[0]:
@@ -90,7 +92,7 @@ def test_a_conversation_in_a_terminal(server):
     terminal.type(script(reply="first", drafted=3) + "\n")
     assert "acceptance length" in terminal.until(">>> ")
     # an endless answer ends with Ctrl-C, and the conversation goes on
-    terminal.type(script(reply="on and ", times=500, delay=0.02) + "\n")
+    terminal.type(script(reply="on and ", times=500, delay=0.05) + "\n")
     terminal.until("on and on")
     terminal.type("\x03")
     assert "interrupted" in terminal.until(">>> ")

@@ -8,18 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from serving import ENVIRONMENT, script
+from processes import status, until
+from serving import ENVIRONMENT, PATIENCE, let_go, script
 
 from pilotfish.deploy.ports import free_port
 from pilotfish.server import cli
 
-PATIENCE = 20
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "pilotfish.server.cli"]
 SCRIPTED = ["--core", "scripted_core:make_core"]
@@ -32,9 +31,9 @@ def get(url, data=None):
 
 
 @contextlib.contextmanager
-def streamed(url, times):
-    """A stream of so many tokens, its first line read."""
-    body = {"prompt": script(reply="y", times=times, delay=0.02), "max_tokens": 3000, "stream": True}
+def streamed(url, **commands):
+    """A stream of very many tokens, its first line read."""
+    body = {"prompt": script(reply="y", times=2900, delay=0.05, **commands), "max_tokens": 3000, "stream": True}
     request = urllib.request.Request(
         url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -58,20 +57,19 @@ def command(*args, env=ENVIRONMENT):
 def served(folder, *args, env=ENVIRONMENT):
     port = free_port()
     with command("serve", str(folder), "--port", str(port), *SCRIPTED, *args, env=env) as process:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
-                get(url + "/ready")
-                break
-            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or status(url + "/ready") == 200, "the server is ready")
         yield process, url
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_end(folder, number):
-    with served(folder) as (process, url):
-        with streamed(url, times=40) as response:
+    go = folder / "go"
+    with served(folder, "--shutdown-timeout", str(PATIENCE)) as (process, url):
+        with streamed(url, go=str(go)) as response:
             process.send_signal(number)
+            until(lambda: status(url + "/ready") == 503, "it drains")
+            let_go(go)
             rest = response.read().decode()
         assert rest.endswith("data: [DONE]\n\n")
         assert process.wait(PATIENCE) == 0
@@ -79,20 +77,20 @@ def test_a_signal_lets_running_requests_end(folder, number):
 
 def test_after_the_shutdown_timeout_requests_end_with_an_error(folder):
     with served(folder, "--shutdown-timeout", "0.2") as (process, url):
-        with streamed(url, times=2000) as response:
+        with streamed(url) as response:
             process.send_signal(signal.SIGTERM)
             *_, last = response.read().decode().strip().split("\n\n")
         error = json.loads(last.removeprefix("data: "))["error"]
         assert (error["code"], error["message"]) == ("aborted", "the server is shutting down")
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_a_second_signal_ends_it_at_once(folder):
-    with served(folder) as (process, url), streamed(url, times=2000):
+    with served(folder) as (process, url), streamed(url):
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        until(lambda: status(url + "/ready") == 503, "it drains")
         process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 130
+        assert process.wait(PATIENCE) == 130
 
 
 def test_a_signal_while_the_model_loads_ends_it_clean(folder):
@@ -102,7 +100,7 @@ def test_a_signal_while_the_model_loads_ends_it_clean(folder):
         while "loading the model" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize("flags", [["--host", "0.0.0.0"], ["--no-page"]])
@@ -117,7 +115,7 @@ def test_the_last_line_of_a_start_is_the_address_of_the_page(folder, flags):
             # what listens everywhere has a name that a browser here can open
             assert f"open http://localhost:{port}/ in a browser" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        assert "in a browser" not in process.communicate(timeout=10)[1]
+        assert "in a browser" not in process.communicate(timeout=PATIENCE)[1]
 
 
 def test_names_and_keys(folder):
@@ -271,7 +269,7 @@ def test_generate_refuses_what_the_server_would(folder):
 
 def test_the_demo_asks_twice_and_ends_clean(folder):
     demo = [sys.executable, str(ROOT / "demo" / "try_it.py"), "--model", str(folder), "--", *SCRIPTED]
-    done = subprocess.run(demo, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run(demo, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     # a word of its own, and no rate such as 313 tokens/s
     assert len(re.findall(r"\b13 tokens\b(?!/)", done.stdout)) == done.stdout.count("acceptance length 1.00") == 2

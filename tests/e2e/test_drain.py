@@ -8,8 +8,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from processes import PATIENCE, ask, backend, events, status, until
-from serving import script
+from processes import ask, backend, events, status, until
+from serving import PATIENCE, let_go, script
 
 
 def get(url):
@@ -33,8 +33,9 @@ def drains(server):
     until(lambda: status(server.url + "/ready") == 503, "it drains")
 
 
-def test_probes_and_scrapes_are_answered_and_work_is_refused(server):
-    with ask(server.url, stream=True, reply="x", times=60, delay=0.05) as response:
+def test_probes_and_scrapes_are_answered_and_work_is_refused(server, tmp_path):
+    go = tmp_path / "go"
+    with ask(server.url, stream=True, reply="x", times=300, delay=0.5, go=str(go)) as response:
         coming = events(response)
         next(coming)
         drains(server)
@@ -51,8 +52,9 @@ def test_probes_and_scrapes_are_answered_and_work_is_refused(server):
             assert (error.code, error.headers["Retry-After"]) == (503, "5")
             assert json.load(error)["error"]["code"] == "shutting_down"
         assert 'request_rejected_total{reason="unavailable"} 1.0' in get(server.url + "/metrics")[1]
+        let_go(go)
         rest = [event["choices"][0] for event in coming]
-    assert rest[-1]["finish_reason"] == "stop" and "".join(choice["text"] for choice in rest) == "x" * 59
+    assert rest[-1]["finish_reason"] == "stop" and "".join(choice["text"] for choice in rest) == "x" * 299
     assert server.process.wait(PATIENCE) == 0
 
 
@@ -70,7 +72,7 @@ def test_a_request_whose_body_is_under_way_is_served(server):
 
 
 def test_a_connection_that_a_relay_keeps_is_closed_with_the_next_answer(server):
-    with ask(server.url, stream=True, reply="x", times=60, delay=0.05) as stream:
+    with ask(server.url, stream=True, reply="x", times=2900, delay=0.05) as stream:
         stream.readline()
         kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         kept.request("GET", "/ping")

@@ -18,7 +18,7 @@ SMALL = ["--port", "0", "--num-threads", "1", "--max-model-len", "256", "--head-
 def ended(*args):
     """Exit status and stderr of a server that cannot start."""
     command = [*SERVE, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT, check=False)
     return done.returncode, done.stderr
 
 
@@ -61,7 +61,7 @@ def test_of_an_engine_that_cannot_be_started(folder):
         "client._private_folder = full\n"
         f"sys.exit(cli.main(['serve', {str(folder)!r}, '--port', '0']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "the engine cannot be started: [Errno 28] No space left on device: '/tmp'\n" in done.stderr
 

@@ -5,15 +5,13 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
-import time
 
 import aiohttp
 import openai
 import pytest
-from serving import script, serving
-
-PATIENCE = 20
+from serving import PATIENCE, let_go, script, serving
 
 
 def run(coroutine):
@@ -31,15 +29,15 @@ async def until(condition):
 
 
 async def exchange(server, data):
-    """Raw bytes to the server, and everything it says until it closes or falls silent."""
+    """Raw bytes to the server, and its answer; nothing where it closes without one."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     await writer.drain()
-    with contextlib.suppress(TimeoutError):
-        answer = b""
-        while part := await asyncio.wait_for(reader.read(65536), 0.5):
-            answer += part
+    answer = b""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        answer += await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", answer)[1]))
     writer.transport.abort()
     return answer
 
@@ -63,15 +61,15 @@ def test_a_client_that_leaves_frees_its_sequence_within_a_round(folder, stream):
                 await response.content.readany()
                 response.close()
             else:
-                await asyncio.sleep(0.05)
+                await until(server.transcript)
                 asked.cancel()
             await until(lambda: server.service.client.num_open == 0)
             steps = len(server.transcript())
-            await asyncio.sleep(0.2)
+            await until(lambda: server.service.client.num_leaving == 0)
             # the engine itself has stopped: at most the rounds under way when the abort came
             later = server.transcript()
             assert len(later) <= steps + 2
-            assert later[-1]["outputs"][-1]["finish_reason"] == "abort"
+            assert later[-1]["outputs"][-1]["finish_reason"] == "abort" and later[-1]["stats"]["num_running"] == 0
             assert await metric(http, server, 'pilotfish_request_finished_total{finish_reason="abort"}') == 1
 
     run(story())
@@ -107,14 +105,12 @@ def test_an_engine_that_dies_ends_every_stream_with_an_error_and_turns_health_re
             else:
                 faulty = asyncio.create_task(http.post(url, json=body(reply="abc", fault=how)))
                 assert (await faulty).status == 500
-            began = time.monotonic()
             rest = (await stream.read()).decode()
             last = json.loads(rest.strip().rsplit("data: ", 1)[1])
             assert last["error"]["code"] == "engine_failed" and "[DONE]" not in rest
             answer = await whole
             assert answer.status == 500
             assert (await answer.json())["error"]["code"] == "engine_failed"
-            assert time.monotonic() - began < 5
             async with http.get(server.url + "/health") as response:
                 health = await response.json()
                 assert response.status == 503
@@ -216,11 +212,16 @@ def test_a_model_without_a_head_is_served_and_says_so(folder):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_is_503_with_retry_after(folder, stream):
+    go = folder / "go"
+
     async def story():
         limits = {"max_num_seqs": 1, "max_waiting": 2}
         async with serving(folder, engine=limits) as server, aiohttp.ClientSession() as http:
             url = server.url + "/v1/completions"
-            asked = [http.post(url, json=body(stream, reply="x" * 40, delay=0.01)) for _ in range(8)]
+            long = body(stream, reply="x", times=300, delay=0.5, go=str(go))
+            asked = [asyncio.create_task(http.post(url, json=long)) for _ in range(8)]
+            await until(lambda: sum(one.done() and one.result().status == 503 for one in asked) == 5)
+            let_go(go)
             answers = await asyncio.gather(*asked)
             codes = [answer.status for answer in answers]
             assert codes.count(200) == 3 and codes.count(503) == 5
@@ -245,7 +246,7 @@ def test_a_full_queue_is_told_at_once_even_while_a_step_is_long(folder):
             url = server.url + "/v1/completions"
             stuck = [asyncio.create_task(http.post(url, json=body(fault="hang"))) for _ in range(2)]
             await until(lambda: server.service.client.num_open == 2)
-            async with asyncio.timeout(1), http.post(url, json=body(True)) as response:
+            async with http.post(url, json=body(True)) as response:
                 assert response.status == 503
             for task in stuck:
                 task.cancel()

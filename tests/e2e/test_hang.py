@@ -11,21 +11,21 @@ import aiohttp
 import pytest
 from processes import ask, backend, status
 from processes import until as until_true
-from serving import script, serving
+from serving import PATIENCE, script, serving
 
-PATIENCE = 20
+from pilotfish.engine.link import client as link
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Asked often, and soon found silent."""
-    monkeypatch.setattr("pilotfish.engine.link.client.PING_SECONDS", 0.05)
-    monkeypatch.setattr("pilotfish.engine.link.client.STALLED_SECONDS", 1.5)
-    monkeypatch.setattr("pilotfish.engine.link.client.STACKS_SECONDS", 0.2)
+    """Asked often, and ended soon. Call it where the engine does nothing, and it is soon found silent."""
+    monkeypatch.setattr(link, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(link, "STACKS_SECONDS", 0.2)
+    return lambda: monkeypatch.setattr(link, "STALLED_SECONDS", 0.3)
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 3 * PATIENCE))
+    return asyncio.run(asyncio.wait_for(coroutine, 2 * PATIENCE))
 
 
 def body(stream=False, **commands):
@@ -55,7 +55,7 @@ RED, GREEN = ((503, "stalled"), (503, "stalled"), 0.0), ((200, "ok"), (200, "rea
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_a_stopped_engine_is_red_until_it_speaks_whether_clients_wait_or_not(folder, quick, busy):
+def test_a_stopped_engine_is_red_until_it_speaks_whether_clients_wait_or_not(folder, monkeypatch, quick, busy):
     async def story():
         async with serving(folder) as server, aiohttp.ClientSession() as http:
             url, client = server.v1 + "/completions", server.service.client
@@ -75,6 +75,7 @@ def test_a_stopped_engine_is_red_until_it_speaks_whether_clients_wait_or_not(fol
             leaving = asyncio.create_task(http.post(url, json=body(reply="gone")))
             await until(lambda: are_open(1 + busy))
             leaving.cancel()
+            quick()
             await until(lambda: is_now(RED))
             assert client.num_open == busy
             for _ in range(5):
@@ -83,6 +84,7 @@ def test_a_stopped_engine_is_red_until_it_speaks_whether_clients_wait_or_not(fol
                 async with http.post(url, json=body(reply="no")) as response:
                     assert response.status == 503 and response.headers["Retry-After"] == "5"
                     assert (await response.json())["error"]["code"] == "engine_stalled"
+            monkeypatch.undo()
             os.kill(client.pid, signal.SIGCONT)
             await until(lambda: is_now(GREEN))
             if busy:
@@ -96,7 +98,7 @@ def test_a_stopped_engine_is_red_until_it_speaks_whether_clients_wait_or_not(fol
 @pytest.mark.parametrize("how", ["stopped idle", "stopped busy", "stuck in a step"])
 def test_one_that_stays_silent_is_killed_and_started_again(folder, quick, how):
     async def story():
-        async with serving(folder, restart_engine=1, engine_timeout=4.0) as server, aiohttp.ClientSession() as http:
+        async with serving(folder, restart_engine=1) as server, aiohttp.ClientSession() as http:
             url, client = server.v1 + "/completions", server.service.client
             first, streams = client.pid, []
             if how != "stopped idle":
@@ -106,6 +108,10 @@ def test_one_that_stays_silent_is_killed_and_started_again(folder, quick, how):
                 streams.append(await http.post(url, json=body(True, reply="abc", fault="hang", at=1)))
             else:
                 os.kill(first, signal.SIGSTOP)
+            client._timeout = 1.0
+            while client.state == "ready":
+                await asyncio.sleep(0.01)
+            client._timeout = PATIENCE
             for stream in streams:
                 rest = (await stream.read()).decode()
                 error = json.loads(rest.strip().rsplit("data: ", 1)[1])["error"]
@@ -140,7 +146,7 @@ def test_loading_is_no_silence(folder, quick):
     async def story():
         core = "scripted_core:make_core_that_loads_forever"
         async with serving(folder, wait=False, core=core, engine_timeout=0.5) as server:
-            await asyncio.sleep(2)
+            await asyncio.sleep(1)
             assert server.service.client.state == "loading" and server.service.client.seconds_silent == 0
             async with aiohttp.ClientSession() as http:
                 assert (await answer(http, server.url + "/health"))[0] == 200

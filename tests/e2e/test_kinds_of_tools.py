@@ -6,9 +6,8 @@ import anthropic
 import openai
 import pytest
 from byte_model import write_model
-from serving import script, serving_in_thread
+from serving import PATIENCE, script, serving_in_thread
 
-TIMEOUT = 20
 PATCH = "*** Begin Patch\n*** Add File: a.py\n+print(1)\n*** End Patch"
 CALL_PATCH = f"<tool_call>\n<function=apply_patch>\n<parameter=input>\n{PATCH}\n</parameter>\n</function>\n</tool_call>"
 CALL_SEARCH = (
@@ -30,7 +29,7 @@ TOOLS = [SEARCH, GROUP, AGENTS, APPLY, *HOSTED]
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -132,7 +131,7 @@ def test_hosted_tools_are_left_out_in_all_three_apis(client, server, prompts):
     tools = [{"type": "web_search"}]
     chat = client.chat.completions.create(model="scripted", messages=messages, tools=tools)
     assert chat.choices[0].message.content == "Hello."
-    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=TIMEOUT) as other:
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=PATIENCE) as other:
         tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
         answer = other.messages.create(model="scripted", max_tokens=99, messages=messages, tools=tools)
     assert answer.content[0].text == "Hello."
@@ -192,7 +191,7 @@ def test_tools_and_a_schema_go_together_in_all_three_apis(client, server):
     assert answer.output_text == '{"n": 1}'
     assert respond(client, CALL_SEARCH, text={"format": form}).output[0].name == "search"
     messages = [{"role": "user", "content": asking(CALL_SEARCH)}]
-    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=TIMEOUT) as other:
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=PATIENCE) as other:
         tools = [{"name": "mcp__docs__search", "input_schema": SEARCH["parameters"]}]
         config = {"format": {"type": "json_schema", "schema": SCHEMA}}
         fields = {"model": "scripted", "max_tokens": 999, "tools": tools, "output_config": config}
@@ -204,7 +203,7 @@ def test_tools_and_a_schema_go_together_in_all_three_apis(client, server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_flag_for_pieces_is_for_chat_streams_alone(tmp_path, stream):
     with serving_in_thread(write_model(tmp_path), stream_tool_arguments=True) as running:
-        with openai.OpenAI(base_url=running.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as client:
+        with openai.OpenAI(base_url=running.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as client:
             answer = respond(client, CALL_SEARCH, stream=stream)
             answer = list(answer)[-1].response if stream else answer
             assert [json.loads(item.arguments) for item in answer.output] == [{"query": "samplers"}]
@@ -219,7 +218,7 @@ def test_the_flag_for_pieces_is_for_chat_streams_alone(tmp_path, stream):
             assert json.loads("".join(told)) == {"query": "samplers"}
             # an event may hold several rounds, so only that there are pieces is certain
             assert len(told) > 1 if stream else len(told) == 1
-        with anthropic.Anthropic(base_url=running.url, api_key="unused", max_retries=0, timeout=TIMEOUT) as other:
+        with anthropic.Anthropic(base_url=running.url, api_key="unused", max_retries=0, timeout=PATIENCE) as other:
             fields = {"tools": [{"name": "mcp__docs__search", "input_schema": SEARCH["parameters"]}], "max_tokens": 999}
             if stream:
                 with other.messages.stream(model="scripted", messages=messages, **fields) as events:

@@ -7,9 +7,8 @@ import urllib.request
 import anthropic
 import pydantic
 import pytest
-from serving import script, serving_in_thread
+from serving import PATIENCE, script, serving_in_thread
 
-TIMEOUT = 20
 EURO = "Hello € 😀 there STOP and more"
 TOOLS = [
     {
@@ -32,7 +31,7 @@ THINKING = {"type": "enabled", "budget_tokens": 1024}
 
 @pytest.fixture(scope="module")
 def client(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -55,7 +54,7 @@ def raw(server, body, headers=(), path="/v1/messages?beta=true"):
         server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **dict(headers)}
     )
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return response.status, response.headers, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.headers, error.read().decode()
@@ -344,7 +343,7 @@ def test_what_claude_code_sends(server):
 
 
 def unused_fields(server):
-    with urllib.request.urlopen(server.url + "/metrics", timeout=TIMEOUT) as response:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE) as response:
         lines = response.read().decode().splitlines()
     found = [line for line in lines if line.startswith("pilotfish_unused_fields_total{")]
     return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
@@ -431,7 +430,7 @@ def test_other_errors_have_the_same_shape(client, server):
 def test_an_error_in_a_stream_is_its_last_event(folder):
     with (
         serving_in_thread(folder) as server,
-        anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0, timeout=TIMEOUT) as client,
+        anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0, timeout=PATIENCE) as client,
     ):
         messages = asking("abcdefgh", fault="raise", at=5, runs=[1], delay=0.05)
         with client.messages.stream(model="scripted", max_tokens=99, messages=messages) as stream:

@@ -7,14 +7,12 @@ import urllib.request
 import anthropic
 import openai
 import pytest
-from serving import script, serving_in_thread
-
-TIMEOUT = 20
+from serving import PATIENCE, script, serving_in_thread
 
 
 @pytest.fixture(scope="module")
 def theirs(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -35,7 +33,7 @@ def test_anthropics_client_lists_models(server, theirs):
 
 
 def test_openais_client_lists_models(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as client:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as client:
         first = client.models.list().data[0]
         assert (first.id, first.object, first.max_model_len) == ("scripted", "model", 4096)
 
@@ -45,7 +43,7 @@ def test_any_name_is_answered_under_itself(folder):
         body = {"model": name, "messages": [{"role": "user", "content": script(reply="x")}]}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(server.v1 + "/chat/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return json.loads(response.read())["model"]
 
     with serving_in_thread(folder, any_model_name=True) as server:

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from serving import PATIENCE
 
 CLIENT = Path(__file__).resolve().parents[1] / "support" / "client.cjs"
 NODE = shutil.which("node")
@@ -16,7 +17,7 @@ NODE = shutil.which("node")
     reason="node does not find the package openai: npm install openai, and name its node_modules in NODE_PATH",
 )
 def test_the_node_client(server):
-    ran = subprocess.run([NODE, CLIENT, server.v1], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([NODE, CLIENT, server.v1], capture_output=True, text=True, timeout=PATIENCE)
     assert ran.returncode == 0, ran.stderr
     seen = json.loads(ran.stdout)
     assert seen["models"] == ["scripted", "alias"]

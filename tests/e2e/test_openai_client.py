@@ -6,15 +6,14 @@ import urllib.request
 
 import openai
 import pytest
-from serving import script
+from serving import PATIENCE, script
 
-TIMEOUT = 20
 EURO = "Hello € 😀 there STOP and more"
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -47,7 +46,7 @@ def test_chat(client):
 
 def test_chat_stream(client):
     stream = client.chat.completions.create(
-        model="alias", messages=ask(runs=[1, 2], delay=0.002), stream=True, stream_options={"include_usage": True}
+        model="alias", messages=ask(runs=[1, 2], delay=0.02), stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -98,7 +97,7 @@ def test_the_events_of_a_stream_byte_by_byte(server, usage):
     request = urllib.request.Request(
         server.v1 + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         assert response.headers["Cache-Control"] == "no-cache, no-transform"
         assert response.headers["X-Accel-Buffering"] == "no"
@@ -260,7 +259,7 @@ def test_a_request_the_engine_itself_refuses_is_a_400_in_a_stream_too(client):
 
 def test_the_async_client(server):
     async def body():
-        async with openai.AsyncOpenAI(base_url=server.v1, api_key="unused", timeout=TIMEOUT, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=server.v1, api_key="unused", timeout=PATIENCE, max_retries=0) as client:
             whole = client.chat.completions.create(model="scripted", messages=ask("whole", runs=[2]))
             stream = await client.chat.completions.create(
                 model="scripted", messages=ask("parts", runs=[2]), stream=True

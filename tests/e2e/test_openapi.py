@@ -14,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
-from serving import script, serving_in_thread
+from serving import PATIENCE, script, serving_in_thread
 
 from pilotfish.server.http.app import _routes
 
-TIMEOUT = 20
 CALL = "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 ASK = [{"role": "user", "content": script(reply=f"Hm.</think>I call.{CALL}", runs=[3])}]
@@ -51,7 +50,7 @@ def call(server, path, body=None):
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"} if data else {})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return response.status, response.headers.get_content_type(), response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.headers.get_content_type(), error.read().decode()
@@ -146,7 +145,7 @@ def test_another_method_is_told_which_are_allowed(server):
     for path, allowed in (("/v1/responses", "POST"), ("/health", "GET,HEAD"), ("/v1/models/scripted", "GET,HEAD")):
         request = urllib.request.Request(server.url + path, method="PUT")
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=TIMEOUT)
+            urllib.request.urlopen(request, timeout=PATIENCE)
         assert caught.value.code == 405
         assert set(caught.value.headers["Allow"].split(",")) <= set(allowed.split(","))
         caught.value.close()
@@ -231,7 +230,7 @@ def bodies(draw, document, path):
 
 @pytest.mark.parametrize("path", sorted({path for path, _ in BODIES}))
 def test_what_is_accepted_is_documented(server, document, path):
-    connection = http.client.HTTPConnection(urllib.parse.urlsplit(server.url).netloc, timeout=TIMEOUT)
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(server.url).netloc, timeout=PATIENCE)
     seen = Counter()
 
     @settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))

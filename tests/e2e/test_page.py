@@ -2,13 +2,13 @@
 
 import json
 import re
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Watched, chromium
 from byte_model import build_tokenizer, write_model
+from processes import until
 from serving import script, serving_in_thread
 from tokenizers import AddedToken
 
@@ -335,7 +335,7 @@ def test_texts_that_differ_are_told(opened, scripted):
 
 
 def test_a_stream_is_stopped_and_none_is_left_when_the_page_is_closed(opened, scripted):
-    slow = script(reply="abcdefgh", times=500, delay=0.02)
+    slow = script(reply="abcdefgh", times=500, delay=0.05)
     watched = opened(scripted.url, PREFIX + "/")
     page = ready(watched)
     unlock(page)
@@ -364,10 +364,7 @@ def both_write(page):
 
 
 def none_open(server):
-    until = time.monotonic() + 10
-    while server.service.client.num_open and time.monotonic() < until:
-        time.sleep(0.02)
-    assert server.service.client.num_open == 0
+    until(lambda: server.service.client.num_open == 0, "no stream is left")
 
 
 def test_a_chat_goes_on(opened, scripted):

@@ -10,11 +10,10 @@ import openai
 import pytest
 from byte_model import write_model
 from caching_core import CHUNK
-from serving import script, serving_in_thread
+from serving import PATIENCE, script, serving_in_thread
 
 from pilotfish.server import handlers
 
-TIMEOUT = 20
 SYSTEM = "You answer briefly, and you never say why. " * 6
 BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
 COUNTER = "<total_tokens>{} tokens left</total_tokens>"
@@ -29,13 +28,13 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def claude(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=TIMEOUT) as opened:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -50,7 +49,7 @@ def call(server, path, body=None, key="none"):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=TIMEOUT) as got:
+        with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=PATIENCE) as got:
             return got.status, json.loads(got.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -236,14 +235,16 @@ def test_changing_lines_of_system_prompts_are_left_out(server, claude, client, s
         cached.append(answer.usage.cache_read_input_tokens)
     assert cached[0] == 0 and cached[1] == cached[2] >= floor(len(SYSTEM.encode()))
     assert call(server, "/v1/cache")[1]["hit_tokens"] == before + sum(cached)
-    text = urllib.request.urlopen(server.url + "/metrics", timeout=TIMEOUT).read().decode()
+    with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE) as response:
+        text = response.read().decode()
     for line in ("billing_header", "token_counter"):
         assert f'pilotfish_volatile_lines_left_out_total{{line="{line}"}} 3.0' in text
 
 
 def test_totals_and_metrics_agree(server, client, salt):
     def sums():
-        text = urllib.request.urlopen(server.url + "/metrics", timeout=TIMEOUT).read().decode()
+        with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE) as response:
+            text = response.read().decode()
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("pilotfish_prefix_cache"))
         return [float(values[f"pilotfish_prefix_cache_{name}"]) for name in ("queries_total", "hits_total")]
 

@@ -11,9 +11,8 @@ import aiohttp
 import openai
 import pytest
 from byte_model import write_model
-from serving import serving_in_thread
+from serving import PATIENCE, serving_in_thread
 
-TIMEOUT = 60
 PROMPTS = ["The quick brown fox", "def f(x):\n    return ", "é€😀 " * 9, "a" * 70]
 CORE = "pilotfish.engine.start:make_core"
 
@@ -65,7 +64,7 @@ async def ask_all(server, at_once, depths=()):
     async with aiohttp.ClientSession() as http:
 
         async def one(body):
-            async with asyncio.timeout(TIMEOUT), http.post(server.v1 + "/completions", json=body) as response:
+            async with asyncio.timeout(PATIENCE), http.post(server.v1 + "/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 return await response.json()
 
@@ -99,7 +98,7 @@ def test_answers_do_not_depend_on_the_depth_that_a_request_asks_for(plain, specu
 
 def test_a_stop_string_anywhere_in_the_text(plain, speculating):
     """Each piece of the greedy text in turn as the stop string; the engine is one round ahead each time."""
-    with openai.OpenAI(base_url=speculating.v1, api_key="unused", timeout=TIMEOUT) as client:
+    with openai.OpenAI(base_url=speculating.v1, api_key="unused", timeout=PATIENCE) as client:
 
         def complete(**fields):
             base = {"prompt": "A", "max_tokens": 20, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -142,7 +141,7 @@ def test_clients_that_leave_free_pages_and_slots(speculating):
             answers = await asyncio.gather(*(http.post(url, json=body) for _ in range(6)))
             for answer in answers:
                 answer.close()
-            async with asyncio.timeout(TIMEOUT):
+            async with asyncio.timeout(PATIENCE):
                 while speculating.service.client.num_open:
                     await asyncio.sleep(0.01)
             # one more request: its last report says that nothing else holds anything

@@ -5,16 +5,15 @@ import urllib.request
 
 import openai
 import pytest
-from serving import script, serving_in_thread
+from serving import PATIENCE, script, serving_in_thread
 
-TIMEOUT = 20
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 REPLY = "Both € and 😀.\n</think>\n\nYes."
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -61,18 +60,19 @@ def test_reasoning_can_be_left_out_and_still_counts(client):
 
 
 def test_thinking_that_is_hidden_is_no_silence(server, monkeypatch):
-    monkeypatch.setattr("pilotfish.server.handlers.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("pilotfish.server.handlers.HEARTBEAT_SECONDS", 0.5)
     body = {
-        "messages": [{"role": "user", "content": script(reply="abcdefgh" * 3 + "</think>x", delay=0.01)}],
+        "messages": [{"role": "user", "content": script(reply="abcdefgh" * 25 + "</think>x", delay=0.01)}],
         "stream": True,
         "include_reasoning": False,
         **THINKING,
     }
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(server.v1 + "/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         events = response.read().decode().split("\n\n")
-    assert 2 <= events.count(": waiting") <= 10
+    # now and then, not with each token
+    assert 2 <= events.count(": waiting") <= 100
 
 
 def test_thinking_cut_off_is_reasoning(client):
@@ -158,7 +158,7 @@ def test_without_parsers_all_is_content(folder):
     files = {"reasoning_parser": "none", "tool_call_parser": "none"}
     with (
         serving_in_thread(folder, files=files) as running,
-        openai.OpenAI(base_url=running.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as client,
+        openai.OpenAI(base_url=running.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as client,
     ):
         assert ask(client).choices[0].message.content == REPLY
         with pytest.raises(openai.BadRequestError) as caught:

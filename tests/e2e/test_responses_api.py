@@ -6,9 +6,8 @@ import urllib.request
 import openai
 import pydantic
 import pytest
-from serving import script, serving_in_thread
+from serving import PATIENCE, script, serving_in_thread
 
-TIMEOUT = 20
 EURO = "Hello € 😀 there STOP and more"
 TOOL = {
     "type": "function",
@@ -31,7 +30,7 @@ THINK = {"effort": "high", "summary": "auto"}
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -168,7 +167,7 @@ def test_the_frame_of_a_stream(server):
     body = {"model": "scripted", "input": asking("ab", runs=[1]), "stream": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(server.v1 + "/responses", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         *blocks, end = response.read().decode().split("\n\n")
     assert end == ""
@@ -280,7 +279,7 @@ def test_nothing_is_stored(client):
 def test_an_error_in_a_stream_is_its_last_event(folder):
     with (
         serving_in_thread(folder, api_keys=("x",)) as server,
-        openai.OpenAI(base_url=server.v1, api_key="x", max_retries=0, timeout=TIMEOUT) as client,
+        openai.OpenAI(base_url=server.v1, api_key="x", max_retries=0, timeout=PATIENCE) as client,
     ):
         text = asking("abcdefgh", fault="raise", at=5, runs=[1], delay=0.05)
         *_, last = client.responses.create(model="scripted", input=text, stream=True)

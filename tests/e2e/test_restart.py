@@ -5,16 +5,13 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import aiohttp
 import pytest
 from processes import ask, backend, status
 from processes import until as until_true
-from serving import script, serving
-
-PATIENCE = 20
+from serving import PATIENCE, script, serving
 
 
 def run(coroutine):
@@ -51,11 +48,10 @@ def test_the_engine_comes_back_and_no_request_is_repeated(folder, how):
                 os.kill(client.pid, signal.SIGKILL)
             else:
                 assert (await http.post(url, json=body(reply="abc", fault=how))).status == 500
-            began, first = time.monotonic(), client.pid
+            first = client.pid
             rest = (await stream.read()).decode()
             assert json.loads(rest.strip().rsplit("data: ", 1)[1])["error"]["code"] == "engine_failed"
             assert "[DONE]" not in rest and (await whole).status == 500
-            assert time.monotonic() - began < 2
             await check_red(http, server, "round" if how == "raise" else "process")
             gate.set()
             await until_green(http, server)
@@ -109,23 +105,25 @@ async def until_green(http, server):
 
 def test_while_it_restarts_retry_after_is_told(folder):
     async def story():
-        async with serving(folder, restart_engine=1) as server, aiohttp.ClientSession() as http:
+        go = folder / "go"
+        go.touch()
+        core = "scripted_core:make_core_when_told"
+        async with serving(folder, restart_engine=1, core=core) as server, aiohttp.ClientSession() as http:
             client, first = server.service.client, server.service.client.pid
+            go.unlink()
             os.kill(first, signal.SIGKILL)
 
             async def restarting():
                 return client.state == "restarting" and client.pid != first
 
             await until(restarting)
-            # it does not become ready in between
-            os.kill(client.pid, signal.SIGSTOP)
             async with http.get(server.url + "/health") as response:
                 health = await response.json()
                 assert response.status == 503
                 assert (health["status"], health["engine"]["part"]) == ("restarting", "process")
             async with http.post(server.v1 + "/completions", json=body()) as response:
                 assert response.status == 503 and response.headers["Retry-After"] == "5"
-            os.kill(client.pid, signal.SIGCONT)
+            go.touch()
             await until_green(http, server)
 
     run(story())

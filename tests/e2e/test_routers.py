@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException, IncompleteRead
@@ -19,12 +20,12 @@ pytest.importorskip("sglang_router")
 
 from processes import events, until
 from routers import MODULES, post, replicas, request, routed
-from serving import script
+from serving import PATIENCE, let_go, script
 
 ENDS = (b"[DONE]", b"message_stop", b"response.completed")
 PLACES = ("--max-num-seqs", "2", "--max-waiting", "1")
 LONG = {"reply": "x", "times": 2900, "delay": 0.05}
-SOON = ("--health-check-timeout-secs", "1")
+SOON = ("--health-check-timeout-secs", "3")
 """A server that hangs is out after two of these and as many seconds; as shipped one has five seconds to answer."""
 TRIES = 4
 """Of a request that is refused, or whose server has gone, as shipped."""
@@ -85,7 +86,7 @@ def open_stream(router, **commands):
     """A stream that has begun, the events to come, and the server that writes it."""
     idle = [server for server in router.replicas if not server.num_running]
     response = urllib.request.urlopen(
-        request(router.url + COMPLETIONS, {**fields(COMPLETIONS, **commands), "stream": True}), timeout=60
+        request(router.url + COMPLETIONS, {**fields(COMPLETIONS, **commands), "stream": True}), timeout=PATIENCE
     )
     coming = events(response)
     next(coming)
@@ -133,7 +134,7 @@ def test_keys_are_the_server_s_to_judge_and_limits_reach_the_client(router):
     ]
     with contextlib.ExitStack() as stack:
         for one in held:
-            stack.enter_context(urllib.request.urlopen(one, timeout=60))
+            stack.enter_context(urllib.request.urlopen(one, timeout=PATIENCE))
         before = refusals(router, "rate_limited")
         refused = router.post(COMPLETIONS, asked, "carol")
         assert refused.status == 429 and refused.headers["Retry-After"]
@@ -151,7 +152,7 @@ def test_full_servers_are_asked_a_few_times_and_taken_for_sound(router):
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(12) as pool:
         asked = {**fields(COMPLETIONS, **LONG), "stream": True}
         urls = [server.url + COMPLETIONS for server in router.replicas for _ in range(3)]
-        for response in pool.map(lambda url: urllib.request.urlopen(request(url, asked), timeout=60), urls):
+        for response in pool.map(lambda url: urllib.request.urlopen(request(url, asked), timeout=PATIENCE), urls):
             stack.enter_context(response)
         before = refusals(router, "queue_full")
         for path in apis(router):
@@ -176,13 +177,13 @@ def test_a_client_that_leaves_frees_its_sequence(router, stream):
     until(lambda: not any(server.num_running for server in router.replicas), "it is freed")
 
 
-def test_one_that_is_killed_breaks_its_streams_alone(router):
-    streams = {}
+def test_one_that_is_killed_breaks_its_streams_alone(router, tmp_path):
+    streams, go = {}, tmp_path / "go"
     with contextlib.ExitStack() as stack:
         while len(streams) < 2:
             # cache_aware has texts that begin alike on one server
             text = f"{len(streams)} of several" * 40
-            response, coming, server = open_stream(router, text=text, reply="x", times=40, delay=0.05)
+            response, coming, server = open_stream(router, text=text, **LONG, go=str(go))
             stack.enter_context(response)
             streams[server.port] = (response, coming, server)
         (broken, _, dying), (_, coming, _) = streams.values()
@@ -192,6 +193,7 @@ def test_one_that_is_killed_breaks_its_streams_alone(router):
         assert b"[DONE]" not in getattr(caught.value, "partial", b"")
         answers = [router.post(path, fields(path)).status for path in (COMPLETIONS, CHAT) for _ in range(6)]
         assert answers == [200] * 12
+        let_go(go)
         assert [event["choices"][0]["finish_reason"] for event in coming][-1] == "stop"
         until(lambda: len(router.healthy()) == 2, "the router has noticed")
         assert [router.post(path, fields(path)).status for path in apis(router)] == [200] * len(apis(router))
@@ -241,38 +243,66 @@ def test_all_three_are_replaced_under_load_and_no_request_is_lost(router):
     Without the first step vllm-router hands the 503 of a server that drains to clients of Messages and Responses, and
     sglang-router the connection that ends under it to all.
     """
-    going, statuses, texts = True, [], []
-
-    def clients(path):
-        while going:
-            asked = fields(path, reply="some text ", times=4, delay=0.03)
-            try:
-                answer = router.post(path, {**asked, "stream": True})
-                statuses.append((path, answer.status if answer.status == 200 else answer.body))
-                texts.append(any(end in answer.body[-4000:] for end in ENDS))
-            except (OSError, HTTPException) as error:
-                statuses.append((path, repr(error)))
-            time.sleep(0.02)
-
-    paths = apis(router)
-    with ThreadPoolExecutor(4) as pool:
-        working = [pool.submit(clients, path) for path in paths]
+    clients = [Client(router, path) for path in apis(router)]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        working = [pool.submit(client.work) for client in clients]
         try:
             for server in router.replicas:
                 router.remove(server)
-                time.sleep(0.3)  # what the router had chosen it for is on its way
+                arrived = [client.next_arrival() for client in clients]
+                until(lambda arrived=arrived: all(one() for one in arrived), "what it was chosen for has reached it")
                 server.signal(signal.SIGTERM)
-                assert server.process.wait(20) == 0
+                assert server.process.wait(PATIENCE) == 0
                 server.start()
+                served = [client.next_answer() for client in clients]
+                until(lambda served=served: all(one() for one in served), "each client is answered without it")
                 server.ready()
                 router.add(server)
                 router.settled()
         finally:
-            going = False
+            for client in clients:
+                client.going = False
             for one in working:
                 one.result()
-    assert {status for _, status in statuses} == {200}, statuses
-    assert len(texts) >= 3 * len(paths) and all(texts)
+    assert [fault for client in clients for fault in client.faults] == []
+
+
+class Client:
+    """Asks one API for one stream after the other; all of them have to be whole."""
+
+    def __init__(self, router, path):
+        self.router, self.path = router, path
+        self.going, self.asked, self.begun, self.ended, self.faults = True, 0, 0, 0, []
+
+    def work(self):
+        while self.going:
+            try:
+                self.ask()
+            except urllib.error.HTTPError as error:
+                with error:
+                    self.faults.append((error.code, error.read()))
+            except (OSError, HTTPException) as error:
+                self.faults.append(repr(error))
+
+    def ask(self):
+        asked = {**fields(self.path, reply="some text ", times=4, delay=0.03), "stream": True}
+        self.asked += 1
+        with urllib.request.urlopen(request(self.router.url + self.path, asked), timeout=PATIENCE) as response:
+            self.begun = self.asked
+            text = response.read()
+        if not any(end in text[-4000:] for end in ENDS):
+            self.faults.append(text)
+        self.ended = self.asked
+
+    def next_arrival(self):
+        """Whether what it has asked until now was begun by some server."""
+        asked = self.asked
+        return lambda: self.begun >= asked or self.faults
+
+    def next_answer(self):
+        """Whether an answer was begun and ended that it asks for after now."""
+        asked = self.asked
+        return lambda: self.ended > asked or self.faults
 
 
 def test_a_conversation_stays_where_its_beginning_was_read(router):
@@ -280,7 +310,7 @@ def test_a_conversation_stays_where_its_beginning_was_read(router):
     talks, places = [f"{talk} of many, " * 40 for talk in "abc"], {}
     with contextlib.ExitStack() as stack:
         for talk in talks:
-            response, _, server = open_stream(router, text=talk, reply="x", times=60, delay=0.05)
+            response, _, server = open_stream(router, text=talk, **LONG)
             stack.enter_context(response)
             places[talk] = server
     assert len({server.port for server in places.values()}) == 3

@@ -4,13 +4,14 @@ import json
 import socket
 
 import pytest
+from serving import PATIENCE
 
 
 def exchange(server, *lines, body=b""):
     """Status lines and the last body of one connection."""
     host, port = server.url.removeprefix("http://").split(":")
     head = b"\r\n".join((*lines, b"Host: x", b"Connection: close", b"Content-Length: %d" % len(body)))
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(head + b"\r\n\r\n" + body)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     statuses = [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
@@ -41,7 +42,7 @@ def test_a_client_is_not_told_to_send_what_is_refused_unread(server):
 def test_http_1_0_expects_nothing(server):
     lines = (b"POST /v1/completions HTTP/1.0", b"Expect: \x80", b"Content-Type: application/json")
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         body = b'{"prompt": "Hi"}'
         connection.sendall(b"\r\n".join((*lines, b"Content-Length: %d" % len(body))) + b"\r\n\r\n" + body)
         assert b" 200 OK" in connection.recv(65536)

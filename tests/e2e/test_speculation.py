@@ -2,14 +2,12 @@
 
 import openai
 import pytest
-from serving import script, serving_in_thread
-
-TIMEOUT = 20
+from serving import PATIENCE, script, serving_in_thread
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -83,7 +81,7 @@ def test_refusals_name_the_field(client, speculation, param):
 def test_without_speculation_only_k_0(folder):
     with (
         serving_in_thread(folder, engine={"num_speculative_tokens": 0}) as running,
-        openai.OpenAI(base_url=running.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as client,
+        openai.OpenAI(base_url=running.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as client,
     ):
         assert complete(client, k=0).choices[0].text == "a" * 12
         with pytest.raises(openai.BadRequestError, match="no head in a scripted core"):

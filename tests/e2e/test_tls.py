@@ -10,12 +10,10 @@ import time
 import pytest
 import trustme
 from processes import SERVE, status, until
-from serving import ENVIRONMENT, script
+from serving import ENVIRONMENT, PATIENCE, script
 
 from pilotfish.deploy.ports import free_port
 from pilotfish.server.http.tls import TlsError, TlsFiles, make_context, refresh
-
-PATIENCE = 20
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +166,7 @@ def test_files_that_cannot_be_used_are_named(folder, authority, files, named):
 @pytest.mark.parametrize("flags", (["--ssl-certfile", "none.pem"], ["--ssl-keyfile", "key.pem"]))
 def test_the_command_ends_with_the_reason(folder, flags):
     ended = subprocess.run(
-        [*SERVE, str(folder), *flags], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=60
+        [*SERVE, str(folder), *flags], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
     )
     assert ended.returncode == 2
     assert "none.pem" in ended.stderr or "--ssl-certfile" in ended.stderr

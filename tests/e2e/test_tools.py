@@ -8,9 +8,8 @@ import urllib.request
 import aiohttp
 import openai
 import pytest
-from serving import script
+from serving import PATIENCE, script
 
-TIMEOUT = 20
 WEATHER = {
     "type": "function",
     "function": {
@@ -33,7 +32,7 @@ CALL_CLOCK = "<tool_call>\n<function=clock>\n</function>\n</tool_call>"
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 
@@ -102,7 +101,7 @@ def test_a_whole_answer_has_the_official_shape(client):
 def test_arguments_come_in_pieces_to_those_who_ask(client):
     reply = BEGIN + "<parameter=city>\n" + "abcdefgh" * 20 + "\n</parameter>\n" + END
     pieces = {"stream_tool_arguments": True}
-    chunks = list(ask(client, reply, runs=(4,), stream=True, delay=0.005, extra_body=pieces))
+    chunks = list(ask(client, reply, runs=(4,), stream=True, delay=0.02, extra_body=pieces))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert deltas[0].function.name == "get_weather" and deltas[0].function.arguments == ""
     assert all(delta.id is None and delta.function.name is None for delta in deltas[1:])
@@ -199,7 +198,7 @@ def test_a_call_being_written_is_no_silence(server, monkeypatch):
     messages = [{"role": "user", "content": script(reply=reply, delay=0.01)}]
     body = json.dumps({"messages": messages, "tools": [WEATHER], "stream": True}).encode()
     request = urllib.request.Request(server.v1 + "/chat/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         events = response.read().decode().split("\n\n")
     assert events.count(": waiting") >= 3
     assert sum("tool_calls" in event for event in events) == 3

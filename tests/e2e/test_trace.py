@@ -2,9 +2,8 @@
 
 import openai
 import pytest
-from serving import script
+from serving import PATIENCE, script
 
-TIMEOUT = 20
 TRACE = {"speculation": {"trace": True}}
 REPLY = "abcdefghij"
 # the prompt's token, then rounds of 3, 1, 3, 1, ..
@@ -14,7 +13,7 @@ DRAFTS = {"b": 1, "c": 2, "f": 1, "g": 2, "j": None}
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=TIMEOUT) as opened:
+    with openai.OpenAI(base_url=server.v1, api_key="unused", max_retries=0, timeout=PATIENCE) as opened:
         yield opened
 
 

@@ -36,12 +36,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "support"))
 
 from byte_model import write_model  # noqa: E402  (the path above makes it importable)
-from serving import Server, serving_in_thread  # noqa: E402
+from serving import PATIENCE, Server, serving_in_thread  # noqa: E402
 
 from tests.fuzz.histories import run_session  # noqa: E402
 from tests.fuzz.hostile import REQUESTS, Hostile  # noqa: E402
 
-PATIENCE = 30.0
 LOOK_EVERY = 200
 
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from serving import script
+from serving import PATIENCE, script
 
 Entry = dict[str, Any]
 
@@ -298,7 +298,7 @@ def run_session(port: int, seed: int) -> int:
 
 
 def _post(port: int, path: str, body: Entry) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         response = connection.getresponse()

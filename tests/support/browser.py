@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+from serving import PATIENCE
+
 CHROMIUM = shutil.which("chromium")
 
 
@@ -25,7 +27,7 @@ class Watched:
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self.faults: list[str] = []
         self.page = browser.new_context(**context).new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(1000 * PATIENCE)
         self.page.on("console", lambda message: self._note(message.type in ("error", "warning"), message.text))
         self.page.on("pageerror", lambda error: self._note(True, str(error)))
         self.page.on("dialog", lambda dialog: (self._note(True, f"dialog {dialog.message}"), dialog.dismiss()))

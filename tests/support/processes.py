@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving import ENVIRONMENT, script
+from serving import ENVIRONMENT, PATIENCE, script, whole_lines
 
 from pilotfish.deploy.ports import free_port
 
-PATIENCE = 20.0
 SERVE = [sys.executable, "-m", "pilotfish.server.cli", "serve"]
 
 
@@ -38,8 +37,7 @@ class Backend:
 
     def generated(self) -> int:
         """Tokens that its engine has generated so far."""
-        lines = self.folder.joinpath("transcript.jsonl").read_text().splitlines(keepends=True)
-        steps = [json.loads(line) for line in lines if line.endswith("\n")]
+        steps = whole_lines(self.folder / "transcript.jsonl")
         return sum(len(output.get("token_ids", ())) for step in steps for output in step["outputs"])
 
 
@@ -95,7 +93,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 def backend(folder: Path, name: str, *flags: str) -> Iterator[Backend]:
     port = free_port()
     command = [*SERVE, str(folder), "--port", str(port), "--core", "scripted_core:make_core"]
-    command += ["--served-model-name", name, "--shutdown-timeout", "15", *flags]
+    command += ["--served-model-name", name, "--shutdown-timeout", str(PATIENCE), *flags]
     with folder.joinpath("log").open("w") as log, running(command, env=ENVIRONMENT, stderr=log) as process:
         started = Backend(process, folder, name, port)
         until(lambda: status(started.url + "/ready") == 200, "a server is ready")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from processes import running, status, until
-from serving import ENVIRONMENT
+from serving import ENVIRONMENT, PATIENCE
 
 from pilotfish.deploy.ports import free_port
 from pilotfish.deploy.release.managers import Processes
@@ -110,7 +110,7 @@ def find_haproxy() -> str:
 
 def done(process: subprocess.Popen[str]) -> int:
     """The exit status; what it said is shown where a test fails."""
-    print(process.communicate(timeout=120)[0])
+    print(process.communicate(timeout=PATIENCE)[0])
     return process.returncode
 
 

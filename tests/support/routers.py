@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from byte_model import write_model
-from processes import PATIENCE, SERVE, running, status, until
-from serving import ENVIRONMENT
+from processes import SERVE, running, status, until
+from serving import ENVIRONMENT, PATIENCE
 
 from pilotfish.deploy.ports import free_port
 from pilotfish.server.http.auth import key_line
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = ROOT / "deploy" / "router"
-LOAD_SECONDS = 120.0
 MODULES = {"vllm": "vllm_router", "sglang": "sglang_router"}
 KEYS = {"alice": "", "bob": "", "carol": " concurrent=1"}
 """Each key is its label; what its line adds."""
@@ -63,7 +62,7 @@ class Replica:
             self.process = subprocess.Popen(command, text=True, env=ENVIRONMENT, stderr=log)
 
     def ready(self) -> None:
-        until(lambda: status(self.url + "/ready") == 200, "a server is ready", LOAD_SECONDS)
+        until(lambda: status(self.url + "/ready") == 200, "a server is ready")
 
     def signal(self, number: int) -> None:
         assert self.process is not None
@@ -151,7 +150,7 @@ def request(url: str, fields: Mapping[str, Any], key: str = "alice", **headers: 
 
 def post(url: str, fields: Mapping[str, Any], key: str = "alice", **headers: str) -> Answer:
     try:
-        with urllib.request.urlopen(request(url, fields, key, **headers), timeout=LOAD_SECONDS) as response:
+        with urllib.request.urlopen(request(url, fields, key, **headers), timeout=PATIENCE) as response:
             return Answer(response.status, response.headers, response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -174,7 +173,8 @@ def replicas_of(model: Path, folder: Path, *flags: str) -> Iterator[list[Replica
     for number in range(3):
         own = folder / str(number)
         own.mkdir()
-        arguments = (str(model), "--api-key-file", str(keys), "--any-model-name", "--shutdown-timeout", "15", *flags)
+        arguments = (str(model), "--api-key-file", str(keys), "--any-model-name")
+        arguments += ("--shutdown-timeout", str(PATIENCE), *flags)
         started.append(Replica(own, free_port(), arguments))
     try:
         for replica in started:

@@ -4,8 +4,9 @@
 `"text @{"reply": "Hello", "runs": [1, 3], "drafted": 3}@ more"` generates the tokens of "Hello", first one token, then
 rounds of 1, 3, 1, 3, ... tokens, each drafting 3. Keys: reply (text, one token a byte), ids (token ids instead),
 times (how often the reply is repeated), runs, drafted, forced (tokens of each round that a grammar had forced), delay
-(seconds a step), fault ("raise", "exit", "hang" or "refuse") with at (generated tokens before it).
-A prompt without a script gets "Hello, world!".
+(seconds a step) with go (a file: a token waits no longer than until it has a byte for each token before it), fault
+("raise", "exit", "hang" or "refuse") with at (generated tokens before it). A prompt without a script gets "Hello,
+world!".
 
 Obeys the engine's contract: never past max_tokens, ends at stop ids, aborts within a step, bounded queue.
 `options.model` is a folder with tokenizer.json; `transcript.jsonl` there gets one line a step.
@@ -13,6 +14,7 @@ Obeys the engine's contract: never past max_tokens, ends at stop ids, aborts wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -98,7 +100,7 @@ class ScriptedCore:
             self._running[sequence.request.request_id] = sequence
         outputs, self._refused = self._refused, []
         sequences = list(self._running.values())
-        time.sleep(max((sequence.script.get("delay", 0.0) for sequence in sequences), default=0.0))
+        self._wait(sequences)
         outputs += [self._advance(sequence) for sequence in sequences]
         for output in outputs:
             if output.finish_reason is not None:
@@ -107,6 +109,12 @@ class ScriptedCore:
         self._transcript.write(msgspec.json.encode(report).decode() + "\n")
         self._transcript.flush()
         return report
+
+    def _wait(self, sequences: list[Sequence]) -> None:
+        """As long as the slowest of them says, or until those have been told to go on."""
+        end = time.monotonic() + max((one.script.get("delay", 0.0) for one in sequences), default=0.0)
+        while (left := end - time.monotonic()) > 0 and not all(map(_may_go, sequences)):
+            time.sleep(min(left, 0.01))
 
     def _refuse(self, request_id: str, message: str) -> None:
         code = "queue_full" if "queue" in message else "invalid"
@@ -194,6 +202,15 @@ class ScriptedCore:
         )
 
 
+def _may_go(sequence: Sequence) -> bool:
+    file = sequence.script.get("go")
+    if file is None:
+        return not sequence.script.get("delay")
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.getsize(file) >= sequence.done
+    return False
+
+
 def make_core(options) -> ScriptedCore:
     return ScriptedCore(options)
 
@@ -227,6 +244,13 @@ def make_core_that_serves_once(options) -> ScriptedCore:
     if began.exists():
         return make_core_of_a_damaged_checkpoint(options)
     began.touch()
+    return ScriptedCore(options)
+
+
+def make_core_when_told(options) -> ScriptedCore:
+    """Loads until its folder has a file `go`."""
+    while not Path(options.model, "go").exists():
+        time.sleep(0.01)
     return ScriptedCore(options)
 
 

@@ -17,6 +17,9 @@ def attempt(task: Task, tokenizer: object, vocab_size: int) -> TrialVerdict:
     words = task.grammar.source.split()
     if words[0] == "sleep":
         time.sleep(float(words[1]))
+    elif words[0] == "sleep-without":
+        while not os.path.exists(words[1]):
+            time.sleep(0.01)
     elif words[0] == "spin":
         end = time.thread_time() + float(words[1])
         while time.thread_time() < end:

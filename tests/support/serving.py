@@ -18,6 +18,9 @@ from pilotfish.server.http.app import ServerOptions, make_app, make_runner
 from pilotfish.server.http.connections import MAX_CONNECTIONS, TcpSite
 from pilotfish.server.model_files import load_model_files
 
+PATIENCE = 120.0
+"""Seconds that anything may take that a test waits for, on a slow machine that does other work as well. No test asserts
+that something was quick: what must not wait is told from what waits by how it ends."""
 SUPPORT = Path(__file__).parent
 ENVIRONMENT = {
     **os.environ,
@@ -31,6 +34,16 @@ def script(text: str = "", **commands: Any) -> str:
     return f"{text}@{json.dumps(commands, ensure_ascii=False)}@"
 
 
+def let_go(file: Path) -> None:
+    """All sequences whose script names the file to `go` by go on without delay."""
+    file.write_bytes(bytes(10_000))
+
+
+def whole_lines(file: Path) -> list[dict]:
+    """The JSON lines of a file that is being written to."""
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
 @dataclass
 class Server:
     url: str
@@ -42,7 +55,7 @@ class Server:
         return self.url + "/v1"
 
     def transcript(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "transcript.jsonl").read_text().splitlines()]
+        return whole_lines(self.folder / "transcript.jsonl")
 
 
 @contextlib.asynccontextmanager
@@ -89,9 +102,9 @@ def serving_in_thread(folder: Path, **options: Any) -> Iterator[Server]:
     thread.start()
     context = serving(folder, **options)
     try:
-        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(60)
-        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(60)
+        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(PATIENCE)
+        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(PATIENCE)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(PATIENCE)
         loop.close()

@@ -139,13 +139,14 @@ def test_what_nobody_waits_for_ends(scripted):
     assert scripted.verdicts.empty()
 
 
-def test_a_lost_worker_is_replaced_and_what_it_had_is_tried_again(scripted):
+def test_a_lost_worker_is_replaced_and_what_it_had_is_tried_again(scripted, tmp_path):
     assert scripted.ask("pass").error is None
     first = scripted.trials.pid
-    scripted.start("sleep 0.3")
+    scripted.start(f"sleep-without {tmp_path / 'file'}")
     wait_until(lambda: children_of(first))
     (child,) = children_of(first)
     os.kill(first, signal.SIGKILL)
+    (tmp_path / "file").touch()
     assert scripted.next().error is None
     assert scripted.trials.pid != first
     wait_until(lambda: not Path(f"/proc/{child}").exists())
