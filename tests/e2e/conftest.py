@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import sys
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from serving import serving_in_thread  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 CORE = "pilotfish.engine.start:make_core"
+
+
+@pytest.fixture(autouse=True)
+def test_tells_what_it_left_open():
+    """An error of this test, not of the one during which it is collected."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

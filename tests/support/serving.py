@@ -15,7 +15,7 @@ from typing import Any
 from pilotfish.engine.options import EngineOptions
 from pilotfish.server.handlers import SERVICE, Service
 from pilotfish.server.http.app import ServerOptions, make_app, make_runner
-from pilotfish.server.http.connections import MAX_CONNECTIONS, TcpSite
+from pilotfish.server.http.connections import MAX_CONNECTIONS, Connection, ConnectionServer, TcpSite
 from pilotfish.server.model_files import load_model_files
 
 PATIENCE = 120.0
@@ -78,6 +78,7 @@ async def serving(
     )
     runner = make_runner(app, shutdown_seconds=1.0, max_connections=max_connections)
     await runner.setup()
+    transports = _noted(runner.server)
     try:
         await TcpSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
@@ -85,13 +86,24 @@ async def serving(
             await app[SERVICE].client.wait_ready()
         yield Server(f"http://{host}:{port}", app[SERVICE], folder)
     finally:
-        held = [connection.transport for connection in runner.server.connections] if runner.server else []
         await runner.cleanup()
         # what a client did not take is given up: no connection outlasts the loop
-        for transport in held:
-            if transport is not None:
-                transport.abort()
+        for transport in transports:
+            transport.abort()
         await asyncio.sleep(0)
+
+
+def _noted(server: ConnectionServer) -> list[asyncio.Transport]:
+    """The transport of each connection from now on."""
+    transports: list[asyncio.Transport] = []
+    opened = server.opened
+
+    def note(connection: Connection) -> None:
+        transports.append(connection.transport)
+        opened(connection)
+
+    server.opened = note
+    return transports
 
 
 @contextlib.contextmanager
@@ -102,8 +114,11 @@ def serving_in_thread(folder: Path, **options: Any) -> Iterator[Server]:
     thread.start()
     context = serving(folder, **options)
     try:
-        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(PATIENCE)
-        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(PATIENCE)
+        server = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(PATIENCE)
+        try:
+            yield server
+        finally:
+            asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(PATIENCE)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(PATIENCE)
