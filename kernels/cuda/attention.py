@@ -11,11 +11,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from pilotfish.kernels.activation import sigmoid
-from pilotfish.kernels.attention import PAGE, pages_for, row_tiles, window_attention, write_kv
+from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda.attention_kernels import items_kernel, merge_kernel, plan_kernel, project_kernel
-from pilotfish.kernels.norm import rms_norm
-from pilotfish.kernels.rope import apply_rope, rope_angles
 
 CHUNK = 512
 """Positions of one partial result where there are many. A multiple of PAGE."""
@@ -139,31 +136,6 @@ def plan_rows(
     )  # fmt: skip
 
 
-def plan_rows_reference(
-    slots: torch.Tensor,
-    length: torch.Tensor,
-    inv_freq: torch.Tensor,
-    width: int,
-    step: int,
-    num_heads: int,
-    num_kv_heads: int,
-    plan: RowPlan,
-) -> None:
-    """`plan_rows` in plain torch, without a wait for the device."""
-    batch, num_rows = len(slots), len(slots) * width
-    starts = length[slots.long()].int() + step
-    plan.positions[:num_rows] = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
-    row_cos, row_sin = rope_angles(plan.positions[:num_rows], inv_freq)
-    plan.cos[:num_rows], plan.sin[:num_rows] = row_cos[:, 0], row_sin[:, 0]
-    each = num_kv_heads * num_tiles(width, num_heads // num_kv_heads)
-    ends = starts + width + MAX_LAG
-    few = (ends + CHUNK - 1).div(CHUNK, rounding_mode="floor").sum() * each < FEW_ITEMS
-    span = torch.where(few, UNIT, CHUNK).int()
-    plan.items[0] = span
-    plan.items[1] = 0
-    plan.items[2 : batch + 2] = ((ends + span - 1).div(span, rounding_mode="floor") * each).cumsum(0)
-
-
 def attention_window(
     projected: torch.Tensor,
     slots: torch.Tensor,
@@ -266,37 +238,3 @@ def _check(
 def product_dtype(cache_dtype: torch.dtype) -> torch.dtype:
     """What queries and probabilities are rounded to: e4m3 values are exact in fp16, which rounds the rest less."""
     return torch.float16 if cache_dtype == torch.float8_e4m3fn else cache_dtype
-
-
-def attention_window_reference(
-    projected: torch.Tensor,
-    slots: torch.Tensor,
-    plan: RowPlan,
-    tables: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    qk_norm: torch.Tensor,
-    eps: float,
-    width: int,
-    scratch: AttentionScratch,
-    out: torch.Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    lag: int = 0,
-) -> None:
-    """`attention_window` in plain torch, from the CPU path's operators; reads positions and tables on the host."""
-    num_rows, kv, dim = len(slots) * width, k_cache.shape[1], k_cache.shape[3]
-    heads = len(qk_norm) - kv
-    slots, positions = slots.long(), plan.positions[:num_rows].long()
-    qk, v, gate = projected[:num_rows].split([(heads + kv) * dim, kv * dim, heads * dim], dim=-1)
-    qk = rms_norm(qk.reshape(num_rows, heads + kv, dim), qk_norm, eps, torch.float32)
-    q, k = apply_rope(qk, plan.cos[:num_rows, None], plan.sin[:num_rows, None]).split([heads, kv], dim=1)
-    places = positions + lag
-    pages = tables[slots.repeat_interleave(width), places // PAGE].long()
-    values = v.reshape(num_rows, kv, dim).float().nan_to_num(0.0, 0.0, 0.0)
-    write_kv(k_cache, v_cache, pages, places % PAGE, k, values, k_scale, v_scale)
-    starts = positions[::width].tolist()
-    used = [tables[slot, : pages_for(start + width + lag)].tolist() for slot, start in zip(slots, starts, strict=True)]
-    tiles = row_tiles(starts, used, width, q.device, lag)
-    mixed = window_attention(q.contiguous(), k_cache, v_cache, tiles, k_scale, v_scale)
-    out[:num_rows] = (mixed.flatten(1) * sigmoid(gate.float())).to(out.dtype)

@@ -33,11 +33,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.activation import sigmoid, silu, softplus
-from pilotfish.kernels.conv import causal_conv
-from pilotfish.kernels.delta_net import delta_read, delta_step
-from pilotfish.kernels.norm import l2_norm, rms_norm
-
 TAPS = 4
 WARPS = 4
 """Warps of a program; each holds 8 columns of the state, and convolves a row at a time."""
@@ -451,64 +446,3 @@ def _check(
     assert projected.shape[1] == channels + values + 2 * heads and out.shape[1] == values
     assert min(len(projected), len(scratch.read), len(out)) >= num_rows
     assert all(t.is_contiguous() for t in (conv_weight, state, history, pending, projected, out))
-
-
-def gdn_window_reference(
-    projected: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    state: torch.Tensor,
-    history: torch.Tensor,
-    pending: torch.Tensor,
-    conv_weight: torch.Tensor,
-    decay_rate: torch.Tensor,
-    dt_bias: torch.Tensor,
-    gate_norm: torch.Tensor,
-    eps: float,
-    width: int,
-    scratch: DeltaScratch | None,
-    out: torch.Tensor,
-) -> None:
-    """`gdn_window` in plain torch, without a wait for the device; `scratch` is left alone."""
-    slots = slots.long()
-    batch, num_rows = len(slots), len(slots) * width
-    heads, dk, dv = state.shape[1:]
-    channels, most = history.shape[2], pending.shape[1]
-    u, z, gates = projected[:num_rows].split([channels, heads * dv, 2 * heads], dim=-1)
-    rows = torch.cat((u, gates), dim=-1).view(batch, width, -1)
-    count = counts[slots].long().clamp(0, most)
-    # time t of a sequence: its accepted rows, then the window's; past those the last one again, unused
-    time = torch.arange(most + width, device=state.device)
-    index = torch.where(time < count[:, None], time, most + (time - count[:, None]).clamp(max=width - 1))
-    joined = torch.cat((pending[slots], rows), dim=1)
-    taken = joined.gather(1, index[..., None].expand(-1, -1, joined.shape[2]))
-    inputs = torch.cat((history[slots], taken[..., :channels]), dim=1)
-    b, a = taken[..., channels:].float().chunk(2, dim=-1)
-    beta, decay = sigmoid(b), (decay_rate * softplus(a + dt_bias)).exp()
-    q, k, v = _heads(causal_conv(inputs, conv_weight), heads, dk, dv)
-
-    after, committed, reads = state[slots], state[slots], []
-    for t in range(most + width):
-        committed = torch.where((count == t)[:, None, None, None], after, committed)
-        after = delta_step(
-            after, k[:, t, :, :, None], v[:, t, :, None], *(g[:, t, :, None, None] for g in (beta, decay))
-        )
-        reads.append(delta_read(after, q[:, t, :, :, None]))
-    own = count[:, None] + torch.arange(width, device=state.device)
-    window = torch.stack(reads, dim=1).gather(1, own[..., None, None].expand(-1, -1, heads, dv))
-    normed = rms_norm(window.flatten(0, 1), gate_norm, eps, torch.float32)
-    out[:num_rows] = (normed.flatten(1) * silu(z.float())).to(out.dtype)
-
-    newest = count[:, None] + torch.arange(history.shape[1], device=state.device)
-    history[slots] = inputs.gather(1, newest[..., None].expand(-1, -1, channels))
-    state[slots] = committed
-    pending[slots, :width] = rows
-
-
-def _heads(mixed: torch.Tensor, heads: int, dk: int, dv: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q (normed and scaled), k (normed), v of the convolved channels, fp32 [B, T, Hv, width] each."""
-    qk, v = mixed.split([mixed.shape[-1] - heads * dv, heads * dv], dim=-1)
-    factor = torch.tensor([dk**-0.5, 1.0], device=qk.device)[:, None, None]
-    qk = l2_norm(qk.unflatten(-1, (2, -1, dk)), factor)
-    q, k = qk.repeat_interleave(heads // qk.shape[-2], dim=-2).unbind(-3)
-    return q, k, v.unflatten(-1, (heads, dv))

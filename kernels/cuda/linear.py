@@ -405,26 +405,6 @@ class PackedLinear:
         tiles = sum(part.num_tiles for part in self.ranges)
         return self.in_features * TILE * min(tiles, max(BULK_TILES, BULK_NUMBERS // (TILE * self.in_features)) // 2 * 2)
 
-    def dequantize(self) -> torch.Tensor:
-        """fp32 [N, K] ([2 N, K], gate then up, with `swiglu`): exactly what the parts' own `dequantize` give."""
-        height = self.out_features * (2 if self.swiglu else 1)
-        out = torch.empty((height, self.in_features), dtype=torch.float32, device=self.ranges[0].data.device)
-        for part in self.ranges:
-            values = packing.unpack(part, self.in_features).view(part.num_tiles, TILE, -1)
-            for tile, (first, count) in enumerate(part.place.tolist()):
-                if self.swiglu:
-                    first += (tile % 2) * self.out_features
-                out[first : first + count] = values[tile, :count]
-        return out
-
-    def rows_reference(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The same in plain torch, in fp32; rounded once."""
-        product = F.linear(x[: len(out)].float(), self.dequantize())
-        if self.swiglu:
-            gate, up = product.chunk(2, -1)
-            product = F.silu(gate) * up
-        out.copy_(product)
-
 
 def _runs(places: list[list[int]]) -> list[tuple[int, int, int]]:
     """Tiles whose columns follow each other: (the first tile, its first column, number of columns) of each run."""

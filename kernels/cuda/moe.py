@@ -230,27 +230,6 @@ class GroupedExperts:
             launch_pdl=pdl,
         )
 
-    def rows_reference(self, x: torch.Tensor, ids: torch.Tensor, scratch: ExpertScratch) -> torch.Tensor:
-        """The same in plain torch, in fp32; rounded where the kernels round."""
-        num_rows = len(ids)
-        for row in range(num_rows):
-            for rank, expert in enumerate([*ids[row].tolist(), self.num_experts]):
-                gate_up, down = self.dequantize(expert)
-                gate, up = (x[row].float() @ gate_up.T).chunk(2)
-                inner = (F.silu(gate) * up).to(x.dtype)
-                scratch.inner[row, rank, : len(inner)] = inner
-                scratch.out[row, rank] = inner.float() @ down.T
-        return scratch.out[:num_rows]
-
-    def dequantize(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 [2 I, H], gate then up, and [H, I] of an expert; the shared one is number E."""
-        group = self.groups[0] if expert < self.groups[0].num_experts else self.groups[-1]
-        index = expert if group is self.groups[0] else 0
-        gate_up, down = (_take(part, index, group.num_experts) for part in (group.gate_up, group.down))
-        values = packing.unpack(gate_up, self.hidden).view(-1, 2, TILE, self.hidden).transpose(0, 1)
-        gate_up_values = values.reshape(2, -1, self.hidden)[:, : group.width].reshape(-1, self.hidden)
-        return gate_up_values, packing.unpack(down, group.width)[: self.hidden]
-
 
 def row_tiles(num_rows: int) -> int:
     """Rows of x that one program multiplies, in units of 8: with 64 rows an expert of many is chosen by two or
@@ -350,14 +329,6 @@ def _swiglu(product: torch.Tensor, width: int) -> torch.Tensor:
     return (F.silu(gate) * up)[:, :width].contiguous()
 
 
-def _take(part: Packed, index: int, count: int) -> Packed:
-    """The tiles of one of `count` experts."""
-    height = part.num_tiles // count
-    rows = slice(index * height, (index + 1) * height)
-    scale = None if part.block_scale is None else part.block_scale[rows]
-    return Packed(part.format, part.data[rows], part.place[rows], part.number[rows], part.divides, scale)
-
-
 def combine(
     parts: torch.Tensor,
     weights: torch.Tensor,
@@ -394,23 +365,3 @@ def combine(
         num_warps=min(16, max(4, block // 256)),
         launch_pdl=pdl,
     )
-
-
-def combine_reference(
-    parts: torch.Tensor,
-    weights: torch.Tensor,
-    shared_gate: torch.Tensor,
-    x: torch.Tensor,
-    norm_scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    out: torch.Tensor | None = None,
-) -> None:
-    """The same in plain torch."""
-    rows, top_k = weights.shape
-    total = parts[:, 0].float() * weights[:, :1]
-    for rank in range(1, top_k):
-        total = torch.addcmul(total, parts[:, rank].float(), weights[:, rank : rank + 1])
-    total = torch.addcmul(total, parts[:, top_k].float(), shared_gate[:, None])
-    x[:rows] += total
-    if norm_scale is not None and out is not None:
-        out[:rows] = F.rms_norm(x[:rows], (x.shape[1],), norm_scale, eps).to(out.dtype)

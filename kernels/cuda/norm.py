@@ -17,7 +17,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pilotfish.kernels.cuda.packing import PackedRows
-from pilotfish.kernels.norm import rms_norm
 
 
 @triton.jit
@@ -130,30 +129,6 @@ def embed_rows(
     )
 
 
-def embed_rows_reference(
-    embedding_VH: torch.Tensor | PackedRows,
-    scale_H: torch.Tensor,
-    eps: float,
-    slots_B: torch.Tensor,
-    last_token_S: torch.Tensor,
-    drafts_SK: torch.Tensor,
-    length_S: torch.Tensor,
-    width: int,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    x: torch.Tensor,
-    h: torch.Tensor,
-) -> None:
-    """Plain torch; see `embed_rows`."""
-    slots, num_rows = slots_B.long(), len(slots_B) * width
-    for out in (tokens, positions, x, h):
-        out[num_rows:] = 0
-    tokens[:num_rows] = torch.cat((last_token_S[slots][:, None], drafts_SK[slots, : width - 1]), dim=1).flatten()
-    positions[:num_rows] = (length_S[slots][:, None] + torch.arange(width, device=slots.device)).flatten()
-    x[:num_rows] = embedding_VH[tokens[:num_rows]].float()
-    h[:num_rows] = rms_norm(x[:num_rows], scale_H, eps, h.dtype)
-
-
 @triton.jit
 def _add_norm_kernel(
     x,
@@ -217,23 +192,6 @@ def add_norm(
         GATHER=rows is not None,
         **_options(h.shape[1], pdl),
     )
-
-
-def add_norm_reference(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    scale_H: torch.Tensor,
-    eps: float,
-    h: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    store: bool = True,
-) -> None:
-    """Plain torch; see `add_norm`."""
-    source = slice(len(h)) if rows is None else rows.long()
-    value = x[source].float() if delta is None else x[source].float() + delta[source].float()
-    if store and delta is not None and rows is None:
-        x[: len(h)] = value
-    h.copy_(rms_norm(value, scale_H, eps, h.dtype))
 
 
 @triton.jit
@@ -300,21 +258,6 @@ def pair_norm(
         UNITS=units,
         **_options(hidden, pdl),
     )
-
-
-def pair_norm_reference(
-    tokens_R: torch.Tensor,
-    embedding_VH: torch.Tensor | PackedRows,
-    hidden_RH: torch.Tensor,
-    embedding_scale_H: torch.Tensor,
-    hidden_scale_H: torch.Tensor,
-    eps: float,
-    out: torch.Tensor,
-    num_rows: int,
-) -> None:
-    """Plain torch; see `pair_norm`."""
-    embedded = rms_norm(embedding_VH[tokens_R[:num_rows].long()], embedding_scale_H, eps, out.dtype)
-    out[:num_rows] = torch.cat((embedded, rms_norm(hidden_RH[:num_rows], hidden_scale_H, eps, out.dtype)), dim=1)
 
 
 def _stored(embedding_VH: torch.Tensor | PackedRows) -> tuple[torch.Tensor, int]:

@@ -14,6 +14,7 @@ from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.warm import compile_all
+from tests.support.kernel_references import dequantized
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -52,7 +53,7 @@ def test_unpacks_every_weight_exactly(kind):
     """x with a single 1 takes a column of the matrix, which nothing is added to."""
     product = packed(kind, 272, 256)
     eye = torch.eye(256, dtype=torch.bfloat16, device="cuda")
-    assert torch.equal(run(product, eye), product.dequantize().T)
+    assert torch.equal(run(product, eye), dequantized(product).T)
 
 
 @pytest.mark.parametrize("shape", [(300, 416), (2048, 2048), (6400, 1024), (257, 2048)])
@@ -60,8 +61,8 @@ def test_unpacks_every_weight_exactly(kind):
 def test_values(kind, shape):
     product, x = packed(kind, *shape), draw(19, shape[1])
     x[3] *= 1e5
-    want = x.double() @ product.dequantize().double().T
-    bound = x.double().abs() @ product.dequantize().double().abs().T
+    want = x.double() @ dequantized(product).double().T
+    bound = x.double().abs() @ dequantized(product).double().abs().T
     # fp32 sums of K products, in some order: a few ulp of the sum of magnitudes
     assert ((run(product, x).double() - want).abs() <= 2e-6 * bound).all()
 
@@ -150,7 +151,7 @@ def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, h
 
 def test_swiglu_values():
     product, x = packed("nvfp4", 400, 1024, True), draw(11, 1024, scale=1e-3)
-    gate, up = (x.double() @ product.dequantize().double().T).chunk(2, -1)
+    gate, up = (x.double() @ dequantized(product).double().T).chunk(2, -1)
     want = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(run(product, x).double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
@@ -181,7 +182,7 @@ def test_a_chain_of_dependent_launches_gives_the_same_bits(rows):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bulk_is_the_libraries_product_of_the_same_weights(kind, swiglu):
     product, x = packed(kind, 300, 416, swiglu), draw(70, 416, scale=1e-3)
-    expanded = product.dequantize().bfloat16()
+    expanded = dequantized(product).bfloat16()
     want = x @ expanded.T
     if swiglu:
         gate, up = want.chunk(2, -1)

@@ -14,12 +14,11 @@ from pilotfish.kernels.cuda.attention import (
     AttentionScratch,
     RowPlan,
     attention_window,
-    attention_window_reference,
     plan_rows,
-    plan_rows_reference,
     product_dtype,
 )
 from pilotfish.kernels.rope import inverse_frequencies
+from tests.support.kernel_references import attention_window_reference, plan_rows_reference
 
 EPS = 1e-6
 WIDEST = 9

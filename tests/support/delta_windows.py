@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.kernels.cuda.delta_net import DeltaScratch, gdn_window, gdn_window_reference, pending_width
+from pilotfish.kernels.cuda.delta_net import DeltaScratch, gdn_window, pending_width
+from tests.support.kernel_references import gdn_window_reference
 
 NAN = float("nan")
 EPS = 1e-6

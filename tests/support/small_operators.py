@@ -15,6 +15,7 @@ from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
 from pilotfish.kernels import moe
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
 from pilotfish.spec import slots
+from tests.support import kernel_references
 from tests.support.device_reference import Reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -81,7 +82,7 @@ def test_embed_rows(device, dtype, batch, width, hidden):
         torch.full((rows, hidden), NAN),
         torch.full((rows, hidden), NAN, dtype=dtype),
     ]
-    got, wanted = twice(norm.embed_rows, norm.embed_rows_reference, inputs, device)
+    got, wanted = twice(norm.embed_rows, kernel_references.embed_rows_reference, inputs, device)
     for mine, theirs in zip(got[8:11], wanted[8:11], strict=True):
         assert torch.equal(mine, theirs)
     assert_close(got[11], wanted[11])
@@ -102,7 +103,7 @@ def test_add_norm(device, dtype, delta, store, rows):
         None if rows is None else torch.tensor(rows, dtype=torch.int32),
         store,
     ]
-    got, wanted = twice(norm.add_norm, norm.add_norm_reference, inputs, device)
+    got, wanted = twice(norm.add_norm, kernel_references.add_norm_reference, inputs, device)
     assert torch.equal(got[0], wanted[0])
     assert torch.equal(got[0], inputs[0]) == (delta is None or not store or rows is not None)
     assert_close(got[4], wanted[4])
@@ -120,7 +121,7 @@ def test_pair_norm(device, dtype):
         torch.full((7, 2 * hidden), 7.0, dtype=dtype),
         5,
     ]
-    got, wanted = twice(norm.pair_norm, norm.pair_norm_reference, inputs, device)
+    got, wanted = twice(norm.pair_norm, kernel_references.pair_norm_reference, inputs, device)
     assert_close(got[6], wanted[6])
     assert (got[6][5:] == 7).all()
 

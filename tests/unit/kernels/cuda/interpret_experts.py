@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pilotfish.kernels.cuda import moe
+from tests.support.kernel_references import combine_reference
 
 
 @pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(17, 8, 2), (40, 6, 3), (256, 5, 4)])
@@ -37,7 +38,7 @@ def test_combine(hidden, norm):
     scale = torch.rand(hidden, generator=generator) if norm else None
     want, got = x.clone(), x.clone()
     outs = [torch.full((5, hidden), float("nan")) if norm else None for _ in range(2)]
-    moe.combine_reference(parts, weights, gate, want, scale, 1e-6, outs[0])
+    combine_reference(parts, weights, gate, want, scale, 1e-6, outs[0])
     moe.combine(parts, weights, gate, got, scale, 1e-6, outs[1])
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert torch.equal(got[3:], x[3:])

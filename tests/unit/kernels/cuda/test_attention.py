@@ -10,10 +10,10 @@ from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.round.torch_table import TorchOperators, TorchScratch, Window
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.cuda import attention
-from pilotfish.kernels.cuda.attention import attention_window_reference, check_sizes, max_items
+from pilotfish.kernels.cuda.attention import check_sizes, max_items
 from tests.support.attention_windows import EPS, AttentionLayer
 from tests.support.interpreter import run_interpreted
+from tests.support.kernel_references import attention_window_reference, plan_rows_reference
 
 SIZES = (4, 2, 32, 8)
 LENGTHS = [PAGE - 2, 2 * PAGE + 60, 5]
@@ -66,7 +66,7 @@ def test_scratch_holds_every_item(width, lengths):
     heads, kv = 16, 2
     layer = AttentionLayer((heads, kv, 32, 8), LENGTHS)
     layer.lengths = torch.tensor(lengths)
-    plan = layer.plan(range(len(lengths)), width, function=attention.plan_rows_reference)
+    plan = layer.plan(range(len(lengths)), width, function=plan_rows_reference)
     # a text has one token more than its caches, and a lagging cache's entries end one place later
     num_pages = sum(-(-(n + 1 + width) // PAGE) for n in lengths)
     most = max_items(len(lengths), width, max(lengths) + 1, num_pages, heads, kv)

@@ -10,9 +10,10 @@ import torch
 
 from pilotfish.engine.cache.tensors import Pending, RecurrentState
 from pilotfish.engine.round.torch_table import TorchOperators, TorchScratch
-from pilotfish.kernels.cuda.delta_net import check_sizes, gdn_window_reference
+from pilotfish.kernels.cuda.delta_net import check_sizes
 from tests.support.delta_prompts import cpu_layer
 from tests.support.delta_windows import MOST, NAN, NUM_SLOTS, ROUNDS, DeltaLayer
+from tests.support.kernel_references import gdn_window_reference
 
 
 class TorchLayer:

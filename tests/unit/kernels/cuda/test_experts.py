@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine_reference
+from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
 from pilotfish.kernels.norm import rms_norm
 from tests.support.interpreter import run_interpreted
+from tests.support.kernel_references import combine_reference, dequantized_expert, expert_rows_reference
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
 
 H, WIDTH, E, TOP_K = 256, 48, 6, 2
@@ -56,7 +57,7 @@ def test_each_expert_gives_back_the_formats_own_values(kind):
     packed, plain = experts(kind)
     assert len(packed.groups) == 1
     for number, want in enumerate(plain):
-        gate_up, down = packed.dequantize(number)
+        gate_up, down = dequantized_expert(packed, number)
         assert torch.equal(gate_up, torch.cat([values(want.gate), values(want.up)]))
         assert torch.equal(down, values(want.down))
 
@@ -68,7 +69,7 @@ def test_rows_meet_their_experts_in_rank_order(shared_kind, width):
     packed, plain = experts("nvfp4", shared_kind, width)
     x, _, ids, _ = inputs(5)
     scratch = ExpertScratch.make(5, TOP_K, E, packed.width, H, torch.device("cpu"))
-    parts = packed.rows_reference(x, ids, scratch)
+    parts = expert_rows_reference(packed, x, ids, scratch)
     for row in range(5):
         for rank, number in enumerate([*ids[row].tolist(), E]):
             want = by_hand(x[row : row + 1], plain[number])[0]

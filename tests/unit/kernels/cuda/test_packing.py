@@ -9,6 +9,7 @@ from pilotfish.engine.checkpoint.fp8 import per_block, per_channel, per_tensor
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight, NvFp4Weight, quantize
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.linear import PackedLinear
+from tests.support.kernel_references import dequantized
 
 
 def nvfp4(rows: int, columns: int, multiplies: bool = False, seed: int = 0) -> NvFp4Weight:
@@ -48,13 +49,13 @@ def values(weight) -> torch.Tensor:
 @pytest.mark.parametrize("kind", list(weights(16, 128)))
 def test_gives_back_the_formats_own_values(kind, shape):
     weight = weights(*shape)[kind]
-    assert torch.equal(PackedLinear([weight]).dequantize(), values(weight))
+    assert torch.equal(dequantized(PackedLinear([weight])), values(weight))
 
 
 def test_parts_keep_their_own_numbers_whatever_their_heights():
     parts = [nvfp4(n, 256, seed=n) for n in (40, 16, 3)] + [weights(20, 256)["bf16"], nvfp4(33, 256, True)]
     product = PackedLinear(parts)
-    assert torch.equal(product.dequantize(), torch.cat([values(part) for part in parts]))
+    assert torch.equal(dequantized(product), torch.cat([values(part) for part in parts]))
     assert [part.format.value for part in product.ranges] == ["NVFP4", "BF16", "NVFP4"]
 
 
@@ -63,7 +64,7 @@ def test_gate_and_up_come_apart_again(kind):
     gate, up = weights(72, 256)[kind], weights(72, 256)[kind]
     product = PackedLinear([gate, up], swiglu=True)
     assert product.out_features == 72
-    assert torch.equal(product.dequantize(), torch.cat([values(gate), values(up)]))
+    assert torch.equal(dequantized(product), torch.cat([values(gate), values(up)]))
 
 
 @pytest.mark.parametrize("rows", [5, 300])

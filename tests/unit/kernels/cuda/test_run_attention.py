@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda import attention
-from tests.support import attention_windows
+from tests.support import attention_windows, kernel_references
 from tests.support.attention_windows import *  # noqa: F403
 from tests.support.ptx import running
 
@@ -37,7 +37,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(attention, "CHUNK", PAGE)
     monkeypatch.setattr(attention, "UNIT", PAGE // 2)
     monkeypatch.setattr(attention, "MERGED", 2)
-    monkeypatch.setattr(attention_windows, "plan_rows", attention.plan_rows_reference)
+    monkeypatch.setattr(attention_windows, "plan_rows", kernel_references.plan_rows_reference)
     with running() as launched:
         yield
     assert set(launched) == {"project_kernel", "items_kernel", "merge_kernel"}

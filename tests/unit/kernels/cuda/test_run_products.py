@@ -12,11 +12,12 @@ from pilotfish.kernels.cuda import launch_shapes, linear, norm
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine, combine_reference
+from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
 from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.linear import in_tree
+from tests.support.kernel_references import combine_reference, dequantized, expert_rows_reference
 from tests.support.ptx import running
 from tests.unit.kernels.cuda.test_experts import expert
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
@@ -73,7 +74,7 @@ def test_bits_depend_on_no_launch_shape_but_the_shares():
             linear.launch(product.ranges[0], x, out, LaunchShape(2, tiles, row_tiles, stages, ahead), False, True)
         results.append(out)
     assert all(same_bits(results[0], other) for other in results[1:])
-    close(results[0], x.double() @ product.dequantize().double().T, 1e-6)
+    close(results[0], x.double() @ dequantized(product).double().T, 1e-6)
 
 
 @pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 1024, 8), ("fp8 block", 512, 2)])
@@ -145,7 +146,7 @@ def test_bf16_tiles_beside_others_have_the_bits_of_a_launch_of_their_own(kind, c
         linear.launch(part, x, apart, shape, False, True)
         linear.launch(plain, x, apart, launch_shapes.choose_shape(plain, rows), False, True)
     assert same_bits(together, apart)
-    close(together, x.double() @ product.dequantize().double().T, 1e-6)
+    close(together, x.double() @ dequantized(product).double().T, 1e-6)
 
 
 def test_one_launch_for_many_tiles_and_a_few_of_bf16():
@@ -157,7 +158,7 @@ def test_one_launch_for_many_tiles_and_a_few_of_bf16():
     others = torch.full_like(x, NAN)
     others[8] = x[8]
     assert same_bits(run(product, others)[8], got[8])
-    close(got, x.double() @ product.dequantize().double().T, 1e-6)
+    close(got, x.double() @ dequantized(product).double().T, 1e-6)
     # not where they would be a good part of it, nor where there is nothing to stand beside
     for parts, count in (([nvfp4(240, 128), few], 2), ([few, many], 2), ([many, few, nvfp4(16, 128), few], 3)):
         assert len(PackedLinear(parts).launches(9)) == count
@@ -234,7 +235,7 @@ def check_experts(packed: GroupedExperts, rows: int) -> torch.Tensor:
     x, ids = (tensor[:rows].contiguous() for tensor in choose(20))
     got = run_experts(packed, x, ids)
     # the inner activations are rounded to bf16, where an ulp may differ
-    want = packed.rows_reference(x, ids, ExpertScratch.make(rows, TOP_K, E, packed.width, H, x.device))
+    want = expert_rows_reference(packed, x, ids, ExpertScratch.make(rows, TOP_K, E, packed.width, H, x.device))
     close(got, want, 0.01)
     return got
 
