@@ -18,6 +18,7 @@ from pilotfish.kernels.cuda.attention import (
     product_dtype,
 )
 from pilotfish.kernels.rope import inverse_frequencies
+from tests.support import kernel_references
 from tests.support.kernel_references import attention_window_reference, plan_rows_reference
 
 EPS = 1e-6
@@ -234,7 +235,7 @@ def test_what_an_fp8_page_cannot_hold_saturates(device, dtype, sizes, lengths, m
         factor = attention._LOG2_E * q.shape[-1] ** -0.5
         return window_attention((q * factor).to(product_dtype(FP8)).float() / factor, *rest)
 
-    monkeypatch.setattr(attention, "window_attention", rounding_queries)
+    monkeypatch.setattr(kernel_references, "window_attention", rounding_queries)
     layer, other = (AttentionLayer(sizes, lengths, dtype, FP8, place) for place in (device, "cpu"))
     first_value = (layer.heads + layer.kv) * layer.dim
     rows = layer.rows(3, 9)

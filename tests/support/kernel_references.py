@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from pilotfish.kernels.activation import sigmoid, silu, softplus
 from pilotfish.kernels.attention import PAGE, pages_for, row_tiles, window_attention, write_kv
 from pilotfish.kernels.conv import causal_conv
-from pilotfish.kernels.cuda import packing
-from pilotfish.kernels.cuda.attention import CHUNK, FEW_ITEMS, MAX_LAG, UNIT, AttentionScratch, RowPlan, num_tiles
+from pilotfish.kernels.cuda import attention, packing
+from pilotfish.kernels.cuda.attention import AttentionScratch, RowPlan
 from pilotfish.kernels.cuda.delta_net import DeltaScratch
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts
@@ -36,10 +36,10 @@ def plan_rows_reference(
     plan.positions[:num_rows] = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
     row_cos, row_sin = rope_angles(plan.positions[:num_rows], inv_freq)
     plan.cos[:num_rows], plan.sin[:num_rows] = row_cos[:, 0], row_sin[:, 0]
-    each = num_kv_heads * num_tiles(width, num_heads // num_kv_heads)
-    ends = starts + width + MAX_LAG
-    few = (ends + CHUNK - 1).div(CHUNK, rounding_mode="floor").sum() * each < FEW_ITEMS
-    span = torch.where(few, UNIT, CHUNK).int()
+    each = num_kv_heads * attention.num_tiles(width, num_heads // num_kv_heads)
+    ends = starts + width + attention.MAX_LAG
+    few = (ends + attention.CHUNK - 1).div(attention.CHUNK, rounding_mode="floor").sum() * each < attention.FEW_ITEMS
+    span = torch.where(few, attention.UNIT, attention.CHUNK).int()
     plan.items[0] = span
     plan.items[1] = 0
     plan.items[2 : batch + 2] = ((ends + span - 1).div(span, rounding_mode="floor") * each).cumsum(0)
