@@ -28,7 +28,7 @@ from pilotfish.engine.link.messages import (
 )
 from pilotfish.engine.loop_guard import LoopGuard
 from pilotfish.engine.request_checks import checked_sequence
-from pilotfish.engine.round.executor import Launched, RoundExecutor
+from pilotfish.engine.round.executor import LaunchedRound, RoundExecutor
 from pilotfish.engine.round.reading import Reading
 from pilotfish.engine.round.reports import Batch, SequenceReport
 from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
@@ -47,7 +47,7 @@ class InFlight:
     """A launched round that has not been read yet, and its sequences, some of which may have ended meanwhile."""
 
     sequences: list[Sequence]
-    round: Launched
+    round: LaunchedRound
 
 
 class EngineLoop:
@@ -329,7 +329,7 @@ class EngineLoop:
         self._in_flight = launched
         return outputs + self._read(before, phases)
 
-    def _launch(self, sequences: list[Sequence]) -> Launched:
+    def _launch(self, sequences: list[Sequence]) -> LaunchedRound:
         batch = Batch(
             slots=[sequence.slot for sequence in sequences],
             tables=[sequence.pages for sequence in sequences],

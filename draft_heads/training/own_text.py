@@ -18,10 +18,11 @@ from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
-from pilotfish.engine.round.prompt import SLOT, PromptPass, pages_for, read_text
+from pilotfish.engine.round.prompt import SLOT, PromptPass, read_text
 from pilotfish.engine.round.spans import Span, SpanRows
 from pilotfish.engine.round.torch_table import TorchOperators, gated_norm, project_heads, split_gates, split_heads
 from pilotfish.kernels.activation import sigmoid
+from pilotfish.kernels.attention import pages_for
 from pilotfish.kernels.conv import causal_conv
 
 

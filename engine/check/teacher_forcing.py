@@ -20,15 +20,10 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round.body import RoundBody
 from pilotfish.engine.round.buffers import RoundBuffers
-from pilotfish.engine.round.prompt import SLOT, PromptPass, read_text
+from pilotfish.engine.round.prompt import SLOT, PromptPass, pages_of, read_text
 from pilotfish.engine.round.shapes import Sizes
-from pilotfish.kernels.attention import PAGE, pages_for
+from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import TILE_ROWS
-
-
-def pages_of(num_tokens: int) -> list[int]:
-    """The page table of a text."""
-    return list(range(1, 1 + pages_for(num_tokens)))
 
 
 def logits(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:

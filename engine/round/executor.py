@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -42,61 +42,6 @@ WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
 for batches without them; the part before and the part after a grammar's masks."""
 
 
-class Launched(Protocol):
-    """A launched round. `graph`: it was replayed, not launched operator by operator."""
-
-    @property
-    def graph(self) -> bool: ...
-
-    def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
-        """Waits for it. A report for each sequence of its batch in order, and seconds by phase."""
-        ...
-
-
-class Executor(Protocol):
-    """What the loop drives. Slots and page tables are the scheduler's; a page holds PAGE tokens.
-
-    `asynchronous`: launching does not wait for the round, so the next one may be launched before this one is collected;
-    then a sequence that ended in the one commits nothing in the other, and keeps its slot and pages until it is read.
-    """
-
-    model: Model
-    state: BatchState
-    observers: list[Observer]
-
-    @property
-    def asynchronous(self) -> bool: ...
-
-    def admit(
-        self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int,
-        constraint: Guarded | None = None,
-    ) -> None:  # fmt: skip
-        """Takes a free slot for a request; its caches start empty. Waits for nothing."""
-        ...
-
-    def prefill(
-        self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
-        prompt_logprobs: int | None = None, generates: bool = True,
-    ) -> Reading:  # fmt: skip
-        """Begins to read prompt[start:end], nothing where the state of all of it was restored: in steps, between which
-        rounds may run. The piece that ends the prompt also chooses the first token, which is waited for, and drafts
-        `depth` tokens from it; not so, and the sequence is done, unless it `generates`. One piece is read at a time."""
-        ...
-
-    def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
-        """Steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None: all of
-        them. Changes no bit."""
-        ...
-
-    def launch(self, batch: Batch, next_depth: int) -> Launched:
-        """One round: each sequence commits the accepted drafts and the trunk's own next token, and gets new drafts.
-
-        Recurrent state stays where it was: the window's rows are left pending, and the next round replays as many of
-        them as were committed. Keys and values of rejected rows stay behind the length, unread until overwritten.
-        """
-        ...
-
-
 class Work(NamedTuple):
     """What a launch runs: `drafts` of each sequence for the next round, None where the head has no part in this one;
     `flags`, bits that any sequence may have."""
@@ -107,7 +52,7 @@ class Work(NamedTuple):
 
 
 class RoundExecutor:
-    """See Executor and the module's docstring.
+    """See the module's docstring. Slots and page tables are the scheduler's; a page holds PAGE tokens.
 
     `head_on`: draft, and keep the head's cache repaired; off, the head's memory is never touched. `run_ahead` overrides
     whether rounds are read one behind. `num_missed` counts rounds of a fixed shape that had not been captured.
@@ -132,7 +77,9 @@ class RoundExecutor:
 
     @property
     def asynchronous(self) -> bool:
-        """See Executor. What observers see must belong to what has been read."""
+        """Whether launching does not wait for the round, so that the next one may be launched before this one is
+        collected: then a sequence that ended in the one commits nothing in the other, and keeps its slot and pages
+        until that is read. Not so beside observers: what they see must belong to what has been read."""
         return not self.observers if self.run_ahead is None else self.run_ahead
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -141,7 +88,7 @@ class RoundExecutor:
         self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int,
         constraint: Guarded | None = None,
     ) -> None:  # fmt: skip
-        """See Executor."""
+        """Takes a free slot for a request; its caches start empty. Waits for nothing."""
         self.grammars.admit(slot, constraint)
         self.state.admit(slot, prompt, params, limit, own_k)
         self.model.trunk.state.reset(slot)
@@ -150,11 +97,14 @@ class RoundExecutor:
         self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
         prompt_logprobs: int | None = None, generates: bool = True,
     ) -> Reading:  # fmt: skip
-        """See Executor."""
+        """Begins to read prompt[start:end], nothing where the state of all of it was restored: in steps, between which
+        rounds may run. The piece that ends the prompt also chooses the first token, which is waited for, and drafts
+        `depth` tokens from it; not so, and the sequence is done, unless it `generates`. One piece is read at a time."""
         return Reading(self, Piece(slot, table, prompt, start, end, depth, logprobs, prompt_logprobs, generates))
 
     def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
-        """See Executor."""
+        """Steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None: all of
+        them. Changes no bit."""
         seconds = self.prompt.step_seconds.get(num_rows)
         if seconds is None:
             return None
@@ -187,7 +137,12 @@ class RoundExecutor:
     # -- rounds -----------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch, next_depth: int) -> LaunchedRound:
-        """See Executor. Drafts of a fixed shape are for a next round as deep as this one, whatever next_depth says."""
+        """One round: each sequence commits the accepted drafts and the trunk's own next token, and gets new drafts: in
+        a fixed shape for a next round as deep as this one, whatever next_depth says.
+
+        Recurrent state stays where it was: the window's rows are left pending, and the next round replays as many of
+        them as were committed. Keys and values of rejected rows stay behind the length, unread until overwritten.
+        """
         clock = PhaseClock()
         body, flags = self.body, self.state.flags_of(batch.slots)
         work = self._fit(batch, next_depth, flags)
@@ -350,8 +305,8 @@ class RoundExecutor:
 
 @dataclass(frozen=True)
 class LaunchedRound:
-    """See Launched. `logits` has the rows of sequences that asked for log-probabilities, by place in the batch;
-    `forced` what each sequence's grammar said must come."""
+    """A launched round. `graph`: it was replayed, not launched operator by operator. `logits` has the rows of sequences
+    that asked for log-probabilities, by place in the batch; `forced` what each sequence's grammar said must come."""
 
     executor: RoundExecutor
     batch: Batch
@@ -363,7 +318,8 @@ class LaunchedRound:
     phases: dict[str, float]
 
     def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
-        """See Launched. Seconds of the host: of launching (or of each phase), and of waiting for the device."""
+        """Waits for it. A report for each sequence of its batch in order, and seconds of the host: of launching (or of
+        each phase), and of waiting for the device."""
         began = perf_counter()
         counts, chosen, nans = split_report(self.letter.read(), self.executor.body.buffers.sizes)
         waited = perf_counter() - began

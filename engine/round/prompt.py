@@ -284,11 +284,16 @@ def _groups(model: Model) -> list[Group]:
 SLOT = 1
 
 
+def pages_of(num_tokens: int) -> list[int]:
+    """The page table of a text that nobody else is read beside."""
+    return list(range(1, 1 + pages_for(num_tokens)))
+
+
 @torch.inference_mode()
 def read_text(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     """Final-norm hidden [T, H] of int64 [T], in chunks of a page, outside of any engine; writes to slot 1 and the first
     pages."""
-    table, prompt = list(range(1, pages_for(len(tokens)) + 1)), PromptPass(model)
+    table, prompt = pages_of(len(tokens)), PromptPass(model)
     model.trunk.state.reset(SLOT)
     parts = []
     for start in range(0, len(tokens), PAGE):

@@ -24,7 +24,7 @@ FIRST, HEAD = "first", "head"
 
 @dataclass(frozen=True)
 class Piece:
-    """prompt[start:end] of the sequence that owns `slot` and the pages `table`; see Executor.prefill."""
+    """prompt[start:end] of the sequence that owns `slot` and the pages `table`; see RoundExecutor.prefill."""
 
     slot: int
     table: list[int]

@@ -17,11 +17,11 @@ from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.check.audit import book
 from pilotfish.engine.check.audit.scratch import ScratchHead, Written
 from pilotfish.engine.check.audit.transcript import Finding, Transcript
-from pilotfish.engine.check.teacher_forcing import SLOT, logits, pages_of
+from pilotfish.engine.check.teacher_forcing import logits
 from pilotfish.engine.ledger import caches_of
 from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.round.prompt import PromptPass
+from pilotfish.engine.round.prompt import SLOT, PromptPass, pages_of
 from pilotfish.kernels.attention import PAGE
 
 NUM_PLACES = 64
