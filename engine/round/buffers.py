@@ -6,8 +6,6 @@ S = slots.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from pilotfish.engine.config import ModelConfig
@@ -141,15 +139,3 @@ def _widest_projection(config: ModelConfig) -> int:
     linear = config.conv_dim + config.value_dim + 2 * config.linear_num_value_heads
     full = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     return max(linear, full)
-
-
-def num_bytes(root: object) -> int:
-    """Bytes of all tensors that hold memory of their own, in an object of this package and what it holds."""
-    values = root if isinstance(root, tuple | list) else vars(root).values()
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            total += math.prod(value.shape) * value.element_size() if value._base is None else 0
-        elif isinstance(value, tuple | list) or type(value).__module__.startswith("pilotfish."):
-            total += num_bytes(value)
-    return total

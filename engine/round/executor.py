@@ -18,10 +18,11 @@ from tqdm import tqdm
 
 from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.guard import Guarded
+from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round.body import RoundBody, unmarked
-from pilotfish.engine.round.buffers import RoundBuffers, num_bytes, report_size, split_report
+from pilotfish.engine.round.buffers import RoundBuffers, report_size, split_report
 from pilotfish.engine.round.grammars import SlotGrammars
 from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
@@ -300,7 +301,7 @@ class RoundExecutor:
     @property
     def buffer_bytes(self) -> int:
         """What rounds and prompts hold beside the model's and the batch's own memory, pending rows and graphs apart."""
-        return num_bytes(self.body.buffers) - self.pending_bytes + self.prompt.num_bytes
+        return tensor_bytes(self.body.buffers) - self.pending_bytes + self.prompt.num_bytes
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from pilotfish.engine.cache.tensors import KvCache
+from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.trunk import Layer, Norm
-from pilotfish.engine.round.buffers import num_bytes
 from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.operators import Operators, operators_of
 from pilotfish.engine.round.reports import prompt_logprobs
@@ -149,7 +149,7 @@ class PromptPass:
     @property
     def num_bytes(self) -> int:
         """Memory that stays."""
-        return 0 if self._static is None else num_bytes(self._static)
+        return 0 if self._static is None else tensor_bytes(self._static)
 
     def capture(self, graphs: Graphs, head_on: bool, progress: bool = True) -> None:
         """Captures every group of layers for every number of rows, the most first: what they need beside the memory
