@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,12 @@ from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
 from pilotfish.engine.cache.snapshots import Snapshots
+from pilotfish.engine.checkpoint.load import Weight
+from pilotfish.engine.checkpoint.names import is_mtp
+from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkCheck
-from pilotfish.engine.model.build import Model
+from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import MAX_DEPTH
 from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan, reserved_pages
 from pilotfish.engine.round.executor import RoundExecutor, make_executor
@@ -27,13 +31,13 @@ class Engine:
     """What the loop drives. `grammars` is None where there is no tokenizer.json to read them with, `snapshots` where
     nothing of prompts is kept."""
 
+    plan: Plan
     executor: RoundExecutor
     scheduler: Scheduler
     ready: Ready
     snapshots: Snapshots | None = None
     grammars: GrammarLibrary | None = None
     audit_rate: float = 0.0
-    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,18 @@ class HeadFacts:
     check: HeadCheck | None
     weights: tuple[int, int] = (0, 0)
     trunk: TrunkCheck | None = None
+
+
+def build_planned(
+    weights: dict[str, Weight], config: ModelConfig, plan: Plan, draft_ids: Sequence[int] | None = None
+) -> Model:
+    """The model that a plan wants of a checkpoint's weights, which are consumed: without the MTP head where nothing is
+    drafted or something else drafts. `draft_ids`: a vocabulary for drafts."""
+    if not plan.uses_mtp_head:
+        for name in [name for name in weights if is_mtp(name)]:
+            del weights[name]
+    model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused, draft_ids)
+    return model if plan.lookup is None else dataclasses.replace(model, head=plan.lookup)
 
 
 def assemble(
@@ -102,7 +118,7 @@ def assemble(
             graph_bytes=executor.graph_bytes,
         ),
     )
-    return Engine(executor, scheduler, ready, snapshots)
+    return Engine(plan, executor, scheduler, ready, snapshots)
 
 
 def _prefix_cache(model: Model, plan: Plan, pages: Pool, snapshots: Snapshots | None) -> PrefixCache:

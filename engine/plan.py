@@ -72,6 +72,11 @@ class Plan:
     num_snapshots: int = 0
 
     @property
+    def uses_mtp_head(self) -> bool:
+        """Whether drafts come from the checkpoint's own head."""
+        return self.depth > 0 and self.lookup is None
+
+    @property
     def grid(self) -> Grid:
         return Grid(self.prefill_chunk, PAGE)
 

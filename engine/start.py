@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from pilotfish.engine import ledger
-from pilotfish.engine.assemble import Engine, HeadFacts, assemble
+from pilotfish.engine.assemble import Engine, HeadFacts, assemble, build_planned
 from pilotfish.engine.check import concurrency, cost_table, probe, trunk_check
 from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
@@ -29,7 +29,7 @@ from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import HeadCheck, TrunkCheck
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.memory import refusals_told
-from pilotfish.engine.model.build import Model, build_model
+from pilotfish.engine.model.build import Model
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.plan import MEASURED, Plan, make_plan
 from pilotfish.engine.slow import slow_ways
@@ -52,7 +52,7 @@ def make_core(options: EngineOptions) -> EngineLoop:
     unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
     if engine.executor.model.device.type == "cuda":
         probe.warm_up(unaudited)
-    if engine.plan is not None and engine.plan.binding_limit == MEASURED:
+    if engine.plan.binding_limit == MEASURED:
         engine = concurrency.capped(engine, unaudited, text_of(Path(options.model), engine.ready.vocab_size, PAGE))
         unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
     routes = probe.routes(unaudited)
@@ -67,7 +67,7 @@ def make_core(options: EngineOptions) -> EngineLoop:
     seconds["rest"] = whole - sum(seconds.values())
     logger.info("ready after %.1f s: %s", whole, ", ".join(f"{part} {took:.1f}" for part, took in seconds.items()))
     plan = engine.plan
-    slow = slow_ways(plan.device, plan.fused, options.device) if plan else []
+    slow = slow_ways(plan.device, plan.fused, options.device)
     execution = msgspec.structs.replace(
         engine.ready.execution, routes=routes, break_even=break_even, start_seconds=seconds, slow=slow
     )
@@ -76,7 +76,7 @@ def make_core(options: EngineOptions) -> EngineLoop:
 
 def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
     """Timed on the loaded model; {} where nothing is drafted, or the device has no memory for these rounds beside."""
-    if engine.plan is None or engine.plan.depth == 0:
+    if engine.plan.depth == 0:
         return {}
     try:
         costs = cost_table.at_boot(engine.executor.model, engine.plan, Path(options.model))
@@ -110,20 +110,16 @@ def start_engine(options: EngineOptions) -> Engine:
     grammars = _grammars(options, checkpoint)
     weights = _load(checkpoint, plan.device)
     weight_bytes = checkpoint.num_bytes
-    if plan.depth == 0 or plan.lookup is not None:
-        weights = {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
-    head_weights = _num_head_weights(checkpoint, weights), checkpoint.num_head_weights
+    num_head_weights = _num_head_weights(checkpoint, weights) if plan.uses_mtp_head else 0
     draft_ids = _draft_ids(options, plan, checkpoint)
-    model = build_model(weights, checkpoint.config, plan.cache_sizes, plan.dtype, plan.device, plan.fused, draft_ids)
-    if plan.lookup is not None:
-        model = dataclasses.replace(model, head=plan.lookup)
+    model = build_planned(weights, checkpoint.config, plan, draft_ids)
     head_check, trunk = _self_test(model, plan, options, checkpoint)
-    report = HeadFacts(_origin(checkpoint, plan), head_check, head_weights, trunk)
+    report = HeadFacts(_origin(checkpoint, plan), head_check, (num_head_weights, checkpoint.num_head_weights), trunk)
     engine = assemble(model, plan, options.max_waiting, weight_bytes, perf_counter() - started, report)
     logger.info("loaded in %.1f s\n%s", engine.ready.load_seconds, "\n".join(ledger.show(engine.ready)))
     if grammars is not None:
         grammars.wait_read()
-    return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate, plan=plan)
+    return dataclasses.replace(engine, grammars=grammars, audit_rate=options.audit_rate)
 
 
 def _open(options: EngineOptions) -> Checkpoint:
@@ -150,7 +146,7 @@ def _grammars(options: EngineOptions, checkpoint: Checkpoint) -> GrammarLibrary 
 def _draft_ids(options: EngineOptions, plan: Plan, checkpoint: Checkpoint) -> list[int] | None:
     if options.draft_vocab is None:
         return None
-    if plan.depth == 0 or plan.lookup is not None:
+    if not plan.uses_mtp_head:
         raise OptionError("draft_vocab: want a head that drafts with an lm_head")
     ids = read_draft_vocab(Path(options.draft_vocab), checkpoint.config.vocab_size)
     logger.info("drafts are chosen from %d of %d ids", len(ids), checkpoint.config.vocab_size)
@@ -191,7 +187,7 @@ def _self_test(
 def _test_head(
     model: Model, plan: Plan, options: EngineOptions, checkpoint: Checkpoint, ids: list[int]
 ) -> HeadCheck | None:
-    if plan.depth == 0 or plan.lookup is not None:
+    if not plan.uses_mtp_head:
         return None
     check = check_head(model, ids, plan.depth)
     if check.verdict in ("dead", "weak"):

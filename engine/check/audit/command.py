@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from pilotfish.engine.assemble import build_planned
 from pilotfish.engine.check.audit.hits import Hits
 from pilotfish.engine.check.audit.matchers import Matchers
 from pilotfish.engine.check.audit.prefixes import NUM_TOKENS, Script, modes
@@ -34,7 +35,6 @@ from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.errors import OptionError, PilotfishError
-from pilotfish.engine.model.build import build_model
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.parser import Parser
 from pilotfish.engine.plan import make_plan, reserved_pages
@@ -135,13 +135,9 @@ def make_auditor(args: argparse.Namespace) -> Auditor:
         options = msgspec.structs.replace(options, max_model_len=with_hits, kv_cache_tokens=kv_cache_tokens)
     plan = dataclasses.replace(make_plan(options, checkpoint), depth=args.max_depth)
     weights = load_weights(checkpoint, plan.device)
-    if plan.lookup is not None:
-        weights = {name: weight for name, weight in weights.items() if not is_mtp(name)}
-    has_weights = plan.lookup is None and any(is_mtp(name) for name in weights)
+    has_weights = plan.uses_mtp_head and any(is_mtp(name) for name in weights)
     kept = {name: weight for name, weight in weights.items() if has_weights and ScratchHead.takes(name)}
-    model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused)
-    if plan.lookup is not None:
-        model = dataclasses.replace(model, head=plan.lookup)
+    model = build_planned(weights, config, plan)
     make_rules = partial(derive, prompts, pages if has_pages else None, args.max_tokens, eos, vocab, matchers.usable)
     scratch = ScratchHead(kept, config, model.inv_freq) if kept else None
     hits = Hits(script, plan) if script.boundaries else None
