@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from pilotfish.draft_heads.mtp.head import MtpHead
-from pilotfish.engine.check.teacher_forcing import Reader, logits
+from pilotfish.engine.check.teacher_forcing import TextReader, logits
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.link.messages import HeadCheck
 from pilotfish.engine.model.build import Model
@@ -45,6 +45,7 @@ for i in range(10):
 One, two, three, four, five, six, seven, eight, nine, ten. Monday, Tuesday, Wednesday, Thursday, Friday, Saturday.
 """
 MIN_POSITIONS = 32
+NO_TEXT = "no text to test with: no tokenizer.json, or too short a context"
 TRUNK_MUST_KNOW = 0.15
 """Share of the text's tokens that the trunk must rank first, or the text tells nothing about a head."""
 DEAD_BELOW, WEAK_BELOW = 0.25, 0.6
@@ -52,7 +53,6 @@ DEAD_BELOW, WEAK_BELOW = 0.25, 0.6
 NUM_STARTS = 24
 """Places from which the drafts after the first are tried, one by one."""
 
-Verdict = Literal["ok", "weak", "dead", "untested"]
 REVIVAL = 1.25
 """How much better a head must be without a fault for that fault to be named."""
 DEFAULTS = {
@@ -81,9 +81,9 @@ def check_head(model: Model, ids: list[int], depth: int) -> HeadCheck:
     if not isinstance(head, MtpHead):
         return HeadCheck(verdict="untested", reason="the head has no weights")
     if len(ids) < MIN_POSITIONS + depth + 1:
-        return HeadCheck(verdict="untested", reason="no text to test with: no tokenizer.json, or too short a context")
+        return HeadCheck(verdict="untested", reason=NO_TEXT)
     tokens = torch.tensor(ids, device=model.device)
-    reader = Reader(model)
+    reader = TextReader(model)
     hidden = read_text(model, tokens)
     trunk_ranks = _ranks(model, hidden[1:-1], tokens[2:])
     rows = reader.head_rows(tokens, hidden)
@@ -126,7 +126,7 @@ def describe(check: HeadCheck, vocab_size: int) -> str:
     return f"{trunk}, the head: {shares} of {vocab_size}{verdict[check.verdict]}{reason}"
 
 
-def _judge(trunk: float, first: float) -> tuple[Verdict, str]:
+def _judge(trunk: float, first: float) -> tuple[Literal["ok", "weak", "dead", "untested"], str]:
     if trunk < TRUNK_MUST_KNOW:
         return "untested", "the trunk itself does not know the text"
     if first < DEAD_BELOW * trunk:
@@ -134,7 +134,7 @@ def _judge(trunk: float, first: float) -> tuple[Verdict, str]:
     return ("weak" if first < WEAK_BELOW * trunk else "ok"), ""
 
 
-def _later_ranks(reader: Reader, tokens: torch.Tensor, rows: torch.Tensor, depth: int) -> Iterator[torch.Tensor]:
+def _later_ranks(reader: TextReader, tokens: torch.Tensor, rows: torch.Tensor, depth: int) -> Iterator[torch.Tensor]:
     """Ranks of drafts 2 .. depth, each from the head's own hidden and the text's token before."""
     most = len(rows) - depth + 1
     starts = sorted({int(i * most / NUM_STARTS) for i in range(NUM_STARTS)}, reverse=True)
@@ -172,7 +172,7 @@ class _Swapped(MtpHead):
 def _likely_cause(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: torch.Tensor, wanted: float) -> str | None:
     """The known fault whose undoing brings the head to the wanted share."""
     for cause, undone in _remedies(head):
-        reader = Reader(model, undone)
+        reader = TextReader(model, undone)
         rows = reader.head_rows(tokens, hidden)
         if _share(_ranks(model, rows, tokens[2:])) >= wanted:
             return f"likely cause: {cause}"

@@ -33,7 +33,7 @@ def logits(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         yield prompt.logits(rows)
 
 
-class Reader:
+class TextReader:
     """A model's text, its trunk and a head along it. `head`: in place of the model's own."""
 
     def __init__(self, model: Model, head: MtpHead | None = None):
@@ -116,7 +116,7 @@ def agreement(model: Model, ids: list[int], depth: int, tell: Callable[[int], ob
     """Agreement over all places that have `depth` drafts within the text; `tell` is called with the places done
     since."""
     assert len(ids) >= depth + 2, "want depth + 2 tokens"
-    reader, tokens = Reader(model), torch.tensor(ids, device=model.device)
+    reader, tokens = TextReader(model), torch.tensor(ids, device=model.device)
     hidden = read_text(model, tokens)
     trunk = reader.choices(hidden[:-1]).tolist()
     rows = reader.head_rows(tokens, hidden)

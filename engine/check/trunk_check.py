@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pilotfish.engine.check.head_check import MIN_POSITIONS, TRUNK_MUST_KNOW, trunk_share
+from pilotfish.engine.check.head_check import MIN_POSITIONS, NO_TEXT, TRUNK_MUST_KNOW, trunk_share
 from pilotfish.engine.checkpoint.findings import NOT_FINITE, ZEROS, findings
+from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.link.messages import HeadCheck, TrunkCheck
 from pilotfish.engine.model.attention import GatedAttention
@@ -25,7 +26,6 @@ CAUSES = (
     "likely causes: weights of another convention than their file says (scales of another writer, another order),"
     " a damaged file, another model's tokenizer.json, or a model that was never trained on English or code"
 )
-NO_TEXT = "no text to test with: no tokenizer.json, or too short a context"
 
 
 def check_trunk(model: Model, ids: list[int], checkpoint: Checkpoint, head: HeadCheck | None = None) -> TrunkCheck:
@@ -41,7 +41,7 @@ def check_trunk(model: Model, ids: list[int], checkpoint: Checkpoint, head: Head
         count, top1 = trunk_share(model, ids)
     if top1 >= TRUNK_MUST_KNOW:
         return TrunkCheck(verdict="ok", num_positions=count, top1=top1)
-    trunk = (module for name, module in checkpoint.modules.items() if not name.startswith("mtp."))
+    trunk = (module for name, module in checkpoint.modules.items() if not is_mtp(name))
     found = findings(trunk)
     reasons = [found.get(NOT_FINITE) or _likely_cause(model, ids) or CAUSES, found.get(ZEROS)]
     return TrunkCheck(verdict="failed", reason="; ".join(filter(None, reasons)), num_positions=count, top1=top1)

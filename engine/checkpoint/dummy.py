@@ -15,6 +15,7 @@ from tqdm import tqdm
 from pilotfish.engine.checkpoint.fp8 import Fp8Weight, per_tensor
 from pilotfish.engine.checkpoint.inventory import Expected, ExpertForm, Experts, Kind, mtp, trunk
 from pilotfish.engine.checkpoint.load import Weight
+from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.nvfp4 import E2M1, GROUP, NvFp4Weight
 from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.config import ModelConfig
@@ -114,7 +115,7 @@ def _weight(name: str, expected: Expected, layout: DummyLayout, generator: torch
 
 
 def _form(name: str, layout: DummyLayout) -> str:
-    if layout == "bf16" or (name.startswith("mtp.") and layout != "nvfp4"):
+    if layout == "bf16" or (is_mtp(name) and layout != "nvfp4"):
         return "bf16"
     return "fp8" if layout == "mixed" and any(part in name for part in FP8_IN_MIXED) else "nvfp4"
 

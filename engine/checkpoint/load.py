@@ -25,6 +25,7 @@ from pilotfish.engine.checkpoint.copies import check_copies
 from pilotfish.engine.checkpoint.fp8 import Fp8Weight
 from pilotfish.engine.checkpoint.headers import TensorInfo
 from pilotfish.engine.checkpoint.layouts import FP8, NVFP4_CT, NVFP4_MODELOPT, PACKED, Layout, Module, lynn_prefix
+from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight, NvFp4Weight
 from pilotfish.engine.checkpoint.plausible import SeenScales
 from pilotfish.engine.checkpoint.recognise import Checkpoint, loaded_parts
@@ -95,7 +96,7 @@ def load_weights(
 def _to_deltas(weights: dict[str, Weight]) -> None:
     """Turns the head's norms from 1 + w into w, in fp32: adding 1 again gives the bits of the file."""
     for name, weight in weights.items():
-        if name.startswith("mtp.") and "norm" in name and isinstance(weight, torch.Tensor):
+        if is_mtp(name) and "norm" in name and isinstance(weight, torch.Tensor):
             weights[name] = weight.float() - 1.0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pilotfish.engine.checkpoint.layouts import GROUP
 from pilotfish.engine.checkpoint.quantization import NVFP4_FORMAT
 from pilotfish.engine.checkpoint.recognise import Checkpoint
-from pilotfish.engine.convert.recipe import Action, Form, Job, Plan, Recipe
+from pilotfish.engine.convert.recipe import Action, ConversionPlan, Form, Job, Recipe
 
 MIXED_FORMAT, FP8_FORMAT = "mixed-precision", "float-quantized"
 TRUNK, HEAD, LM_HEAD = r"re:(?!mtp\.).*", r"re:mtp\..*", "re:.*lm_head$"
@@ -17,7 +17,9 @@ FEED_FORWARD = r"\.mlp\..*(gate|up|down)_proj$"
 FP8_ALGORITHM, NVFP4_ALGORITHM, MIXED_ALGORITHM = "FP8", "W4A16_NVFP4", "MIXED_PRECISION"
 
 
-def quantised_config(raw: Mapping[str, Any], plan: Plan, checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
+def quantised_config(
+    raw: Mapping[str, Any], plan: ConversionPlan, checkpoint: Checkpoint, recipe: Recipe
+) -> dict[str, Any]:
     """The source's config.json with a quantization_config that names what stays plain, name by name."""
     config = {name: value for name, value in raw.items() if name != "quantization_config"}
     text = dict(config.get("text_config") or config)
@@ -33,13 +35,13 @@ def quantised_config(raw: Mapping[str, Any], plan: Plan, checkpoint: Checkpoint,
     return config | {"quantization_config": declared}
 
 
-def modelopt_file(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+def modelopt_file(plan: ConversionPlan, checkpoint: Checkpoint) -> dict[str, Any]:
     """hf_quant_config.json, ModelOpt's second home."""
     quantization = {"kv_cache_quant_algo": None, "exclude_modules": _ignored(plan, checkpoint)} | _modelopt_layers(plan)
     return {"producer": {"name": "pilotfish"}, "quantization": quantization}
 
 
-def _modelopt_layers(plan: Plan) -> dict[str, Any]:
+def _modelopt_layers(plan: ConversionPlan) -> dict[str, Any]:
     """Every packed module by name, the experts of a layer as one."""
     layers: dict[str, Any] = {}
     for matrix, form in _packed(plan):
@@ -50,7 +52,7 @@ def _modelopt_layers(plan: Plan) -> dict[str, Any]:
     return {"quant_algo": MIXED_ALGORITHM, "quantized_layers": dict(sorted(layers.items()))}
 
 
-def _compressed_tensors(plan: Plan, recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
+def _compressed_tensors(plan: ConversionPlan, recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     packed = dict(_packed(plan))
     if set(packed.values()) == {"nvfp4"}:
         # vLLM's output head is no "Linear"
@@ -97,7 +99,7 @@ def _group(targets: list[str], form: Form) -> dict[str, Any]:
     }
 
 
-def _packed(plan: Plan) -> Iterator[tuple[str, Form]]:
+def _packed(plan: ConversionPlan) -> Iterator[tuple[str, Form]]:
     """Names as the output spells them, and what they became."""
     for jobs in plan.values():
         for job in jobs:
@@ -105,7 +107,7 @@ def _packed(plan: Plan) -> Iterator[tuple[str, Form]]:
                 yield from ((matrix.raw_name, job.form) for matrix in job.matrices)
 
 
-def _ignored(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+def _ignored(plan: ConversionPlan, checkpoint: Checkpoint) -> list[str]:
     names = {name for jobs in plan.values() for job in jobs if job.action is not Action.PACK for name in _linears(job)}
     return sorted(names | ({"lm_head"} if checkpoint.config.tie_word_embeddings else set()))
 

@@ -13,7 +13,7 @@ from pilotfish.engine.checkpoint.load import ModuleReader, Weight
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, global_scale_for, quantize
 from pilotfish.engine.convert.calibrate import Moments
 from pilotfish.engine.convert.lora import Adapter, Pair
-from pilotfish.engine.convert.recipe import TOGETHER, Form, Matrix, Plan, Recipe
+from pilotfish.engine.convert.recipe import TOGETHER, ConversionPlan, Form, Matrix, Recipe
 from pilotfish.engine.errors import CheckpointError
 
 BLOCK = 1 << 22
@@ -132,7 +132,11 @@ class SourceWeights:
     """Weights of the source by normalised name, experts one by one, and the global scales they get."""
 
     def __init__(
-        self, plan: Plan, recipe: Recipe, adapter: Adapter | None, moments: Mapping[str, Moments] | None = None
+        self,
+        plan: ConversionPlan,
+        recipe: Recipe,
+        adapter: Adapter | None,
+        moments: Mapping[str, Moments] | None = None,
     ):
         self._pairs: Mapping[str, Pair] = adapter.pairs if adapter else {}
         jobs = [job for some in plan.values() for job in some if job.module is not None]

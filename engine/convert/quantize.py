@@ -36,7 +36,7 @@ from pilotfish.engine.convert.calibrate import collect
 from pilotfish.engine.convert.declare import modelopt_file, quantised_config
 from pilotfish.engine.convert.lora import Adapter, read_adapter
 from pilotfish.engine.convert.pack import SourceWeights, pack
-from pilotfish.engine.convert.recipe import Action, Job, Plan, Recipe, changeable, make_plan
+from pilotfish.engine.convert.recipe import Action, ConversionPlan, Job, Recipe, changeable, plan_conversion
 from pilotfish.engine.convert.write import TensorFile, tensor_file, write_text
 from pilotfish.engine.errors import CheckpointError, OptionError, PilotfishError
 from pilotfish.engine.output import check_folder
@@ -95,7 +95,7 @@ def quantize_folder(
     check_copies(opened.copies)
     checkpoint = opened if graft_head is None else attach_head(opened, graft_head)
     adapter = None if merge_lora is None else read_adapter(merge_lora, changeable(opened))
-    plan = make_plan(checkpoint, recipe, adapter.pairs if adapter else ())
+    plan = plan_conversion(checkpoint, recipe, adapter.pairs if adapter else ())
     partial = out.with_name(out.name + ".partial")
     with _hold(partial, _stamp(checkpoint, plan, recipe, adapter, calibration)):
         moments = collect(checkpoint, list(calibration)) if calibration else {}
@@ -117,7 +117,7 @@ def quantize_folder(
     return Quantized(opened, dataclasses.replace(output, path=out), errors, merged, adapted, zeros)
 
 
-def _check_plain(checkpoint: Checkpoint, plan: Plan) -> str | None:
+def _check_plain(checkpoint: Checkpoint, plan: ConversionPlan) -> str | None:
     """Looks at what stays plain; what is packed is looked at meanwhile. Returns a word on matrices of zeros, if there
     are any. Raises CheckpointError for values that are not finite."""
     found = findings(
@@ -132,7 +132,7 @@ def _check_plain(checkpoint: Checkpoint, plan: Plan) -> str | None:
 
 
 def _stamp(
-    checkpoint: Checkpoint, plan: Plan, recipe: Recipe, adapter: Adapter | None, calibration: Sequence[int]
+    checkpoint: Checkpoint, plan: ConversionPlan, recipe: Recipe, adapter: Adapter | None, calibration: Sequence[int]
 ) -> str:
     """What must not change between a run and its continuation."""
     files = {info.main.file for jobs in plan.values() for info in jobs} | {checkpoint.path / "config.json"}
@@ -167,7 +167,7 @@ def _hold(partial: Path, stamp: str) -> Iterator[None]:
         yield
 
 
-def _require_space(partial: Path, plan: Plan) -> None:
+def _require_space(partial: Path, plan: ConversionPlan) -> None:
     waiting = [jobs for file, jobs in plan.items() if not (partial / file).exists()]
     needed = sum(entry.num_bytes for jobs in waiting for job in jobs for entry in job.entries) + SPARE_BYTES
     free = shutil.disk_usage(partial).free
@@ -186,7 +186,7 @@ def _sync_folder(folder: Path) -> None:
 # Weights
 
 
-def _write_all(partial: Path, plan: Plan, source: SourceWeights, progress: bool) -> Errors:
+def _write_all(partial: Path, plan: ConversionPlan, source: SourceWeights, progress: bool) -> Errors:
     total = sum(job.num_bytes for jobs in plan.values() for job in jobs)
     with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=not progress) as bar:
         for file, jobs in plan.items():
@@ -241,7 +241,7 @@ def _write_packed(opened: TensorFile, job: Job, source: SourceWeights) -> Errors
 # Everything else
 
 
-def _write_rest(partial: Path, plan: Plan, checkpoint: Checkpoint, recipe: Recipe, errors: Errors) -> None:
+def _write_rest(partial: Path, plan: ConversionPlan, checkpoint: Checkpoint, recipe: Recipe, errors: Errors) -> None:
     """config.json, the index, the tokenizer's and templates' files, and the report."""
     raw = quantised_config(read_json_object(checkpoint.path / "config.json"), plan, checkpoint, recipe)
     write_text(partial / "config.json", json.dumps(raw, indent=2) + "\n")

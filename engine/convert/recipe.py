@@ -98,16 +98,16 @@ class Job:
         return self.module.num_bytes if self.module else self.main.num_bytes
 
 
-Plan = dict[str, list[Job]]
+ConversionPlan = dict[str, list[Job]]
 """Output file -> its jobs, in the order of the source's bytes."""
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe, changed: Collection[str] = ()) -> Plan:
+def plan_conversion(checkpoint: Checkpoint, recipe: Recipe, changed: Collection[str] = ()) -> ConversionPlan:
     """What to do with every tensor of the folder, and of the head that was attached; `changed` matrices are not copied.
 
     Raises LayoutError for a source that is packed in four bits, CheckpointError if nothing is left to pack.
     """
-    plan: Plan = defaultdict(list)
+    plan: ConversionPlan = defaultdict(list)
     for module in checkpoint.modules.values():
         _refuse_packed(module, checkpoint, recipe)
         job = _job(module, checkpoint, recipe, changed)

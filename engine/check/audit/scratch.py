@@ -20,7 +20,7 @@ from pilotfish.engine.config import ModelConfig
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = "mtp.layers.0"
-Rows = tuple[torch.Tensor, torch.Tensor]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [n, kv, D] each."""
 
 
@@ -52,12 +52,12 @@ class ScratchHead:
         pairs = self._pair(tokens[1:].cpu(), hidden[:-1].float().cpu())
         return Written(pairs, *self._keys_and_values(pairs, torch.arange(len(pairs))))
 
-    def start(self, text: Written, length: int) -> tuple[torch.Tensor, Rows]:
+    def start(self, text: Written, length: int) -> tuple[torch.Tensor, KeysAndValues]:
         """The head's hidden [H] for draft 1 when `length` tokens are in the caches, and what it has read."""
         rows = text.keys[:length], text.values[:length]
         return self._output(text.pairs[length - 1], rows, length - 1), rows
 
-    def go_on(self, hidden: torch.Tensor, draft: int, rows: Rows) -> tuple[torch.Tensor, Rows]:
+    def go_on(self, hidden: torch.Tensor, draft: int, rows: KeysAndValues) -> tuple[torch.Tensor, KeysAndValues]:
         """The head's own hidden after one more draft."""
         position = len(rows[0])
         pair = self._pair(torch.tensor([draft]), hidden[None])
@@ -75,20 +75,20 @@ class ScratchHead:
         embedded = self._norm(self._plain(EMBEDDING)[tokens], "mtp.pre_fc_norm_embedding")
         return self._product("mtp.fc.weight", torch.cat((embedded, self._norm(hidden, "mtp.pre_fc_norm_hidden")), -1))
 
-    def _keys_and_values(self, pairs: torch.Tensor, positions: torch.Tensor) -> Rows:
+    def _keys_and_values(self, pairs: torch.Tensor, positions: torch.Tensor) -> KeysAndValues:
         kv, dim = self.config.num_key_value_heads, self.config.head_dim
         normed = self._norm(pairs, f"{LAYER}.input_layernorm")
         keys = self._product(f"{LAYER}.self_attn.k_proj.weight", normed).view(-1, kv, dim)
         values = self._product(f"{LAYER}.self_attn.v_proj.weight", normed).view(-1, kv, dim)
         return self._rotate(self._norm(keys, f"{LAYER}.self_attn.k_norm"), positions), values
 
-    def _output(self, pair: torch.Tensor, rows: Rows, position: int) -> torch.Tensor:
+    def _output(self, pair: torch.Tensor, rows: KeysAndValues, position: int) -> torch.Tensor:
         x = pair + self._attention(self._norm(pair, f"{LAYER}.input_layernorm"), rows, position)
         normed = self._norm(x, f"{LAYER}.post_attention_layernorm")
         x = x + (self._experts(normed) if self.config.is_moe else self._mlp(f"{LAYER}.mlp", normed))
         return self._norm(x, "mtp.norm")
 
-    def _attention(self, normed: torch.Tensor, rows: Rows, position: int) -> torch.Tensor:
+    def _attention(self, normed: torch.Tensor, rows: KeysAndValues, position: int) -> torch.Tensor:
         heads, kv, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
         q, gate = self._product(f"{LAYER}.self_attn.q_proj.weight", normed).view(heads, 2, dim).unbind(1)
         q = self._rotate(self._norm(q, f"{LAYER}.self_attn.q_norm")[None], torch.tensor([position]))[0]
