@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from pilotfish.engine import ledger
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
 from pilotfish.engine.cache.snapshots import Snapshots
@@ -21,6 +20,7 @@ from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkChe
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import MAX_DEPTH
 from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan, reserved_pages
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import RoundExecutor, make_executor
 from pilotfish.engine.scheduler import Scheduler
 from pilotfish.kernels.attention import PAGE

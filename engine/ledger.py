@@ -19,10 +19,10 @@ from typing import Protocol
 
 import torch
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.link.messages import Ready
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.round.batch_state import BatchState
 
 PARTS = (
     *("weights", "prefill_scratch", "kv_cache", "recurrent_state", "snapshots", "pending", "buffers", "rounds"),

@@ -1,7 +1,8 @@
 """A slot's state: the one list of what a sequence carries from round to round, and of the flags that say what it uses.
 
-Everything else follows from it: the buffers of a device (engine.batch_state allocates each field once), the arguments
-of kernels (they take the tuple), the columns that an admission writes, and the parts of sampling that a batch runs.
+Everything else follows from it: the buffers of a device (engine.round.batch_state allocates each field once), the
+arguments of kernels (they take the tuple), the columns that an admission writes, and the parts of sampling that a batch
+runs.
 S = slots, K = largest depth, V = vocabulary, N and M = word bans and the tokens before their last one, L = positions.
 A sequence of length n has n tokens in the caches; its last committed token stands at position n and is not among them.
 """

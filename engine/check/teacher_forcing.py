@@ -16,8 +16,8 @@ from operator import eq
 import torch
 
 from pilotfish.draft_heads.mtp.head import MtpHead
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.body import RoundBody
 from pilotfish.engine.round.buffers import RoundBuffers
 from pilotfish.engine.round.prompt import SLOT, PromptPass, pages_of, read_text

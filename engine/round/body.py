@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.model.delta_net import GatedDeltaNet
 from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.trunk import Embedding, Layer, Norm
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.buffers import RoundBuffers
 from pilotfish.engine.round.operators import Operators
 from pilotfish.engine.round.shapes import Shape

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.grammar.steps import Masks, Steps
 from pilotfish.engine.guard import Guarded
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.reports import SequenceReport
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import triton
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.link.messages import SamplingParams
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.cuda import commit, norm, router, sample
 from pilotfish.kernels.cuda.warm import compile_all
 from tests.bench.bench_kernels_linear import PAST_L2, RATE, in_graph

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from pilotfish.engine.assemble import assemble
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.check.audit.command import make_auditor, parse
 from pilotfish.engine.check.audit.run import Auditor, audit
@@ -22,6 +21,7 @@ from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudget
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.kernels.cuda.linear import PackedLinear
 from tests.support.findings import assert_nothing_found

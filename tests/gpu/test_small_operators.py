@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.link.messages import SamplingParams
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.cuda import norm, router, sample
 from pilotfish.kernels.cuda.packing import PackedRows, pack
 from pilotfish.kernels.cuda.warm import compile_all

@@ -33,7 +33,7 @@ SURVIVORS: dict[str, str] = {
     "RoundExecutor.asynchronous: not self.observers if self.run_ahead is None else self.run_ahead -> self.observers if self.run_ahead is None else self.run_ahead": (
         "run_ahead is False on a CPU, and then the other branch is not taken"
     ),
-    "RoundExecutor.buffer_bytes: num_bytes(self.body.buffers) - self.pending_bytes + self.prompt.num_bytes -> num_bytes(self.body.buffers) - self.pending_bytes - self.prompt.num_bytes": (
+    "RoundExecutor.buffer_bytes: tensor_bytes(self.body.buffers) - self.pending_bytes + self.prompt.num_bytes -> tensor_bytes(self.body.buffers) - self.pending_bytes - self.prompt.num_bytes": (
         "what is told of memory"
     ),
     "RoundExecutor.launch: body.mark = unmarked -> pass": ("seconds of a phase"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.torch_table import TorchOperators
 from pilotfish.spec import accept
 from pilotfish.spec.accept import Verdicts

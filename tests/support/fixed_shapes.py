@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pilotfish.engine.assemble import Engine
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.plan import FAST_ROWS
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import make_executor
 from pilotfish.engine.round.spans import padded_length
 from pilotfish.engine.round.torch_table import TorchOperators

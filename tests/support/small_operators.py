@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels import moe
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
 from pilotfish.spec import slots

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.model.build import Model
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.body import RoundBody
 from pilotfish.engine.round.buffers import RoundBuffers
 from pilotfish.engine.round.operators import Operators, operators_of

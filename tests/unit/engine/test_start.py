@@ -10,7 +10,6 @@ import torch
 
 from pilotfish.engine import plan as planning
 from pilotfish.engine import start
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.check import driver
 from pilotfish.engine.checkpoint.dummy import stored_bytes
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
@@ -19,6 +18,7 @@ from pilotfish.engine.errors import OptionError
 from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.plan import make_plan
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda import warm
 from pilotfish.kernels.cuda.delta_net import pending_width

@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.nvfp4 import LynnWeight
 from pilotfish.engine.config import ModelConfig
@@ -24,6 +23,7 @@ from pilotfish.engine.errors import LayoutError
 from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.round import cuda_table
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import FINISH, PLAIN, VERIFY, WHOLE, make_executor
 from pilotfish.engine.round.shapes import Shape
 from pilotfish.spec.slots import EVERYTHING, FILTERED

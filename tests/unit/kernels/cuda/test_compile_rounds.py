@@ -20,11 +20,11 @@ import torch
 import triton
 
 from pilotfish.draft_heads.lookup.head import LookupHead
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.round import buffers
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import make_executor
 from pilotfish.engine.round.shapes import Shape
 from pilotfish.kernels.cuda import attention_kernels, delta_net

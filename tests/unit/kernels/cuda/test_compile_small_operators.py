@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.engine.batch_state import BatchState
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
 from pilotfish.kernels.cuda.packing import PackedRows, pack
 from tests.support.compiled import Code, compiling

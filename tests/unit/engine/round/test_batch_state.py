@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pilotfish.engine.batch_state import BatchState
 from pilotfish.engine.link.messages import Grammar, SamplingParams, ThinkingBudget
+from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.spec import accept, rules, sampling, slots
 from pilotfish.spec.accept import Verdict
 from pilotfish.spec.rules import Rows
