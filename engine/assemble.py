@@ -20,9 +20,9 @@ from pilotfish.engine.link.messages import Execution, HeadCheck, Ready, TrunkChe
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import MAX_DEPTH
 from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan, reserved_pages
+from pilotfish.engine.requests.scheduler import Scheduler
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import RoundExecutor, make_executor
-from pilotfish.engine.scheduler import Scheduler
 from pilotfish.kernels.attention import PAGE
 
 

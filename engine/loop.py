@@ -26,13 +26,13 @@ from pilotfish.engine.link.messages import (
     StepStats,
     Submit,
 )
-from pilotfish.engine.loop_guard import LoopGuard
-from pilotfish.engine.request_checks import checked_sequence
+from pilotfish.engine.requests.checks import checked_sequence
+from pilotfish.engine.requests.loop_guard import LoopGuard
+from pilotfish.engine.requests.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
+from pilotfish.engine.requests.sequence import Sequence
 from pilotfish.engine.round.executor import LaunchedRound, RoundExecutor
 from pilotfish.engine.round.reading import Reading
 from pilotfish.engine.round.reports import Batch, SequenceReport
-from pilotfish.engine.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
-from pilotfish.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

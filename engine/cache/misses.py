@@ -6,7 +6,7 @@ from array import array
 
 from pilotfish.engine.cache.tree import Node, PrefixTree
 from pilotfish.engine.link.messages import CacheMiss, MissReason
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests.sequence import Sequence
 
 NUM_COMPARED = 8
 """Kept prompts, the newest, of which the nearest is looked for."""

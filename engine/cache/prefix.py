@@ -18,7 +18,7 @@ from pilotfish.engine.cache.misses import miss_of
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.tree import Node, PrefixTree
 from pilotfish.engine.link.messages import MAX_MISSES, CacheMiss, PrefixCacheStats
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.scheduler import PrefillStep, Scheduler
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests.scheduler import PrefillStep, Scheduler
+from pilotfish.engine.requests.sequence import Sequence
 
 GRID = Grid(2048, 256)
 NUM_PAGES = 16_000

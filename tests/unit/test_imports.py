@@ -13,10 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ARROW = re.compile(r"^ +([\w/.]+) --> ([\w/.]+)$", re.M)
 ROOMS = ("spec", "metrics", "kernels", "draft_heads", "engine", "server", "deploy")
-FREE_OF_TORCH = (
-    *("server", "metrics", "engine/link", "engine/grammar", "engine/cache/pool.py"),
-    *("engine/scheduler.py", "engine/waiting.py", "engine/sequence.py"),
-)
+FREE_OF_TORCH = ("server", "metrics", "engine/link", "engine/grammar", "engine/requests", "engine/cache/pool.py")
 """The HTTP process and the scheduler's accounting start without torch."""
 
 

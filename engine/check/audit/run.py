@@ -36,7 +36,7 @@ from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.plan import Plan
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests.sequence import Sequence
 
 MAX_BOOK_ROWS = 64
 """Rows of logits of a request that are kept for the book."""

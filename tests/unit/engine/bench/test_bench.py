@@ -21,8 +21,8 @@ from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import CacheSizes, build_model
+from pilotfish.engine.requests.scheduler import PrefillStep, RoundStep
 from pilotfish.engine.round.shapes import Shape, Shapes
-from pilotfish.engine.scheduler import PrefillStep, RoundStep
 from tests.support.fixed_shapes import fixed_engine
 from tests.support.rounds import CPU, make_engine
 from tests.support.tiny_models import build_tiny

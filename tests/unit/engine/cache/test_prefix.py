@@ -11,13 +11,13 @@ from collections import Counter
 
 import pytest
 
-from pilotfish.engine import scheduler as scheduling
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.scheduler import PrefillStep, Scheduler
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests import scheduler as scheduling
+from pilotfish.engine.requests.scheduler import PrefillStep, Scheduler
+from pilotfish.engine.requests.sequence import Sequence
 
 PAGE = 2
 GRID = Grid(4, PAGE)

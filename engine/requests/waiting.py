@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests.sequence import Sequence
 
 
 class FairLines:

@@ -8,7 +8,7 @@ import pytest
 
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.link.messages import LoopRule, SamplingParams, ThinkingBudget
-from pilotfish.engine.loop_guard import CLOSING_LAG, GOES_ON, LoopGuard, check_loop_rule
+from pilotfish.engine.requests.loop_guard import CLOSING_LAG, GOES_ON, LoopGuard, check_loop_rule
 from tests.support.loops import LoopDriver
 
 

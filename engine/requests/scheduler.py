@@ -16,8 +16,8 @@ from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.cache.prefix import PrefixCache, PrefixSizes
 from pilotfish.engine.options import MAX_DEPTH
-from pilotfish.engine.sequence import Sequence
-from pilotfish.engine.waiting import FairLines
+from pilotfish.engine.requests.sequence import Sequence
+from pilotfish.engine.requests.waiting import FairLines
 
 LOOK_AHEAD = 3 * (MAX_DEPTH + 1)
 """Tokens past those that the host knows of which a launch may touch: a round that has not been read commits k + 1, so

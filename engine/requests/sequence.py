@@ -7,7 +7,7 @@ from time import perf_counter
 
 from pilotfish.engine.guard import Guarded
 from pilotfish.engine.link.messages import Submit
-from pilotfish.engine.loop_guard import LoopGuard
+from pilotfish.engine.requests.loop_guard import LoopGuard
 
 
 @dataclass(eq=False)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.link.messages import Ready, SamplingParams, Submit, ThinkingBudget
-from pilotfish.engine.loop_guard import LoopGuard, check_loop_rule
 from pilotfish.engine.plan import reserved_pages
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests.loop_guard import LoopGuard, check_loop_rule
+from pilotfish.engine.requests.sequence import Sequence
 from pilotfish.spec.slots import (
     MAX_BAD_LENGTH,
     MAX_BAD_SEQUENCES,

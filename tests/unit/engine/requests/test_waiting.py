@@ -10,8 +10,8 @@ import pytest
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
 from pilotfish.engine.link.messages import SamplingParams, Submit
-from pilotfish.engine.scheduler import PrefillStep, RoundStep, Scheduler
-from pilotfish.engine.sequence import Sequence
+from pilotfish.engine.requests.scheduler import PrefillStep, RoundStep, Scheduler
+from pilotfish.engine.requests.sequence import Sequence
 
 CHUNK, PLACES = 64, 4
 

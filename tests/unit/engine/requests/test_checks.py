@@ -11,7 +11,7 @@ import torch
 
 from pilotfish.engine.errors import RequestError
 from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
-from pilotfish.engine.request_checks import check_rules
+from pilotfish.engine.requests.checks import check_rules
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.spec import accept, rules, sampling
 from pilotfish.spec.accept import Verdict
