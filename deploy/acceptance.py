@@ -31,11 +31,11 @@ from pilotfish.engine.check.cost_table import Cost
 from pilotfish.engine.check.teacher_forcing import Agreement
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
+from pilotfish.engine.command_line.output import check_file, write_file
+from pilotfish.engine.command_line.parser import Parser
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
-from pilotfish.engine.output import check_file, write_file
-from pilotfish.engine.parser import Parser
 from pilotfish.engine.start import start_engine
 
 CHARS_A_TOKEN = 8

@@ -25,8 +25,8 @@ from typing import Any
 
 import pilotfish
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
+from pilotfish.engine.command_line.parser import Parser
 from pilotfish.engine.errors import PilotfishError
-from pilotfish.engine.parser import Parser
 from pilotfish.engine.slow import DRIVER
 
 PACKAGES = (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pilotfish
+from pilotfish.engine.command_line.parser import Parser
 from pilotfish.engine.errors import BusyError, PilotfishError
-from pilotfish.engine.parser import Parser
 from pilotfish.server import flags
 from pilotfish.server.engine_flags import add_answer_flags, add_engine_flags
 

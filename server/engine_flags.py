@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pilotfish.engine.command_line.parser import Parser
+from pilotfish.engine.command_line.speculation import speculative_config
 from pilotfish.engine.link.process import DEFAULT_CORE
 from pilotfish.engine.options import DUMMY_LAYOUTS, KV_CACHE_DTYPES, MAX_DEPTH
-from pilotfish.engine.parser import Parser
-from pilotfish.engine.speculation import speculative_config
 from pilotfish.server import flags
 
 

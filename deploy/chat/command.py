@@ -21,7 +21,7 @@ from pilotfish.deploy.chat.screen import Screen, printable
 from pilotfish.deploy.chat.talk import Talk
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
-from pilotfish.engine.parser import Parser, whole_number
+from pilotfish.engine.command_line.parser import Parser, whole_number
 
 HELP = """\
 /new              forget what was said

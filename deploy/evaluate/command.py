@@ -24,8 +24,8 @@ from pilotfish.deploy.arguments import add_endpoint_flags, aligned, split_flags,
 from pilotfish.deploy.evaluate import harness, quality
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
-from pilotfish.engine.output import check_file, write_file
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.command_line.output import check_file, write_file
+from pilotfish.engine.command_line.parser import Parser
 
 Rows = list[tuple[str, str, float, int]]
 

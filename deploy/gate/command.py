@@ -30,10 +30,10 @@ from pilotfish.deploy.gate import after, audit, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Found, Gate, Subject, Wanted
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
+from pilotfish.engine.command_line.output import check_file, check_folder, write_file
+from pilotfish.engine.command_line.parser import Parser, whole_number
 from pilotfish.engine.errors import OptionError
 from pilotfish.engine.options import KV_DTYPES
-from pilotfish.engine.output import check_file, check_folder, write_file
-from pilotfish.engine.parser import Parser, whole_number
 
 ANSWERS = Gate("answers", facts.answers)
 GATES = (

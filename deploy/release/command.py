@@ -31,7 +31,7 @@ from pilotfish.deploy.release.managers import Manager, ManagerError, Processes, 
 from pilotfish.deploy.release.relay import HAProxy, NoRelay, Relay, RelayError
 from pilotfish.deploy.release.release import Record, Release, ReleaseSettings
 from pilotfish.deploy.release.slots import Slot, SlotLayout, SlotLayoutError
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.command_line.parser import Parser
 
 STATUS = {"released": 0, "rolled back": 1, "down": 3}
 NUM_SHOWN = 5

@@ -35,8 +35,8 @@ from pilotfish.deploy.sweep.recommend import Recommendation, recommend
 from pilotfish.deploy.sweep.records import MAX, Cell, Folder, SettingsDiffer, SweepSettings, merged, pretty, tsv, write
 from pilotfish.deploy.sweep.report import markdown
 from pilotfish.deploy.sweep.target import StartError, WrongCommand, started
-from pilotfish.engine.output import check_folder
-from pilotfish.engine.parser import Parser, whole_number
+from pilotfish.engine.command_line.output import check_folder
+from pilotfish.engine.command_line.parser import Parser, whole_number
 
 OF_A_CELL = ("max_num_seqs:", "num_speculative_tokens:", "kv cache:", "memory:")
 """Words with which the engine refuses a size: another cell may have another one, or none of it."""

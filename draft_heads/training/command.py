@@ -33,12 +33,12 @@ from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
+from pilotfish.engine.command_line.output import check_folder
+from pilotfish.engine.command_line.parser import Parser, whole_number
 from pilotfish.engine.convert.write import write_tensors, write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.model.build import Model, build_model, with_head
 from pilotfish.engine.options import MAX_DEPTH, EngineOptions
-from pilotfish.engine.output import check_folder
-from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.plan import Plan, make_plan, reserved_pages
 from pilotfish.kernels.attention import PAGE
 

@@ -18,10 +18,10 @@ from pilotfish.draft_heads.training.command import document_ids
 from pilotfish.draft_heads.training.texts import RenderChat
 from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
+from pilotfish.engine.command_line.output import check_file
+from pilotfish.engine.command_line.parser import Parser
 from pilotfish.engine.convert.write import write_text
 from pilotfish.engine.errors import OptionError, PilotfishError
-from pilotfish.engine.output import check_file
-from pilotfish.engine.parser import Parser
 
 
 def main(argv: Sequence[str], render_chat: RenderChat) -> int:

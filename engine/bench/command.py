@@ -49,13 +49,13 @@ from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import loaded_parts, open_checkpoint
+from pilotfish.engine.command_line.output import check_file
+from pilotfish.engine.command_line.parser import Parser, whole_number
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import CheckpointError, ConfigError, OptionError, PilotfishError
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model, build_model
 from pilotfish.engine.options import DUMMY_LAYOUTS, KV_CACHE_DTYPES, MAX_DEPTH
-from pilotfish.engine.output import check_file
-from pilotfish.engine.parser import Parser, whole_number
 from pilotfish.engine.plan import (
     MAX_ROWS,
     Plan,

@@ -31,6 +31,8 @@ from pilotfish.engine.checkpoint.hub import resolve_model
 from pilotfish.engine.checkpoint.quantization import MODELOPT_FILE
 from pilotfish.engine.checkpoint.recognise import INDEX_FILE, Checkpoint, census, open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
+from pilotfish.engine.command_line.output import check_folder
+from pilotfish.engine.command_line.parser import Parser, whole_number
 from pilotfish.engine.config import read_json_object
 from pilotfish.engine.convert.calibrate import collect
 from pilotfish.engine.convert.declare import modelopt_file, quantised_config
@@ -39,8 +41,6 @@ from pilotfish.engine.convert.pack import SourceWeights, pack
 from pilotfish.engine.convert.recipe import Action, ConversionPlan, Job, Recipe, changeable, plan_conversion
 from pilotfish.engine.convert.write import TensorFile, tensor_file, write_text
 from pilotfish.engine.errors import CheckpointError, OptionError, PilotfishError
-from pilotfish.engine.output import check_folder
-from pilotfish.engine.parser import Parser, whole_number
 
 REPORT_FILE = "quantization_report.json"
 STATE = ".quantize"

@@ -53,7 +53,9 @@ def _assistant(blocks: list[Block], where: str, notes: FieldNotes) -> dict[str, 
         if kind == "text":
             message["content"] += _string(block, "text", place, past=True)
         elif kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, "thinking", place, past=True)
+            message["reasoning_content"] = message.get("reasoning_content", "") + _string(
+                block, "thinking", place, past=True
+            )
         elif kind == "tool_use":
             function = {"name": _string(block, "name", place, past=True), "arguments": arguments_of(block.get("input"))}
             message["tool_calls"].append({"id": block.get("id"), "type": "function", "function": function})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.command_line.parser import Parser
 from pilotfish.server import cli
 from tests.support.documents import COMMANDS, MOST_COLUMNS, PAGES, ROOT, anchors, blocks, links, prose, wrapped
 

@@ -34,11 +34,11 @@ from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
+from pilotfish.engine.command_line.parser import Parser
+from pilotfish.engine.command_line.speculation import speculative_config
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
-from pilotfish.engine.parser import Parser
 from pilotfish.engine.plan import make_plan, reserved_pages
-from pilotfish.engine.speculation import speculative_config
 from pilotfish.kernels.attention import PAGE
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pilotfish.engine.parser import Parser
+from pilotfish.engine.command_line.parser import Parser
 from pilotfish.server import cli
 
 TAKES_ANY_TEXT = {None, "Path", "words"}

@@ -9,8 +9,8 @@ import stat
 
 import pytest
 
+from pilotfish.engine.command_line.output import check_file, check_folder, write_file
 from pilotfish.engine.errors import OptionError
-from pilotfish.engine.output import check_file, check_folder, write_file
 from pilotfish.server import cli
 
 
