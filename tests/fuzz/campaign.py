@@ -1,6 +1,6 @@
 """Sends hostile requests to a running server and judges the answers; as a command, many of them, with a report.
 
-    python -m tests.fuzz.campaign --requests 10000 --sessions 2000 --report docs/fuzz.md
+    python -m tests.fuzz.campaign --requests 10000 --sessions 2000 --report fuzz-report.md
     python -m tests.fuzz.campaign --requests 1000 --model demo/model
 
 Allowed: any 2xx or 4xx, and 503 for a full queue. Errors are JSON in OpenAI's or Anthropic's shape, also for what is

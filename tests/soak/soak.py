@@ -1,6 +1,6 @@
 """Many streaming clients for a long time: no error but a full queue's 503, no leak, nothing held at the end.
 
-    python -m tests.soak.soak --seconds 600 --report docs/soak.md
+    python -m tests.soak.soak --seconds 600 --report soak-report.md
     python -m tests.soak.soak --seconds 60 --rate 200
 
 Starts `pilotfish serve` on a model, or, with --rate, on the scripted engine that writes so many tokens a second. The
