@@ -267,7 +267,8 @@ def most_to_measure(config: ModelConfig, depth: int, room: int, least: int) -> i
 
 
 def _room_beside_weights(options: EngineOptions, checkpoint: Checkpoint, device: torch.device) -> tuple[int, int]:
-    """Bytes of the GPU for the rest, and as many if no other process held any."""
+    """Bytes of the GPU that weights and the reserve leave, and those that they would leave if no other process held
+    any."""
     free, total = torch.cuda.mem_get_info(device)
     taken = int(total * (1 - options.gpu_memory_utilization)) + checkpoint.num_bytes + GPU_RESERVE_BYTES
     return free - taken, total - taken

@@ -12,8 +12,9 @@ from pilotfish.engine.requests.loop_guard import LoopGuard
 
 @dataclass(eq=False)
 class Sequence:
-    """`limit` counts all its tokens, prompt included. `slot` and `pages` are empty until it is admitted; `num_pages`
-    are reserved then, and taken as it needs them. `allowed`: the only ids that it may write, if it has them."""
+    """One request inside the engine. `limit`: the most tokens that it may have, prompt included. `num_pages`: KV pages
+    that are reserved when it is admitted, and taken into `pages` as they are needed; it gets its `slot` then too.
+    `allowed`: the only ids that it may write, None for all."""
 
     request: Submit
     limit: int
@@ -49,25 +50,25 @@ class Sequence:
         return self.request.prompt_token_ids
 
     def admitted(self) -> None:
-        """Waiting has ended."""
+        """Notes how long it has waited until now."""
         self.queue_seconds = perf_counter() - self.arrived
 
     def take_queue_seconds(self) -> float | None:
-        """Once; None after that."""
+        """How long it waited to be admitted: at the first call, None at later ones."""
         seconds, self.queue_seconds = self.queue_seconds, None
         return seconds
 
     def take_num_cached(self) -> int | None:
-        """Once; None after that."""
+        """How many tokens of its prompt were found: at the first call, None at later ones."""
         told, self.cached_told = self.cached_told, True
         return None if told else self.num_cached
 
     def take_restore(self) -> int | None:
-        """The snapshot to copy to its slot before it goes on; None after that."""
+        """The snapshot to copy to its slot before it goes on: at the first call, None at later ones."""
         snapshot, self.restore = self.restore, None
         return snapshot
 
     @property
     def is_prefilled(self) -> bool:
-        """A prompt that was found whole has its first token yet to be chosen."""
+        """Whether its prompt is read, and the state of one that was found whole restored."""
         return self.num_prefilled == len(self.prompt) and self.restore is None

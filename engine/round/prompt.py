@@ -156,7 +156,7 @@ class PromptPass:
         that stays they share. Reads prompts into the null slot, so that libraries have set up what they need."""
         lengths = self.lengths()[::-1]
         for num_rows in tqdm(lengths, desc="capturing prompts", unit="length", disable=not progress):
-            self._read_nothing(num_rows)
+            self._read_dummy(num_rows)
             for number in range(len(self.groups)):
                 graphs.capture((num_rows, number), partial(self._work_taken, number), warm_ups=0)
             graphs.capture((num_rows, END), partial(self._end_taken, head_on), warm_ups=1)
@@ -168,11 +168,12 @@ class PromptPass:
     def launch_each(self, head_on: bool) -> None:
         """Launches what a piece of each number of rows does, for those who look at what is launched."""
         for num_rows in self.lengths():
-            self._read_nothing(num_rows)
+            self._read_dummy(num_rows)
             self._end_taken(head_on)
 
-    def _read_nothing(self, num_rows: int) -> None:
-        """A prompt of so many rows, into the null slot and the null page; of different tokens, as experts meet them."""
+    def _read_dummy(self, num_rows: int) -> None:
+        """Reads a dummy prompt of so many rows into the null slot and the null page. Its tokens differ, so that many
+        experts are chosen, as in a real one."""
         assert self._static is not None
         # of a few more rows than the longest prompt has tokens the last are padding
         length = min(num_rows, self._static.max_length)
@@ -181,10 +182,10 @@ class PromptPass:
             pass
 
     def _time(self, num_rows: int) -> float:
-        """Seconds of reading it."""
+        """Seconds of reading a dummy prompt."""
         began = perf_counter()
         for _ in range(TIMED):
-            self._read_nothing(num_rows)
+            self._read_dummy(num_rows)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return (perf_counter() - began) / TIMED

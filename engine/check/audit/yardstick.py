@@ -35,8 +35,8 @@ MAX_DISTANCE = {torch.float32: 0.01, torch.bfloat16: 0.2}
 """How far k = 0's logits may be from those of one pass, as a share of what they vary by: the median over all rows that
 are looked at."""
 MAX_OWN_DISTANCE = {torch.float32: 0.01, torch.bfloat16: 0.8}
-"""The same of one request's rows: where nearly equal experts change places early, all rows after that are off.
-Unrelated logits are at 1.4."""
+"""The same of one request's rows. It is wide in bf16, since all rows are off after a place where nearly equal experts
+change places; unrelated logits are 1.4 from each other."""
 MIN_SHARE = 0.75
 """The share of a sound head's accepted drafts that the engine's must have."""
 MIN_ACCEPTED = 30
@@ -47,8 +47,9 @@ Drafts = Mapping[str, Mapping[int, list[int]]]
 
 @dataclass
 class HeadReport:
-    """`far`: of drafts 1, 2, .. the number that were looked at and that were farther than rounding. `rounds`:
-    committed tokens of each round that a sound head would have had, of the requests and the depth named."""
+    """How the engine's drafts compare with a sound head's. `looked`, `far`: by number of the draft, how many were
+    looked at, and how many of them were farther from the best one than rounding explains. `rounds`: the tokens that
+    each round would have committed with a sound head; `num_first` of them would have had their first draft accepted."""
 
     looked: dict[int, int] = field(default_factory=dict)
     far: dict[int, int] = field(default_factory=dict)
