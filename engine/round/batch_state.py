@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from pilotfish.engine.link.messages import SamplingParams
-from pilotfish.engine.round.copies import aligned_columns, send_together
+from pilotfish.engine.round import parcel
 from pilotfish.spec import accept
 from pilotfish.spec.slots import (
     ANY,
@@ -57,8 +57,8 @@ class BatchState:
     def __init__(self, num_slots: int, max_depth: int, vocab_size: int, device: torch.device, history_length: int = 0):
         self.num_slots, self.max_depth, self.vocab_size, self.device = num_slots, max_depth, vocab_size, device
         # of one table each, so that one copy writes a slot
-        self._ints = aligned_columns(len(WHOLE_NUMBERS), num_slots, torch.int64, device)
-        self._floats = aligned_columns(len(FACTORS), num_slots, torch.float32, device)
+        self._ints = parcel.columns(len(WHOLE_NUMBERS), num_slots, torch.int64, device)
+        self._floats = parcel.columns(len(FACTORS), num_slots, torch.float32, device)
         columns = dict(zip((*WHOLE_NUMBERS, *FACTORS), (*self._ints, *self._floats), strict=True))
         sizes = {"depth": max_depth, "vocabulary": vocab_size, "positions": history_length}
         buffers: dict[str, torch.Tensor | None] = {}
@@ -95,7 +95,7 @@ class BatchState:
         arrays["prompt"] = torch.tensor(prompt, dtype=torch.int32)
         arrays["bias_ids"], arrays["biases"] = _biases(params)
         arrays["banned"] = _banned_rows(params)
-        sent = dict(zip(arrays, send_together(list(arrays.values()), self.device), strict=True))
+        sent = dict(zip(arrays, parcel.send(list(arrays.values()), self.device), strict=True))
         self.host_flags[slot] = flags
         state.flags[slot].fill_(flags)
         state.done[slot].fill_(0)

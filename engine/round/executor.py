@@ -23,9 +23,9 @@ from pilotfish.engine.model.build import Model
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.body import RoundBody, unmarked
 from pilotfish.engine.round.buffers import RoundBuffers, report_size, split_report
-from pilotfish.engine.round.copies import HostCopy, PinnedRing, Placement
 from pilotfish.engine.round.grammars import SlotGrammars
 from pilotfish.engine.round.graphs import Graphs
+from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
 from pilotfish.engine.round.operators import Operators, operators_of
 from pilotfish.engine.round.prompt import NULL_SLOT, PromptPass
 from pilotfish.engine.round.reading import FIRST, HEAD, Once, Piece, Reading
@@ -73,7 +73,7 @@ class RoundExecutor:
         self.graphs, self.prompt_graphs = Graphs(model.device), Graphs(model.device)
         self.num_missed, self.run_ahead = 0, None if operators.fixed_shapes else False
         self._placement = Placement(self.body.buffers.slots, self.body.buffers.tables)
-        self._reports = PinnedRing((report_size(sizes),), torch.uint8, model.device)
+        self._mail = Mailbox((report_size(sizes),), torch.uint8, model.device)
         self._compile_seconds = 0.0
 
     @property
@@ -131,9 +131,9 @@ class RoundExecutor:
         """Puts a batch, filled up to `size`, where operators read it."""
         self._placement.place(slots, tables, size)
 
-    def fetch_report(self) -> HostCopy:
+    def fetch_report(self) -> Letter:
         """Starts the copy of what was decided last."""
-        return self._reports.fetch(self.body.buffers.report)
+        return self._mail.fetch(self.body.buffers.report)
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
@@ -161,12 +161,12 @@ class RoundExecutor:
             body.buffers.allowed[: len(words)].copy_(words)
             graph &= self._run(work, FINISH)
         body.mark = unmarked
-        report = self.fetch_report()
+        letter = self.fetch_report()
         # the next round overwrites the logits
         rows = body.buffers.logits[: shape.num_rows].unflatten(0, (-1, shape.width))
         logits = {b: rows[b].clone() for b, wanted in enumerate(batch.logprobs) if wanted is not None}
         phases = {"launch": clock.elapsed} if self.ops.fixed_shapes else clock.seconds
-        return LaunchedRound(self, batch, shape, report, logits, forced, graph, phases)
+        return LaunchedRound(self, batch, shape, letter, logits, forced, graph, phases)
 
     def _fit(self, batch: Batch, next_depth: int, flags: int) -> Work:
         count = len(batch.slots)
@@ -312,7 +312,7 @@ class LaunchedRound:
     executor: RoundExecutor
     batch: Batch
     shape: Shape
-    report: HostCopy
+    letter: Letter
     logits: dict[int, torch.Tensor]
     forced: list[list[int]]
     graph: bool
@@ -322,7 +322,7 @@ class LaunchedRound:
         """Waits for it. A report for each sequence of its batch in order, and seconds of the host: of launching (or of
         each phase), and of waiting for the device."""
         began = perf_counter()
-        counts, chosen, nans = split_report(self.report.read(), self.executor.body.buffers.sizes)
+        counts, chosen, nans = split_report(self.letter.read(), self.executor.body.buffers.sizes)
         waited = perf_counter() - began
         tokens = chosen[: self.shape.num_rows].view(-1, self.shape.width).tolist()
         is_nan = nans[: self.shape.num_rows].view(-1, self.shape.width).tolist()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pilotfish.engine.round.buffers import split_report
-from pilotfish.engine.round.copies import HostCopy
+from pilotfish.engine.round.mailbox import Letter
 from pilotfish.engine.round.reports import SequenceReport, num_forced, token_logprobs
 from pilotfish.engine.round.spans import Span, SpanRows
 from pilotfish.spec.slots import FILTERED
@@ -139,14 +139,14 @@ class FirstToken:
     grammar said must come."""
 
     reading: Reading
-    report: HostCopy
+    letter: Letter
     logits: torch.Tensor | None
     forced: list[int]
 
     def collect(self) -> SequenceReport:
         """Waits for it."""
         executor, piece = self.reading.executor, self.reading.piece
-        counts, chosen, nans = split_report(self.report.read(), executor.body.buffers.sizes)
+        counts, chosen, nans = split_report(self.letter.read(), executor.body.buffers.sizes)
         _, committed, _, stopped, done = counts[:, 0].tolist()
         tokens = chosen[:committed].tolist()
         found = None

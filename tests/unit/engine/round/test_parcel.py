@@ -2,7 +2,7 @@
 
 import torch
 
-from pilotfish.engine.round.copies import ALIGNMENT, send_together
+from pilotfish.engine.round.parcel import ALIGNMENT, send
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def test_arrays_arrive_as_they_were_sent():
         torch.tensor([[True, False, True]]),
         torch.arange(6).view(2, 3),
     ]
-    sent = send_together(arrays, CPU)
+    sent = send(arrays, CPU)
     for array, came in zip(arrays, sent, strict=True):
         assert came.dtype == array.dtype and came.shape == array.shape and torch.equal(came, array)
         assert came.data_ptr() % ALIGNMENT == 0 or not came.numel()
@@ -25,6 +25,6 @@ def test_arrays_arrive_as_they_were_sent():
 
 def test_what_is_sent_is_not_what_was_given():
     array = torch.tensor([1, 2])
-    (came,) = send_together([array], CPU)
+    (came,) = send([array], CPU)
     array[0] = 5
     assert came.tolist() == [1, 2]

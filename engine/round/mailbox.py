@@ -1,43 +1,11 @@
-"""Copies of small arrays between host and device that nobody waits for: from and to pinned memory, with events that say
-when it is free."""
+"""Small arrays between host and device, without a wait: pinned memory, and events that say when it is free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-ALIGNMENT = 16
-"""Bytes; where each array begins in the block."""
 
-
-def send_together(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The arrays (on the host, contiguous, of any dtypes) on the device, in stream order; views of one block.
-
-    On a GPU the block is pinned memory of torch's own pool, which gives it to nobody before the copy has ended.
-    """
-    starts, total = [], 0
-    for array in arrays:
-        starts.append(total)
-        total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    block = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for array, start in zip(arrays, starts, strict=True):
-        block[start : start + array.nbytes].view(array.dtype).copy_(array.flatten())
-    sent = block.to(device, non_blocking=True)
-    return [
-        sent[start : start + array.nbytes].view(array.dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
-    ]
-
-
-def aligned_columns(count: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros [count, length], each row contiguous and aligned as if it were a tensor of its own, so that one strided
-    copy writes the same place of all rows."""
-    padded = -(-length * dtype.itemsize // 64) * 64 // dtype.itemsize
-    return torch.zeros((count, padded), dtype=dtype, device=device)[:, :length]
-
-
-class PinnedRing:
+class Mailbox:
     """`count` pinned host buffers used in turn; one is written again only after its last copy has ended."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, count: int = 4):
@@ -60,29 +28,29 @@ class PinnedRing:
             self._events[index] = event
 
     def send(self, values: list[int], target: torch.Tensor) -> None:
-        """Copies the values to the front of a device tensor of this ring's dtype, in stream order."""
+        """Copies the values to the front of a device tensor of this mailbox's dtype, in stream order."""
         index, buffer = self._take()
         buffer[: len(values)] = torch.tensor(values, dtype=buffer.dtype)
         target[: len(values)].copy_(buffer[: len(values)], non_blocking=True)
         self._mark(index)
 
-    def fetch(self, source: torch.Tensor) -> HostCopy:
+    def fetch(self, source: torch.Tensor) -> Letter:
         """Starts the copy of a device tensor to the host."""
         index, buffer = self._take()
         part = buffer[: source.shape[0]]
         part.copy_(source, non_blocking=True)
         self._mark(index)
-        return HostCopy(part, self._events[index])
+        return Letter(part, self._events[index])
 
 
-class HostCopy:
+class Letter:
     """A copy on its way to the host."""
 
     def __init__(self, buffer: torch.Tensor, event: torch.cuda.Event | None):
         self._buffer, self._event = buffer, event
 
     def read(self) -> torch.Tensor:
-        """The values, once they have come; to be used before as many later copies as the ring has buffers."""
+        """The values, once they have come; to be used before as many later letters as the mailbox has buffers."""
         if self._event is not None:
             self._event.synchronize()
         return self._buffer
@@ -93,8 +61,8 @@ class Placement:
 
     def __init__(self, slots: torch.Tensor, tables: torch.Tensor):
         self.slots, self.tables = slots, tables
-        self._slot_ring = PinnedRing((len(slots),), slots.dtype, slots.device)
-        self._table_ring = PinnedRing((tables.shape[1],), tables.dtype, tables.device)
+        self._slot_mail = Mailbox((len(slots),), slots.dtype, slots.device)
+        self._table_mail = Mailbox((tables.shape[1],), tables.dtype, tables.device)
         self._known: dict[int, list[int]] = {}
 
     def place(self, slots: list[int], tables: list[list[int]], size: int) -> None:
@@ -102,6 +70,6 @@ class Placement:
         for slot, pages in zip(slots, tables, strict=True):
             # a list of pages is made for each sequence anew
             if self._known.get(slot) is not pages:
-                self._table_ring.send(pages + [0] * (self.tables.shape[1] - len(pages)), self.tables[slot])
+                self._table_mail.send(pages + [0] * (self.tables.shape[1] - len(pages)), self.tables[slot])
                 self._known[slot] = pages
-        self._slot_ring.send(slots + [0] * (size - len(slots)), self.slots)
+        self._slot_mail.send(slots + [0] * (size - len(slots)), self.slots)

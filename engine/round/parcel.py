@@ -1,0 +1,36 @@
+"""Small arrays of the host sent to the device together, in one copy that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+ALIGNMENT = 16
+"""Bytes; where each array begins in the block."""
+
+
+def send(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The arrays (on the host, contiguous, of any dtypes) on the device, in stream order; views of one block.
+
+    On a GPU the block is pinned memory of torch's own pool, which gives it to nobody before the copy has ended.
+    """
+    starts, total = [], 0
+    for array in arrays:
+        starts.append(total)
+        total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    block = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for array, start in zip(arrays, starts, strict=True):
+        block[start : start + array.nbytes].view(array.dtype).copy_(array.flatten())
+    sent = block.to(device, non_blocking=True)
+    return [
+        sent[start : start + array.nbytes].view(array.dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+
+
+def columns(count: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [count, length], each row contiguous and aligned as if it were a tensor of its own, so that one strided
+    copy writes the same place of all rows."""
+    padded = -(-length * dtype.itemsize // 64) * 64 // dtype.itemsize
+    return torch.zeros((count, padded), dtype=dtype, device=device)[:, :length]
