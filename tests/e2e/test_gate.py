@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from serving import serving_in_thread
 
 from pilotfish.deploy.evaluate import harness, quality
 from pilotfish.deploy.evaluate.command import main as evaluate
-from pilotfish.deploy.gate import after, requests
+from pilotfish.deploy.gate import after, audit, requests
 from pilotfish.deploy.gate.command import main
 
 CORE = "pilotfish.engine.start:make_core"
@@ -139,8 +140,17 @@ def test_a_crash_in_the_first_seconds(folder, tmp_path, monkeypatch, victim):
     assert killed and status == 1 and failed(gates) == ["stays up"]
 
 
-def test_a_model_is_served_gated_and_audited(tmp_path, capfd):
-    """A random model knows no text, so its head cannot be judged: a gate without a verdict has not passed."""
+def test_a_model_is_served_gated_and_audited(tmp_path, monkeypatch, capfd):
+    """A random model knows no text, so its head cannot be judged: a gate without a verdict has not passed.
+
+    The audit is of one prompt and few tokens.
+    """
+    run = subprocess.run
+
+    def run_short(command, **options):
+        return run([*command, "--num-prompts", "1", "--max-tokens", "6"], **options)
+
+    monkeypatch.setattr(audit, "subprocess", SimpleNamespace(run=run_short, PIPE=subprocess.PIPE))
     from byte_model import write_model
     from tiny_models import build_tiny
 

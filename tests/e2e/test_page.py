@@ -9,7 +9,7 @@ import pytest
 from browser import CHROMIUM, Watched, chromium
 from byte_model import build_tokenizer, write_model
 from processes import until
-from serving import script, serving_in_thread
+from serving import PATIENCE, script, serving_in_thread
 from tokenizers import AddedToken
 
 from pilotfish.server.http import watch
@@ -122,7 +122,7 @@ def traced(server, body):
     request = urllib.request.Request(
         server.url + "/v1/chat/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         return json.load(response)["choices"][0]["trace"]
 
 
@@ -180,7 +180,7 @@ def test_plots_move(opened, demo):
     before = plot.evaluate(read)
     traced(demo, {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 32})
     page.locator(".plot[aria-label*='measured: '][aria-label*=' now, from ']").first.wait_for()
-    assert plot.evaluate(read) != before
+    until(lambda: plot.evaluate(read) != before, "the plot moves")
     assert page.locator(".plot canvas").count() == 7
     words = page.inner_text("#words")
     assert "The engine serves" in words and "Speculation is on: 3 drafted tokens a round" in words
@@ -257,7 +257,8 @@ def test_tabs_and_writing_by_the_keyboard_alone(opened, demo):
 def test_a_wrong_key_is_told_and_the_right_one_is_kept_in_memory(opened, scripted):
     watched = opened(scripted.url, PREFIX + "/")
     page = ready(watched)
-    assert page.locator("#key-form").is_visible() and watched.faults == []
+    page.locator("#key-form").wait_for()
+    assert watched.faults == []
     nobody_is_left_out(page)
     page.fill("#key", "a-wrong-one")
     page.click("#key-form button")
@@ -271,7 +272,7 @@ def test_a_wrong_key_is_told_and_the_right_one_is_kept_in_memory(opened, scripte
     kept = "[localStorage.length, sessionStorage.length, document.cookie, document.querySelector('#key').value]"
     assert page.evaluate(kept) == [0, 0, "", ""]
     page.reload()
-    assert ready(watched).locator("#key-form").is_visible()
+    ready(watched).locator("#key-form").wait_for()
 
 
 def test_a_page_without_its_key_says_so_when_it_writes(opened, scripted):

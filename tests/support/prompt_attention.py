@@ -16,10 +16,17 @@ from pilotfish.kernels.rope import inverse_frequencies
 
 
 @pytest.mark.parametrize(
-    ("start", "rows", "lag"),
-    ((0, 1, 0), (0, 70, 0), (PAGE, 40, 0), (PAGE + 5, PAGE, 0), (2 * PAGE - 1, 1, 0), (0, 69, 1), (PAGE - 1, 40, 1)),
+    ("start", "rows", "lag", "padding"),
+    (
+        (0, 1, 0, 24),
+        (0, 70, 0, 0),
+        (PAGE, 40, 0, 24),
+        (2 * PAGE - 30, 70, 0, 0),
+        (2 * PAGE - 1, 1, 0, 0),
+        (0, 69, 1, 24),
+        (PAGE - 1, 40, 1, 0),
+    ),
 )
-@pytest.mark.parametrize("padding", (0, 24))
 def test_a_prompt_s_attention_matches_the_torch_table(start, rows, lag, padding, cache_dtype, device, dtype):
     heads, kv, dim, rotary = 4, 2, 32, 16
     generator = torch.Generator().manual_seed(start + rows)

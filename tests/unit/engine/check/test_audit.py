@@ -55,8 +55,8 @@ def rows_of(found):
     return {finding.tensor for finding in found if not finding.tensor.startswith("draft ")}
 
 
-def test_a_sound_engine_passes_at_every_depth_and_batch(folder):
-    results = run_audit(folder, depths=(1, 2, 4), batches=(1, 3))
+def test_a_sound_engine_passes_at_the_ends_of_depth_and_batch(folder):
+    results = run_audit(folder, depths=(1, 4), batches=(1, 3))
     assert findings(results) == []
     assert results[0].name == "k = 0, batch 1, head off" and results[-1].name == "from scratch"
     assert all(result.num_rows > 1000 and result.num_tokens == 12 * 16 for result in results[:-1])
