@@ -31,7 +31,8 @@ MAX_CONFIG_BYTES = 16 << 20
 # Far above any released model: a corrupt number is refused before something is allocated by it.
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
-MAX_EXPERTS = 1 << 16
+MAX_EXPERTS = 1 << 18
+"""Of all layers together: the largest released model has 30 720."""
 
 
 @dataclass(frozen=True)
@@ -440,13 +441,18 @@ def _dtype(outer: _Fields, text: _Fields) -> str:
 
 
 def _check_divisibility(config: ModelConfig) -> None:
-    """Grouped heads must divide; the router cannot choose more experts than there are."""
+    """Grouped heads must divide; the router cannot choose more experts than there are, and all can be listed."""
     for many, few in (
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),
     ):
         if getattr(config, many) % getattr(config, few):
             raise ConfigError(f"{many}: want a multiple of {few} {getattr(config, few)}, got {getattr(config, many)}")
+    if config.num_experts * config.num_hidden_layers > MAX_EXPERTS:
+        raise ConfigError(
+            f"num_experts: want at most {MAX_EXPERTS} in all layers together, got {config.num_experts} in each of"
+            f" {config.num_hidden_layers}"
+        )
     if config.is_moe and config.num_experts_per_tok > config.num_experts:
         raise ConfigError(
             f"num_experts_per_tok: want at most num_experts {config.num_experts}, got {config.num_experts_per_tok}"

@@ -97,7 +97,7 @@ def _compressed_tensors(declared: Mapping[str, Any], where: str) -> QuantRules:
         raise ConfigError(f"{where}.config_groups: want an object with groups, got {groups!r:.80}")
     outer = declared.get("format")
     read = [_ct_group(f"{where}.config_groups.{name}", group, outer) for name, group in groups.items()]
-    return QuantRules(tuple(read), _patterns(f"{where}.ignore", declared.get("ignore") or [], Style.EXACT))
+    return QuantRules(tuple(read), _listed(declared, where, ("ignore",), Style.EXACT))
 
 
 def _refuse_extras(declared: Mapping[str, Any], where: str) -> None:
@@ -146,8 +146,7 @@ def _modelopt(declared: Mapping[str, Any], where: str) -> QuantRules | None:
     algorithm = declared.get("quant_algo")
     if algorithm is None and (declared.get("kv_cache_quant_algo") or declared.get("kv_cache_scheme")):
         return None
-    excluded = [*(declared.get("exclude_modules") or []), *(declared.get("ignore") or [])]
-    ignore = _patterns(f"{where}.exclude_modules", excluded, Style.GLOB)
+    ignore = _listed(declared, where, ("exclude_modules", "ignore"), Style.GLOB)
     if algorithm == "MIXED_PRECISION":
         return QuantRules(
             _mixed_groups(declared.get("quantized_layers"), f"{where}.quantized_layers"), ignore, Style.GLOB
@@ -188,10 +187,9 @@ def _fp8(declared: Mapping[str, Any], where: str) -> QuantRules:
     if block not in (None, [128, 128]):
         raise LayoutError(f"{where}.weight_block_size: want [128, 128], got {block!r:.80}")
     layouts = frozenset({Layout.FP8_BLOCK_INV, Layout.CT_FP8_BLOCK}) if block else FP8 - FP8_BLOCKS
-    listed = [*(declared.get("modules_to_not_convert") or []), *(declared.get("ignored_layers") or [])]
     return QuantRules(
         (QuantGroup(ALL_LINEAR, layouts),),
-        _patterns(f"{where}.modules_to_not_convert", listed, Style.PART),
+        _listed(declared, where, ("modules_to_not_convert", "ignored_layers"), Style.PART),
         Style.PART,
         # some lists leave it out, and readers keep it plain all the same
         optional=frozenset({"lm_head"}),
@@ -236,6 +234,11 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], QuantRules | None]] = {
     "fp8": _fp8,
     "lynn_native": lambda declared, where: _lynn(declared, None),
 }
+
+
+def _listed(declared: Mapping[str, Any], where: str, names: tuple[str, ...], style: Style) -> tuple[str, ...]:
+    """The patterns of all lists that have these names; a missing one is empty."""
+    return sum((_patterns(f"{where}.{name}", declared.get(name) or [], style) for name in names), ())
 
 
 def _patterns(where: str, raw: Any, style: Style) -> tuple[str, ...]:

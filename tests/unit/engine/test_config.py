@@ -338,6 +338,14 @@ def test_refuses_more_chosen_experts_than_there_are():
         ModelConfig.from_dict(MOE | {"num_experts_per_tok": 9})
 
 
+def test_more_experts_than_can_be_listed_are_refused():
+    """Each is a row of the inventory: a config of a few bytes took minutes and gigabytes."""
+    with pytest.raises(
+        ConfigError, match="num_experts: want at most 262144 in all layers together, got 262144 in each"
+    ):
+        ModelConfig.from_dict(MOE | {"num_experts": 1 << 18})
+
+
 def test_load_names_the_file(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         ModelConfig.load(tmp_path)

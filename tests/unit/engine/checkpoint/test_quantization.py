@@ -312,6 +312,13 @@ def test_refuses_what_is_not_read(change, message):
         ({"config_groups": {"g": group(targets="Linear")}}, "targets: want a list of strings"),
         ({"ignore": [1]}, "ignore: want a list of strings"),
         ({"ignore": ["re:("]}, r"ignore: 're:\(' is no regular expression"),
+        # a string is no list of its letters, an object none of its keys
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": "lm_head"},
+            "exclude_modules: want a list",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": 5}, "quantization_config.ignore: want a list"),
+        ({"quant_method": "fp8", "ignored_layers": {"lm_head": 1}}, "ignored_layers: want a list of strings"),
         (
             {"quant_method": "fp8", "modules_to_not_convert": ["("]},
             r"modules_to_not_convert: '\(' is no regular expression",
