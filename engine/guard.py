@@ -87,4 +87,9 @@ def reason(error: BaseException) -> str:
     except BaseException:
         words = ""
     shown = f"{name}: {words}" if words else name
-    return shown[:MAX_REASON].encode("utf-8", "replace").decode("utf-8")
+    return sendable(shown[:MAX_REASON])
+
+
+def sendable(words: str) -> str:
+    """The same in UTF-8: the name of a file, say, may be no text."""
+    return words.encode("utf-8", "backslashreplace").decode("utf-8")

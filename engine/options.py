@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from pilotfish.engine.errors import OptionError
+
 MAX_DEPTH = 8
 """The largest k the kernels and the pending buffer are made for."""
 
@@ -68,3 +70,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Literal["auto", "torch", "fused"] = "auto"
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises OptionError for a path that cannot be told to another process."""
+        for name in ("model", "draft_head", "draft_vocab"):
+            path = getattr(self, name) or ""
+            if (told := path.encode("utf-8", "backslashreplace").decode()) != path:
+                raise OptionError(f"{name}: want a path in UTF-8, got {told}")

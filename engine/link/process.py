@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from pilotfish.engine.errors import BusyError, PilotfishError
-from pilotfish.engine.guard import reason
+from pilotfish.engine.guard import reason, sendable
 from pilotfish.engine.link.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -125,7 +125,7 @@ def run_engine(socket_path: str, make_core: Callable[[], EngineCore]) -> int:
 def _report_fatal(channel: Channel, part: str, error: BaseException) -> int:
     if part == "load" and isinstance(error, PilotfishError):
         # a file or an option is wrong, not our code
-        channel.send(Fatal(part, str(error), permanent=not isinstance(error, BusyError)))
+        channel.send(Fatal(part, sendable(str(error)), permanent=not isinstance(error, BusyError)))
         return 1
     traceback.print_exception(error)
     # a package that is missing or broken does not mend itself

@@ -226,6 +226,10 @@ def make_core_that_fails(options) -> ScriptedCore:
     raise ValueError("no such checkpoint")
 
 
+def make_core_that_names_a_file(options):
+    raise CheckpointError("a\udcff.safetensors: damaged")
+
+
 def make_core_that_refuses(options):
     raise OptionError("max_model_len: want 2..8, got 9")
 

@@ -31,6 +31,12 @@ def folder(tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp("start") / "dense", "dense")
 
 
+@pytest.mark.parametrize("name", ["model", "draft_head", "draft_vocab"])
+def test_a_path_that_is_no_text_is_refused_before_an_engine_is_started(name):
+    with pytest.raises(OptionError, match=rf"{name}: want a path in UTF-8, got a\\udcff"):
+        EngineOptions(**({"model": "m"} | {name: "a\udcff"}))
+
+
 def plan(folder, **options):
     return make_plan(EngineOptions(model=str(folder), device="cpu", **options), open_checkpoint(folder))
 

@@ -234,6 +234,16 @@ def test_a_process_that_fails_to_load_says_why(folder):
     run(body())
 
 
+def test_a_file_s_name_that_is_no_text_is_told_all_the_same(folder):
+    async def body():
+        async with engine(folder, wait=False, core="scripted_core:make_core_that_names_a_file") as client:
+            with pytest.raises(EngineUnavailable, match=r"a\\udcff\.safetensors: damaged"):
+                await asyncio.wait_for(client.wait_ready(), PATIENCE)
+            assert client.failure.permanent
+
+    run(body())
+
+
 def test_a_core_that_cannot_be_imported_is_a_load_failure(folder):
     async def body():
         async with engine(folder, wait=False, core="no_such_module:make") as client:
