@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from pilotfish.engine.link.messages import LoopRule
 from pilotfish.engine.options import MAX_DEPTH
 
@@ -67,7 +69,7 @@ headers = list_of(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", 'a JSON list of "*" or names o
 def json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON ({error}): {text[:40]!r}") from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"want an object, got {text[:40]}")
@@ -97,4 +99,8 @@ def overrides(text: str) -> dict[str, Any]:
     values, names = json_object(text), SamplingDefaults.__struct_fields__
     if values.keys() - set(names):
         raise argparse.ArgumentTypeError(f"want an object with some of {', '.join(names)}")
+    try:
+        msgspec.convert(values, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return values

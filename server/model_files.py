@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from pilotfish.engine.checkpoint.foreign import look_at
+from pilotfish.engine.config import read_json_object
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.link.messages import LoopRule
 from pilotfish.server.calls.parser import END_THINK, FUNCTION
 from pilotfish.server.errors import BadRequest
+from pilotfish.server.protocol import PositiveCount, RepetitionPenalty, Temperature, TokenId, TopK, TopP, Unit
 from pilotfish.server.text.beginnings import Beginnings
 from pilotfish.server.text.chat_template import RESERVED, ChatTemplate, load_chat_template, token_content
 from pilotfish.server.text.tokenizer import Tokenizer
@@ -23,14 +24,18 @@ class ModelFilesError(PilotfishError):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds where a request is silent; None means the neutral value."""
+    """What holds where a request is silent; None means the neutral value. What a request may not ask for, they may
+    not either."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Unit | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    max_new_tokens: PositiveCount | None = None
+
+
+EndIds = TokenId | list[TokenId] | None
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +87,15 @@ def load_model_files(
         raise ModelFilesError(f"want a checkpoint folder, got {folder}")
     tokenizer = Tokenizer.from_folder(folder)
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
-    own = _read_json(folder / "generation_config.json")
-    chosen = own if generation_config == "auto" else {}
-    if generation_config not in ("auto", "vllm"):
-        chosen = _read_json(Path(generation_config, "generation_config.json"), required=True)
-    eos = [*_end_ids(_read_json(folder / "config.json")), *_end_ids(own), *_end_ids(chosen)]
+    config, beside = folder / "config.json", folder / "generation_config.json"
+    own = chosen = _read_json(beside)
+    defaults = beside
+    if generation_config == "vllm":
+        chosen = {}
+    elif generation_config != "auto":
+        defaults = Path(generation_config, "generation_config.json")
+        chosen = read_json_object(defaults)
+    eos = [*_end_ids(_read_json(config), config), *_end_ids(own, beside), *_end_ids(chosen, defaults)]
     named = token_content(tokenizer_config.get("eos_token"))
     if named is not None and (token_id := tokenizer.token_to_id(named)) is not None:
         eos.append(token_id)
@@ -104,7 +113,7 @@ def load_model_files(
         template_values=template_values or {},
         beginnings=Beginnings(template, tokenizer) if template is not None else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        defaults=_defaults({**chosen, **(override or {})}),
+        defaults=_defaults({**chosen, **(override or {})}, defaults),
     )
 
 
@@ -125,33 +134,27 @@ def _is_on(parser: str, template: ChatTemplate | None, marker: str) -> bool:
     return parser != "none"
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if required:
-            raise ModelFilesError(f"{path} does not exist") from None
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelFilesError(f"{path} cannot be read: {look_at(path) or error}") from error
-    if not isinstance(content, dict):
-        raise ModelFilesError(f"{path}: want a JSON object, got {type(content).__name__}")
-    return content
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} for a file that is not there."""
+    return read_json_object(path) if os.path.lexists(path) else {}
 
 
-def _end_ids(config: dict[str, Any]) -> list[int]:
+def _end_ids(config: dict[str, Any], where: Path) -> list[int]:
     """eos_token_id, a number or a list of them, at the top and under text_config."""
-    found: list[int] = []
     inner = config.get("text_config")
+    found: list[int] = []
     for level in (config, inner if isinstance(inner, dict) else {}):
-        value = level.get("eos_token_id")
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return [token_id for token_id in found if isinstance(token_id, int)]
+        try:
+            named = msgspec.convert(level.get("eos_token_id"), EndIds)
+        except msgspec.ValidationError as error:
+            raise ModelFilesError(f"{where}: eos_token_id: {error}") from error
+        found += named if isinstance(named, list) else [] if named is None else [named]
+    return found
 
 
-def _defaults(config: dict[str, Any]) -> SamplingDefaults:
+def _defaults(config: dict[str, Any], where: Path) -> SamplingDefaults:
     known = {name: config[name] for name in SamplingDefaults.__struct_fields__ if config.get(name) is not None}
     try:
         return msgspec.convert(known, SamplingDefaults)
     except msgspec.ValidationError as error:
-        raise ModelFilesError(f"generation_config.json: {error}") from error
+        raise ModelFilesError(f"{where}: {error}") from error

@@ -68,6 +68,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Seed = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -164,7 +165,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     min_p: Unit | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED)] | None = None
     seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None

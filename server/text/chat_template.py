@@ -156,8 +156,8 @@ def _find_source(folder: Path, tokenizer_config: dict[str, Any], override: Path 
         return text
     source = tokenizer_config.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        named = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default")
+        source = next(named, {}).get("template")
     return source if isinstance(source, str) else None
 
 

@@ -13,6 +13,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 
 from pilotfish.engine.checkpoint.tokenizer import TokenizerError, read_tokenizer
+from pilotfish.engine.config import MAX_SIZE
 from pilotfish.server.lane import without_lock
 from pilotfish.server.text.detokenize import decode
 
@@ -48,6 +49,8 @@ class Tokenizer:
         description = json.loads(path.read_text(encoding="utf-8"))
         if not _is_byte_level(description.get("decoder")):
             raise TokenizerError(f"{path}: want a ByteLevel decoder, got {_decoder_name(description.get('decoder'))}")
+        if (largest := max(raw.get_vocab().values(), default=0)) >= MAX_SIZE:
+            raise TokenizerError(f"{path}: want ids below {MAX_SIZE}, got {largest}")
         special = {entry["id"] for entry in description.get("added_tokens", ()) if entry.get("special")}
         return cls(raw, frozenset(special))
 

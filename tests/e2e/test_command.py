@@ -324,6 +324,8 @@ def test_output_that_nobody_reads_any_more_ends_the_command_in_silence():
         (["serve", "m", "--gpu-memory-utilization", "1.5"], "share"),
         (["serve", "m", "--override-generation-config", '{"heat": 1}'], "temperature"),
         (["serve", "m", "--override-generation-config", "7"], "want an object"),
+        (["serve", "m", "--override-generation-config", '{"top_p": 2}'], "top_p"),
+        (["serve", "m", "--override-generation-config", "[" * 100_000], "not JSON"),
         (["serve", "m", "--reasoning-parser", "deepseek_r1"], "qwen3"),
         (["serve", "m", "--root-path", "llm"], "want a path"),
         (["serve", "m", "--root-path", "/a//b"], "want a path"),
