@@ -85,11 +85,8 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Moves waiting sequences to running, in turn, while their worst case fits: none overtakes the next one."""
         admitted = []
-        unread = Counter[str]()
-        for sequence in self.running:
-            unread[sequence.request.key] += len(sequence.prompt) - sequence.num_prefilled
         while self.waiting and len(self.running) < self.max_num_seqs and self.slots.num_free:
-            sequence = self.waiting.next(unread)
+            sequence = self.waiting.next(self._unread())
             node = self.prefix.find(sequence)
             shared = self.prefix.pages_of(node)
             num_new = sequence.num_pages - len(shared) + sum(map(self.pages.is_idle, shared))
@@ -99,10 +96,16 @@ class Scheduler:
             (sequence.slot,) = self.slots.take(sequence, 1)
             sequence.pages = self.pages.take(sequence, 0, shared)
             self.prefix.enter(sequence, node)
-            unread[sequence.request.key] += len(sequence.prompt) - sequence.num_prefilled
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
+
+    def _unread(self) -> Counter[str]:
+        """Prompt tokens of each key that were admitted and are yet to be read."""
+        unread = Counter[str]()
+        for sequence in self.running:
+            unread[sequence.request.key] += len(sequence.prompt) - sequence.num_prefilled
+        return unread
 
     @property
     def num_reserved(self) -> int:

@@ -88,34 +88,36 @@ class BatchState:
         """Writes a slot for a new request whose tokens may number `limit` in all: one copy to the device, and no wait
         for it. Raises ValueError for more stop ids than a slot has places."""
         admission = Admission(prompt, params, limit, own_k, self.vocab_size)
-        state, flags = self.fields, flags_of(admission)
-        arrays = {name: _row(name, field, admission) for name, field in ROWS.items()}
-        arrays["numbers"] = torch.tensor([value_of(FIELDS[name], admission) for name in WHOLE_NUMBERS])
-        arrays["factors"] = torch.tensor([value_of(FIELDS[name], admission) for name in FACTORS], dtype=torch.float32)
-        arrays["prompt"] = torch.tensor(prompt, dtype=torch.int32)
-        arrays["bias_ids"], arrays["biases"] = _biases(params)
-        arrays["banned"] = _banned_rows(params)
-        sent = dict(zip(arrays, parcel.send(list(arrays.values()), self.device), strict=True))
+        state, flags, biases = self.fields, flags_of(admission), _biases(params)
+        banned = [token for row in _banned_rows(params) for token in row]
+        rows = [_row(name, field, admission) for name, field in ROWS.items()]
+        values = [value_of(FIELDS[name], admission) for name in WHOLE_NUMBERS]
+        (sent_values, *sent_rows, sent_ids, sent_banned, sent_prompt), (sent_factors, sent_biases) = parcel.send(
+            ([values, *rows, list(biases), banned, prompt], torch.int64),
+            ([[value_of(FIELDS[name], admission) for name in FACTORS], list(biases.values())], torch.float32),
+            device=self.device,
+        )
         self.host_flags[slot] = flags
         state.flags[slot].fill_(flags)
         state.done[slot].fill_(0)
-        self._ints[:, slot] = sent["numbers"]
-        self._floats[:, slot] = sent["factors"]
-        for name in ROWS:
-            getattr(state, name)[slot] = sent[name]
+        self._ints[:, slot] = sent_values
+        self._floats[:, slot] = sent_factors
+        for name, row in zip(ROWS, sent_rows, strict=True):
+            getattr(state, name)[slot] = row
         state.counts[slot].zero_()
-        state.seen[slot].zero_().index_fill_(0, sent["prompt"].long(), 1)
+        state.seen[slot].zero_().index_fill_(0, sent_prompt, 1)
         if state.history is not None:
-            state.history[slot, : len(prompt)] = sent["prompt"]
+            state.history[slot, : len(prompt)] = sent_prompt
         state.bias[slot].fill_(0.0 if params.allowed_token_ids is None else float("-inf"))
-        if len(sent["biases"]):
-            state.bias[slot].index_copy_(0, sent["bias_ids"], sent["biases"])
+        if biases:
+            state.bias[slot].index_copy_(0, sent_ids, sent_biases)
         state.bad_prefixes[slot].fill_(ANY)
         state.bad_lasts[slot].fill_(NO_TOKEN)
         state.recent[slot].fill_(NO_TOKEN)
-        if count := len(sent["banned"]):
-            state.bad_prefixes[slot, :count] = sent["banned"][:, :-1]
-            state.bad_lasts[slot, :count] = sent["banned"][:, -1]
+        if banned:
+            table = sent_banned.view(-1, MAX_BAD_LENGTH)
+            state.bad_prefixes[slot, : len(table)] = table[:, :-1]
+            state.bad_lasts[slot, : len(table)] = table[:, -1]
         if self.oracle is not None:
             self.oracle.admit(slot, prompt)
 
@@ -151,29 +153,28 @@ def _buffer(field: Field, num_slots: int, sizes: dict[str, int], device: torch.d
     return torch.empty((num_slots, *shape), dtype=field.dtype, device=device)
 
 
-def _row(name: str, field: Field, admission: Admission) -> torch.Tensor:
+def _row(name: str, field: Field, admission: Admission) -> list[int]:
     """What an admission writes into a field of one axis, filled up."""
-    assert field.row is not None
+    assert field.row is not None and field.dtype == torch.int64
     (places,) = field.shape
     values = list(field.row(admission))
     if len(values) > int(places):
         raise ValueError(f"{name}: want at most {places}, with the model's own, got {len(values)}")
-    return torch.tensor(values + [field.fill] * (int(places) - len(values)), dtype=field.dtype)
+    return values + [field.fill] * (int(places) - len(values))
 
 
-def _banned_rows(params: SamplingParams) -> torch.Tensor:
-    """Banned sequences, int64 [n, M + 1]: padded on the left, the last token last."""
-    padded = [[ANY] * (MAX_BAD_LENGTH - len(sequence)) + list(sequence) for sequence in banned_sequences(params)]
-    return torch.tensor(padded, dtype=torch.int64).view(len(padded), MAX_BAD_LENGTH)
+def _banned_rows(params: SamplingParams) -> list[list[int]]:
+    """Banned sequences, of MAX_BAD_LENGTH each: padded on the left, the last token last."""
+    return [[ANY] * (MAX_BAD_LENGTH - len(sequence)) + list(sequence) for sequence in banned_sequences(params)]
 
 
-def _biases(params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int64 and what is added to their logits, float32; where ids are allowed, all others have -inf. Bans that hold
-    at every position are a bias too."""
+def _biases(params: SamplingParams) -> dict[int, float]:
+    """What is added to the logits of ids; where ids are allowed, all others have -inf. Bans that hold at every position
+    are a bias too."""
     banned = float("-inf")
     biases = dict.fromkeys(params.allowed_token_ids or (), 0.0)
     for token, value in params.logit_bias.items():
         if params.allowed_token_ids is None or token in biases:
             biases[token] = value
     biases |= dict.fromkeys(banned_tokens(params), banned)
-    return torch.tensor(list(biases), dtype=torch.int64), torch.tensor(list(biases.values()), dtype=torch.float32)
+    return biases

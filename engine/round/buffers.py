@@ -6,6 +6,7 @@ S = slots.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pilotfish.engine.config import ModelConfig
@@ -126,6 +127,13 @@ def split_report(report: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torc
     int32 [R]."""
     counts, chosen, nan = report.split(_report_parts(sizes))
     return counts.view(torch.int64).view(5, -1), chosen.view(torch.int64), nan.view(torch.int32)
+
+
+def read_report(report: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of a report on the host."""
+    counts, chosen, _ = _report_parts(sizes)
+    tokens = report[counts : counts + chosen].view(np.int64)
+    return report[:counts].view(np.int64).reshape(5, -1), tokens, report[counts + chosen :].view(np.int32)
 
 
 def _report_parts(sizes: Sizes) -> list[int]:

@@ -22,14 +22,14 @@ from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.body import RoundBody, unmarked
-from pilotfish.engine.round.buffers import RoundBuffers, report_size, split_report
+from pilotfish.engine.round.buffers import RoundBuffers, read_report, report_size
 from pilotfish.engine.round.grammars import SlotGrammars
 from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
 from pilotfish.engine.round.operators import Operators, operators_of
 from pilotfish.engine.round.prompt import NULL_SLOT, PromptPass
 from pilotfish.engine.round.reading import FIRST, HEAD, Once, Piece, Reading
-from pilotfish.engine.round.reports import Batch, SequenceReport, num_forced, token_logprobs
+from pilotfish.engine.round.reports import Batch, RowLogprobs, SequenceReport, num_forced
 from pilotfish.engine.round.shapes import Shape, Shapes, Sizes
 from pilotfish.spec.slots import EVERYTHING, FILTERED
 
@@ -161,12 +161,20 @@ class RoundExecutor:
             body.buffers.allowed[: len(words)].copy_(words)
             graph &= self._run(work, FINISH)
         body.mark = unmarked
+        logprobs = self._logprobs(batch, shape)
         letter = self.fetch_report()
-        # the next round overwrites the logits
-        rows = body.buffers.logits[: shape.num_rows].unflatten(0, (-1, shape.width))
-        logits = {b: rows[b].clone() for b, wanted in enumerate(batch.logprobs) if wanted is not None}
         phases = {"launch": clock.elapsed} if self.ops.fixed_shapes else clock.seconds
-        return LaunchedRound(self, batch, shape, letter, logits, forced, graph, phases)
+        return LaunchedRound(self, batch, shape, letter, logprobs, forced, graph, phases)
+
+    def _logprobs(self, batch: Batch, shape: Shape) -> dict[int, RowLogprobs]:
+        """Of each window row of the sequences that asked for them, by place in the batch, before the next round
+        overwrites the logits."""
+        if all(wanted is None for wanted in batch.logprobs):
+            return {}
+        b, width = self.body.buffers, shape.width
+        logits, chosen = (rows[: shape.num_rows].unflatten(0, (-1, width)) for rows in (b.logits, b.chosen))
+        asked = {place: wanted for place, wanted in enumerate(batch.logprobs) if wanted is not None}
+        return {place: RowLogprobs(logits[place], chosen[place], wanted) for place, wanted in asked.items()}
 
     def _fit(self, batch: Batch, next_depth: int, flags: int) -> Work:
         count = len(batch.slots)
@@ -248,7 +256,7 @@ class RoundExecutor:
         of rows."""
         chosen = list(self.shapes if shapes is None else shapes)
         began = perf_counter()
-        self.body.buffers.slots.zero_()
+        self.place([], [], len(self.body.buffers.slots))
         self.ops.compile(lambda: self._work_each(chosen))
         self._compile_seconds += perf_counter() - began
 
@@ -306,14 +314,14 @@ class RoundExecutor:
 
 @dataclass(frozen=True)
 class LaunchedRound:
-    """A launched round. `graph`: it was replayed, not launched operator by operator. `logits` has the rows of sequences
+    """A launched round. `graph`: it was replayed, not launched operator by operator. `logprobs` has the rows of those
     that asked for log-probabilities, by place in the batch; `forced` what each sequence's grammar said must come."""
 
     executor: RoundExecutor
     batch: Batch
     shape: Shape
     letter: Letter
-    logits: dict[int, torch.Tensor]
+    logprobs: dict[int, RowLogprobs]
     forced: list[list[int]]
     graph: bool
     phases: dict[str, float]
@@ -322,10 +330,10 @@ class LaunchedRound:
         """Waits for it. A report for each sequence of its batch in order, and seconds of the host: of launching (or of
         each phase), and of waiting for the device."""
         began = perf_counter()
-        counts, chosen, nans = split_report(self.letter.read(), self.executor.body.buffers.sizes)
+        counts, chosen, nans = read_report(self.letter.read(), self.executor.body.buffers.sizes)
         waited = perf_counter() - began
-        tokens = chosen[: self.shape.num_rows].view(-1, self.shape.width).tolist()
-        is_nan = nans[: self.shape.num_rows].view(-1, self.shape.width).tolist()
+        tokens = chosen[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()
+        is_nan = nans[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()
         reports = [
             self._report(b, slot, values, tokens[b], is_nan[b])
             for b, (slot, values) in enumerate(zip(self.batch.slots, counts.T.tolist(), strict=False))
@@ -336,8 +344,8 @@ class LaunchedRound:
 
     def _report(self, b: int, slot: int, values: list[int], tokens: list[int], is_nan: list[int]) -> SequenceReport:
         accepted, committed, offered, stopped, done = values
-        kept, wanted = tokens[:committed], self.batch.logprobs[b]
-        logprobs = None if wanted is None else token_logprobs(self.logits[b][:committed], kept, wanted)
+        kept, rows = tokens[:committed], self.logprobs.get(b)
+        logprobs = None if rows is None else rows.read(kept)
         has_nan = any(is_nan[:committed])
         return SequenceReport(
             slot, kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs,

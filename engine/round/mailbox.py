@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
 class Mailbox:
-    """`count` pinned host buffers used in turn; one is written again only after its last copy has ended."""
+    """`count` pinned host buffers used in turn; one is written again only after its last copy has ended. The host
+    reads and writes them by numpy, whose small calls are cheaper than torch's."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, count: int = 4):
         self.on_gpu = device.type == "cuda"
         self._buffers = [torch.zeros(shape, dtype=dtype, pin_memory=self.on_gpu) for _ in range(count)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
         self._events: list[torch.cuda.Event | None] = [None] * count
         self._next = 0
 
@@ -30,30 +33,29 @@ class Mailbox:
     def send(self, values: list[int], target: torch.Tensor) -> None:
         """Copies the values to the front of a device tensor of this mailbox's dtype, in stream order."""
         index, buffer = self._take()
-        buffer[: len(values)] = torch.tensor(values, dtype=buffer.dtype)
+        self._arrays[index][: len(values)] = values
         target[: len(values)].copy_(buffer[: len(values)], non_blocking=True)
         self._mark(index)
 
     def fetch(self, source: torch.Tensor) -> Letter:
-        """Starts the copy of a device tensor to the host."""
+        """Starts the copy of a device tensor of this mailbox's shape to the host."""
         index, buffer = self._take()
-        part = buffer[: source.shape[0]]
-        part.copy_(source, non_blocking=True)
+        buffer.copy_(source, non_blocking=True)
         self._mark(index)
-        return Letter(part, self._events[index])
+        return Letter(self._arrays[index], self._events[index])
 
 
 class Letter:
     """A copy on its way to the host."""
 
-    def __init__(self, buffer: torch.Tensor, event: torch.cuda.Event | None):
-        self._buffer, self._event = buffer, event
+    def __init__(self, array: np.ndarray, event: torch.cuda.Event | None):
+        self._array, self._event = array, event
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> np.ndarray:
         """The values, once they have come; to be used before as many later letters as the mailbox has buffers."""
         if self._event is not None:
             self._event.synchronize()
-        return self._buffer
+        return self._array
 
 
 class Placement:
@@ -64,6 +66,7 @@ class Placement:
         self._slot_mail = Mailbox((len(slots),), slots.dtype, slots.device)
         self._table_mail = Mailbox((tables.shape[1],), tables.dtype, tables.device)
         self._known: dict[int, list[int]] = {}
+        self._placed: list[int] = []
 
     def place(self, slots: list[int], tables: list[list[int]], size: int) -> None:
         """A batch, filled up to `size` with the null slot."""
@@ -72,4 +75,8 @@ class Placement:
             if self._known.get(slot) is not pages:
                 self._table_mail.send(pages + [0] * (self.tables.shape[1] - len(pages)), self.tables[slot])
                 self._known[slot] = pages
-        self._slot_mail.send(slots + [0] * (size - len(slots)), self.slots)
+        filled = slots + [0] * (size - len(slots))
+        # mostly those of the round before
+        if filled != self._placed:
+            self._slot_mail.send(filled, self.slots)
+            self._placed = filled

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
 ALIGNMENT = 16
-"""Bytes; where each array begins in the block."""
+"""Bytes; where each group begins in the block."""
+
+Group = tuple[Sequence[Sequence[float]], torch.dtype]
+"""Lists of numbers of one dtype."""
 
 
-def send(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The arrays (on the host, contiguous, of any dtypes) on the device, in stream order; views of one block.
+def send(*groups: Group, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """Each group's lists on the device, in stream order; views of one block.
 
     On a GPU the block is pinned memory of torch's own pool, which gives it to nobody before the copy has ended.
     """
+    arrays = [torch.tensor(list(chain.from_iterable(lists)), dtype=dtype) for lists, dtype in groups]
     starts, total = [], 0
     for array in arrays:
         starts.append(total)
         total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     block = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for array, start in zip(arrays, starts, strict=True):
-        block[start : start + array.nbytes].view(array.dtype).copy_(array.flatten())
+        block[start : start + array.nbytes].view(array.dtype).copy_(array)
     sent = block.to(device, non_blocking=True)
     return [
-        sent[start : start + array.nbytes].view(array.dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
+        sent[start : start + array.nbytes].view(array.dtype).split([len(numbers) for numbers in lists])
+        for (lists, _), array, start in zip(groups, arrays, starts, strict=True)
     ]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pilotfish.engine.round.buffers import split_report
+from pilotfish.engine.round.buffers import read_report
 from pilotfish.engine.round.mailbox import Letter
-from pilotfish.engine.round.reports import SequenceReport, num_forced, token_logprobs
+from pilotfish.engine.round.reports import RowLogprobs, SequenceReport, num_forced
 from pilotfish.engine.round.spans import Span, SpanRows
 from pilotfish.spec.slots import FILTERED
 
@@ -119,8 +119,8 @@ class Reading:
             b.allowed[: len(words)].copy_(words)
         executor.run_once(Once(FIRST, piece.depth, executor.state.host_flags[slot]))
         executor.observe("prefill.logits", b.logits[:1], [slot], [piece.end - 1])
-        kept = None if piece.logprobs is None else b.logits[:1].clone()
-        return FirstToken(self, executor.fetch_report(), kept, forced[0])
+        rows = None if piece.logprobs is None else RowLogprobs(b.logits[:1], b.chosen[:1], piece.logprobs)
+        return FirstToken(self, executor.fetch_report(), rows, forced[0])
 
     def _start_head(self) -> None:
         """The head's part of a round whose only row was the prompt's last one. At depth 0 too: a later round may draft,
@@ -135,22 +135,20 @@ class Reading:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """The token after a prompt, launched. `logits` [1, V] if log-probabilities were asked for; `forced`: what the
-    grammar said must come."""
+    """The token after a prompt, launched; its row, if log-probabilities were asked for. `forced`: what the grammar said
+    must come."""
 
     reading: Reading
     letter: Letter
-    logits: torch.Tensor | None
+    logprobs: RowLogprobs | None
     forced: list[int]
 
     def collect(self) -> SequenceReport:
         """Waits for it."""
         executor, piece = self.reading.executor, self.reading.piece
-        counts, chosen, nans = split_report(self.letter.read(), executor.body.buffers.sizes)
+        counts, chosen, nans = read_report(self.letter.read(), executor.body.buffers.sizes)
         _, committed, _, stopped, done = counts[:, 0].tolist()
         tokens = chosen[:committed].tolist()
-        found = None
-        if self.logits is not None and piece.logprobs is not None:
-            found = token_logprobs(self.logits[:committed], tokens, piece.logprobs)
+        found = None if self.logprobs is None else self.logprobs.read(tokens)
         has_nan, forced = bool(nans[:committed].any()), num_forced(tokens, self.forced)
         return SequenceReport(piece.slot, tokens, 0, 0, bool(stopped), bool(done), has_nan, found, num_forced=forced)

@@ -79,15 +79,21 @@ def prompt_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> lis
     ]
 
 
-def token_logprobs(logits: torch.Tensor, tokens: list[int], wanted: int) -> list[TokenLogprob]:
-    """Log-probabilities by the raw logits, as vLLM's default is: before penalties and temperature."""
-    table = logits.log_softmax(-1)
-    top = table.sort(dim=-1, descending=True, stable=True)
-    return [
-        TokenLogprob(
-            token,
-            float(table[row, token]),
-            list(zip(top.indices[row, :wanted].tolist(), top.values[row, :wanted].tolist(), strict=True)),
-        )
-        for row, token in enumerate(tokens)
-    ]
+class RowLogprobs:
+    """Log-probabilities of a window's rows by the raw logits, as vLLM's default is: before penalties and temperature.
+
+    Computed at once, and on their way to the host before another round is launched: nobody waits for that one.
+    """
+
+    def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, wanted: int):
+        """Of raw logits fp32 [W, V]: the tokens chosen, int64 [W], and the `wanted` likeliest ones."""
+        table = logits.log_softmax(-1)
+        # the first of those that are equal
+        top = table.sort(dim=-1, descending=True, stable=True)
+        parts = table.gather(1, chosen[:, None]), top.values[:, :wanted], top.indices[:, :wanted]
+        self._chosen, self._values, self._ids = (part.to("cpu", non_blocking=True) for part in parts)
+
+    def read(self, tokens: list[int]) -> list[TokenLogprob]:
+        """Of the rows that these tokens were committed from. To be called once the device is past them."""
+        rows = zip(tokens, self._chosen.tolist(), self._ids.tolist(), self._values.tolist(), strict=False)
+        return [TokenLogprob(token, own[0], list(zip(ids, values, strict=True))) for token, own, ids, values in rows]

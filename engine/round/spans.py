@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pilotfish.engine.model.build import Model
@@ -146,15 +147,18 @@ class StaticSpan:
         half = len(model.inv_freq)
         self._positions = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
         self._cos, self._sin = (torch.zeros((num_rows, 1, half), device=model.device) for _ in range(2))
+        self._first: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def take(self, slot: int, start: int, tokens: Sequence[int], table: Sequence[int], num_rows: int) -> Span:
         """Brings a piece's tokens and place to the device; its positions follow by `Span.place`. Waits for nothing."""
         assert len(tokens) <= num_rows <= self.num_rows and len(table) <= self._num_pages, (len(tokens), len(table))
         end = self._tokens_at + 8 * num_rows
         block = torch.zeros(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        block[:12].view(torch.int32).copy_(torch.tensor((slot, len(tokens), start), dtype=torch.int32))
-        block[self._table_at :][: 8 * len(table)].view(torch.int64).copy_(torch.tensor(table, dtype=torch.int64))
-        block[self._tokens_at :].view(torch.int64).copy_(torch.tensor(padded_tokens(tokens, num_rows)))
+        written = block.numpy()
+        written[:12].view(np.int32)[:] = slot, len(tokens), start
+        written[self._table_at :][: 8 * len(table)].view(np.int64)[:] = table
+        written[self._tokens_at :].view(np.int64)[:] = padded_tokens(tokens, num_rows)
         self._block[:end].copy_(block, non_blocking=True)
-        places = (tensor[:num_rows] for tensor in (self._positions, self._cos, self._sin))
-        return Span(slot, start, len(tokens), self.table, self.numbers, *places)
+        if num_rows not in self._first:
+            self._first[num_rows] = tuple(tensor[:num_rows] for tensor in (self._positions, self._cos, self._sin))
+        return Span(slot, start, len(tokens), self.table, self.numbers, *self._first[num_rows])
