@@ -28,7 +28,7 @@ class TokenRule(Protocol):
 
     def mask_rows(self, drafts: list[int], bits: np.ndarray) -> None: ...
 
-    def forced(self) -> list[int]: ...
+    def forced(self, most: int, num_words: int) -> list[int]: ...
 
     def advance(self, tokens: list[int]) -> None: ...
 
@@ -53,9 +53,9 @@ class Guarded:
         if self.fault is not None:
             bits[:] = -1
 
-    def forced(self) -> list[int]:
+    def forced(self, most: int, num_words: int) -> list[int]:
         """See Constraint."""
-        return self._ask(self._rule.forced, [])
+        return self._ask(lambda: self._rule.forced(most, num_words), [])
 
     def advance(self, tokens: list[int]) -> None:
         """See Constraint."""

@@ -38,6 +38,12 @@ logger = logging.getLogger(__name__)
 
 ROUNDS_KEPT = 8
 """The newest rounds, whose median says how long one takes."""
+PATIENCE_SHARE = 8
+"""A round is held up by grammars for at most this part of what one takes, before it is launched and after its trunk."""
+FIRST_ROUND_SECONDS = 0.03
+"""What one takes, until it is known."""
+LEAST_PATIENCE = 0.001
+"""Seconds that it may be held up however short rounds are."""
 IDLE_SECONDS = 0.005
 """Where every request waits for its grammar, new ones are looked for this often."""
 
@@ -196,7 +202,7 @@ class EngineLoop:
         """The sequences that the next round can take, so that no slow grammar holds it up, and what ends those whose
         grammars are broken."""
         outputs = []
-        ready = set(self.executor.grammars.settle([sequence.slot for sequence in sequences]))
+        ready = set(self.executor.grammars.settle([sequence.slot for sequence in sequences], self._patience))
         for sequence in sequences:
             if sequence.constraint is not None and sequence.constraint.error is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
@@ -204,6 +210,25 @@ class EngineLoop:
         if going and not ready and not outputs:
             self.executor.grammars.steps.wait(going[0].slot, IDLE_SECONDS)
         return [sequence for sequence in going if sequence.slot in ready], outputs
+
+    def _hold_prompts(self) -> tuple[list[Sequence], list[RequestOutput]]:
+        """The sequences whose grammars have yet to say how a text may begin: their prompts are not read, for the first
+        token would be waited for. And what ends those whose grammars took too long."""
+        unread = [s for s in self.scheduler.running if s.constraint is not None and not s.is_prefilled]
+        if not unread:
+            return [], []
+        outputs = []
+        unready = self.executor.grammars.unready([sequence.slot for sequence in unread], self._patience)
+        for sequence in unread:
+            if sequence.constraint is not None and sequence.constraint.overrun is not None:
+                outputs += self._fail_grammar(sequence, sequence.constraint)
+        return [sequence for sequence in unread if sequence.slot in unready], outputs
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that a round may be held up."""
+        round_seconds = median(self._round_seconds) if self._round_seconds else FIRST_ROUND_SECONDS
+        return max(LEAST_PATIENCE, round_seconds / PATIENCE_SHARE)
 
     def _fail_grammar(self, sequence: Sequence, constraint: Guarded) -> list[RequestOutput]:
         outputs = self._fail(sequence, constraint.error or "")
@@ -223,7 +248,9 @@ class EngineLoop:
         for sequence in self.scheduler.admit():
             sequence.admitted()
             outputs += self._admit(sequence)
-        step = self.scheduler.next_step()
+        held, failed = self._hold_prompts()
+        outputs += failed
+        step = self.scheduler.next_step(held)
         phases: dict[str, float] = {}
         num_prefilled = 0
         if isinstance(step, PrefillStep):
@@ -241,9 +268,11 @@ class EngineLoop:
             outputs += self._round(step.sequences, phases)
         else:
             outputs += self._read(self._in_flight, phases)
-        self._time_round(step, perf_counter() - started)
+        self._time_round(step if phases else None, perf_counter() - started)
         if not (phases or outputs):
-            if (self._coming or self._leaving) and step is None:
+            if held and step is None:
+                self.executor.grammars.steps.wait(held[0].slot, IDLE_SECONDS)
+            elif (self._coming or self._leaving) and step is None:
                 assert self.grammars is not None
                 self.grammars.wait(IDLE_SECONDS)
             return None
@@ -335,6 +364,7 @@ class EngineLoop:
             tables=[sequence.pages for sequence in sequences],
             depth=max(sequence.own_k for sequence in sequences),
             logprobs=[sequence.request.sampling.logprobs for sequence in sequences],
+            patience=self._patience,
         )
         return self.executor.launch(batch, self.depth)
 
@@ -350,7 +380,7 @@ class EngineLoop:
         outputs = [
             output
             for sequence, report in zip(flight.sequences, reports, strict=True)
-            if sequence not in self.scheduler.retired
+            if report is not None and sequence not in self.scheduler.retired
             for output in self._outputs(sequence, report, after_round=True)
         ]
         still_read = self._in_flight.sequences if self._in_flight is not None else []

@@ -7,6 +7,7 @@ library writes them.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from pilotfish.engine.grammar.form import first_words
 
 MIN_FORCED = 2
 """Fewer forced tokens than this are left to the head: it often knows one, and then more after it."""
+FORCED_SECONDS = 0.002
+"""CPU time after which no further forced token is looked for."""
 
 
 class Constraint:
@@ -51,9 +54,8 @@ class Constraint:
         assert rows.dtype == np.int32 and rows.flags.c_contiguous
         # on a copy, which costs a microsecond: going back over drafts whose masks were computed leaves masks of theirs
         # behind (llguidance 1.8 to 1.9.1), which are then taken for those of what came instead
-        fill: Any = self._matcher.deep_copy() if drafts else self._matcher  # the stub leaves the method below out
-        # one call for all rows, which keeps no other thread of ours from running
-        fill.unsafe_compute_mask_ptr_with_draft_token(rows.ctypes.data, rows.strides[0], drafts)
+        fill = self._matcher.deep_copy() if drafts else self._matcher
+        _compute(fill, drafts, rows)
         if fill.is_error():
             self.error = first_words(fill.get_error())
 
@@ -64,11 +66,25 @@ class Constraint:
         if rest.any():
             row[:] = rest
 
-    def forced(self) -> list[int]:
-        """Tokens whose text must come next, at least MIN_FORCED, else none; other tokens may spell the same text."""
-        if not self._active or self.error is not None or self._matcher.is_stopped():
+    def forced(self, most: int, num_words: int) -> list[int]:
+        """The next MIN_FORCED .. `most` tokens, each the only one that may come in its place; else none.
+
+        The library's own `compute_ff_tokens` writes out all that must come, megabytes for a grammar of some bytes, and
+        keeps the interpreter's lock for seconds meanwhile. A mask lets go of it, and where one took long none follows.
+        """
+        if not self._active or self.error is not None:
             return []
-        tokens = self._matcher.compute_ff_tokens()
+        tokens: list[int] = []
+        row, rest = np.empty((1, num_words), dtype=np.int32), self._matcher
+        began = time.thread_time()
+        while len(tokens) < most and not rest.is_stopped() and not rest.is_accepting():
+            _compute(rest, [], row)
+            token = _only_token(row[0])
+            if token is None or time.thread_time() - began > FORCED_SECONDS:
+                break
+            rest = rest.deep_copy() if rest is self._matcher else rest
+            rest.consume_token(token)
+            tokens.append(token)
         return tokens if len(tokens) >= MIN_FORCED else []
 
     def advance(self, tokens: list[int]) -> None:
@@ -81,3 +97,16 @@ class Constraint:
                 error = first_words(self._matcher.get_error())
                 self.error = error or f"the grammar allows no token here, got {token}"
                 return
+
+
+def _compute(matcher: Any, drafts: list[int], rows: np.ndarray) -> None:
+    """The masks of the next token and of those after each draft, in one call, which keeps no other thread of ours from
+    running. The library's stub leaves the method out."""
+    matcher.unsafe_compute_mask_ptr_with_draft_token(rows.ctypes.data, rows.strides[0], drafts)
+
+
+def _only_token(row: np.ndarray) -> int | None:
+    """The token whose bit is set, if it is the only one."""
+    places = np.flatnonzero(row)
+    word = int(row[places[0]]) & 0xFFFFFFFF if len(places) == 1 else 0
+    return 32 * int(places[0]) + word.bit_length() - 1 if word and not word & (word - 1) else None

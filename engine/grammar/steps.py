@@ -1,16 +1,19 @@
 """The way from a round's tokens to the masks of the next round's rows, on threads beside the loop; no torch.
 
 A step takes what was committed, finds what must come, and the masks after the drafts that will then be verified. A
-round is launched with the sequences whose steps know what must come, and waits for their masks while the trunk runs. A
-sequence whose last steps were slow is left out of rounds until its step has ended, on threads that give way. A step
-that takes more than LIMIT_SECONDS of CPU time, or ROUND_SECONDS once a round waits for it, ends its request with an
-error. The others go on.
+round is launched with the sequences whose steps know what must come, and their masks are computed while the trunk runs.
+A step may hold a round up for a small share of its time, once; then the round goes without its sequence, which stays
+where it is and joins the first round after the step has ended. Such a step gives way to the others, and so do the next
+ones of a sequence whose steps are slow. A step that takes more than LIMIT_SECONDS of CPU time ends its request with an
+error.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +27,8 @@ SLOW_STEPS = 32
 """Quick steps until it is trusted again."""
 LIMIT_SECONDS = 0.5
 """CPU time that one step may take."""
-ROUND_SECONDS = 0.15
-"""CPU time that it may take while a round waits for its masks; no step of the trial took as long."""
-HELD_SECONDS = 0.25
-"""CPU time that the part of a step may take during which the library keeps the interpreter's lock."""
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.001
+"""How often it is looked whether the trunk has ended."""
 NUM_QUICK, NUM_SLOW, SLOW_NICE = 4, 2, 10
 TOO_SLOW = "the grammar takes too long to say what may come next"
 
@@ -37,31 +37,36 @@ TOO_SLOW = "the grammar takes too long to say what may come next"
 class Step:
     """One constraint's: `forced` is there once `knows_forced` is set, `rows` int32 [drafts + 1, words] once `ended` is.
 
-    `clock` is that of the thread it runs on, which stood at `began`; None until it runs.
+    `clock` and `thread` are those of the thread it runs on, whose clock stood at `began`; None until it runs.
+    `is_settled`: a round has been launched with it. `is_missed`: one has gone without it, so that none waits again;
+    `is_apart`: so its thread gives way.
     """
 
     constraint: Guarded
     tokens: list[int]
     drafts: list[int]
     num_words: int
+    threads: Threads
     forced: list[int] = field(default_factory=list)
     rows: np.ndarray | None = None
     clock: int | None = None
+    thread: int = 0
     began: float = 0.0
     took: float = 0.0
     is_settled: bool = False
+    is_missed: bool = False
+    is_apart: bool = False
     knows_forced: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         constraint = self.constraint
         began = self.began = time.thread_time()
+        self.thread = threading.get_native_id()
         self.clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             constraint.advance(self.tokens)
-            self.forced = constraint.forced() if constraint.error is None else []
-            if time.thread_time() - began > HELD_SECONDS:
-                constraint.overrun = TOO_SLOW
+            self.forced = constraint.forced(len(self.drafts) + 1, self.num_words) if constraint.error is None else []
             self.knows_forced.set()
             drafts = self.forced[: len(self.drafts)] + self.drafts[len(self.forced) :]
             rows = np.full((len(drafts) + 1, self.num_words), -1, dtype=np.int32)
@@ -73,18 +78,18 @@ class Step:
             self.knows_forced.set()
             self.ended.set()
 
-    def wait(self) -> bool:
-        """Waits for the step's end; False if it has used up a round's time first: then it is given up."""
-        while not self.ended.wait(LOOK_SECONDS):
-            if self.is_late(ROUND_SECONDS):
-                return False
-        return True
+    def miss(self) -> None:
+        """A round goes without it. Others' steps do not wait behind it, and its thread gives way."""
+        self.is_missed, self.is_settled = True, False
+        if self.clock is not None and not self.is_apart:
+            self.is_apart = True
+            self.threads.set_apart(self.thread)
 
-    def is_late(self, limit: float) -> bool:
+    def is_late(self) -> bool:
         """Whether it has used more than its time; then its constraint ends, though its thread may go on for a while."""
         if self.ended.is_set() or self.clock is None:
             return False
-        if time.clock_gettime(self.clock) - self.began > limit:
+        if time.clock_gettime(self.clock) - self.began > LIMIT_SECONDS:
             self.constraint.overrun = TOO_SLOW
             return True
         return False
@@ -96,15 +101,37 @@ class Masks:
     def __init__(self, steps: list[Step | None], depth: int, num_words: int):
         self._steps, self._depth, self._num_words = steps, depth, num_words
 
-    def result(self) -> np.ndarray:
-        """What grammars allow each row, int32 words [B * W, words]; rows of sequences without one allow everything."""
-        width = self._depth + 1
+    def result(
+        self, is_verified: Callable[[], bool] = lambda: True, patience: float = math.inf
+    ) -> tuple[np.ndarray, list[int]]:
+        """What grammars allow each row, int32 words [B * W, words], and the places of the sequences whose steps have
+        not ended: they sit the round out. Rows of sequences without a grammar allow everything.
+
+        Waits until the trunk has ended (`is_verified`), and for `patience` seconds after that.
+        """
+        self._wait(is_verified, patience)
+        width, missed = self._depth + 1, []
         words = np.full((len(self._steps) * width, self._num_words), -1, dtype=np.int32)
         for b, step in enumerate(self._steps):
-            if step is not None and step.wait() and step.rows is not None:
+            if step is None:
+                continue
+            if not step.ended.is_set():
+                step.miss()
+                missed.append(b)
+            elif step.rows is not None:
                 rows = step.rows[:width]
                 words[b * width : b * width + len(rows)] = rows
-        return words
+        return words, missed
+
+    def _wait(self, is_verified: Callable[[], bool], patience: float) -> None:
+        until = math.inf
+        for step in self._steps:
+            while step is not None and not step.ended.is_set():
+                if until == math.inf and is_verified():
+                    until = time.monotonic() + patience
+                if (left := until - time.monotonic()) <= 0:
+                    return
+                step.ended.wait(min(left, LOOK_SECONDS))
 
 
 class Steps:
@@ -114,29 +141,36 @@ class Steps:
         self.num_words = -(-vocab_size // 32)
         self._newest: dict[int, Step] = {}
         self._slow: dict[int, int] = {}
-        self._quick_threads = Threads(NUM_QUICK, "grammar-masks")
-        self._slow_threads = Threads(NUM_SLOW, "grammar-slow", SLOW_NICE)
+        self._quick_threads = Threads(NUM_QUICK, "grammar-masks", nice_apart=SLOW_NICE)
+        self._slow_threads = Threads(NUM_SLOW, "grammar-slow", SLOW_NICE, SLOW_NICE)
 
     def begin(self, slot: int, constraint: Guarded, tokens: list[int], drafts: list[int]) -> None:
         """Starts on the rows after committed tokens and these drafts, or what is forced in their place."""
         self._judge(slot)
-        step = self._newest[slot] = Step(constraint, tokens, drafts, self.num_words)
         threads = self._slow_threads if self._slow.get(slot) else self._quick_threads
+        step = self._newest[slot] = Step(constraint, tokens, drafts, self.num_words, threads)
         threads.submit(step.run)
 
     def release(self, slot: int) -> None:
         """The slot's grammar is gone, or another one comes."""
-        self._newest.pop(slot, None)
+        step = self._newest.pop(slot, None)
         self._slow.pop(slot, None)
+        if step is not None and not step.ended.is_set():
+            step.miss()
 
-    def ready(self, slot: int) -> bool:
-        """Whether a round may take the slot: it has no grammar, or its step is near its end."""
+    def ready(self, slot: int, until: float, whole: bool = False) -> bool:
+        """Whether a round may take the slot: it has no grammar, or its step knows what must come; or, with `whole`, the
+        masks too. Waits for that until then by time.monotonic(), once for a step, and not at all for one of a sequence
+        whose steps are slow. Also if the step is given up: then its constraint has an error."""
         step = self._newest.get(slot)
         if step is None or step.is_settled or step.ended.is_set():
             return True
-        # being left out costs a sequence one round, waiting for it costs the others
-        is_near = not self._slow.get(slot) and step.knows_forced.wait(LOOK_SECONDS)
-        return is_near or step.is_late(LIMIT_SECONDS)
+        if not step.is_missed and not self._slow.get(slot):
+            event = step.ended if whole else step.knows_forced
+            if event.wait(max(0.0, until - time.monotonic())):
+                return True
+        step.miss()
+        return step.is_late()
 
     def settle(self, slot: int) -> list[int]:
         """What a ready step forces, once: the drafts that it counted on."""

@@ -97,7 +97,6 @@ def _walk_all(matcher: LLMatcher, vocab_size: int, generator: random.Random) -> 
             if token is None or matcher.is_stopped():
                 break
             _timed("a token", matcher.consume_token, token)
-            _timed("what must come", matcher.compute_ff_tokens)
             if time.thread_time() - began > WALKS_SECONDS:
                 return
         if matcher.is_error() or not matcher.reset():

@@ -10,6 +10,7 @@ on its length and the grid alone (cache/grid.py). Places and turns to read go to
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 from pilotfish.engine.cache.grid import Grid
@@ -120,10 +121,10 @@ class Scheduler:
             self.prefix.make_room(missing)
             sequence.pages = self.pages.add(sequence, missing)
 
-    def next_step(self) -> PrefillStep | RoundStep | None:
+    def next_step(self, held: Container[Sequence] = ()) -> PrefillStep | RoundStep | None:
         """A chunk of an unfinished prompt, of the key that was served least the oldest, and a round of all others, in
-        turn. A chunk that has paused goes on before another one."""
-        prompts = [sequence for sequence in self.running if not sequence.is_prefilled]
+        turn. A chunk that has paused goes on before another one. Prompts of sequences that are `held` wait."""
+        prompts = [sequence for sequence in self.running if not sequence.is_prefilled and sequence not in held]
         decoding = [sequence for sequence in self.running if sequence.is_prefilled]
         if prompts and not (decoding and self._last_was_prefill):
             self._last_was_prefill = True

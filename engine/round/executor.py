@@ -151,20 +151,24 @@ class RoundExecutor:
         self.place(batch.slots, batch.tables, shape.num_sequences)
         forced = self.grammars.forced(batch.slots)
         masks = self.grammars.start_masks(batch.slots, shape.depth)
+        missed: list[int] = []
         body.mark = clock.mark
         if masks is None:
             graph = self._run(work, WHOLE if flags & FILTERED else PLAIN)
         else:
             graph = self._run(work, VERIFY)
-            words = torch.from_numpy(masks.result())
+            found, missed = masks.result(self._verified(), batch.patience)
+            words = torch.from_numpy(found)
             clock.mark("mask")
             body.buffers.allowed[: len(words)].copy_(words)
+            if missed:
+                self._sit_out(batch, shape, missed)
             graph &= self._run(work, FINISH)
         body.mark = unmarked
         logprobs = self._logprobs(batch, shape)
         letter = self.fetch_report()
         phases = {"launch": clock.elapsed} if self.ops.fixed_shapes else clock.seconds
-        return LaunchedRound(self, batch, shape, letter, logprobs, forced, graph, phases)
+        return LaunchedRound(self, batch, shape, letter, logprobs, forced, frozenset(missed), graph, phases)
 
     def _logprobs(self, batch: Batch, shape: Shape) -> dict[int, RowLogprobs]:
         """Of each window row of the sequences that asked for them, by place in the batch, before the next round
@@ -175,6 +179,23 @@ class RoundExecutor:
         logits, chosen = (rows[: shape.num_rows].unflatten(0, (-1, width)) for rows in (b.logits, b.chosen))
         asked = {place: wanted for place, wanted in enumerate(batch.logprobs) if wanted is not None}
         return {place: RowLogprobs(logits[place], chosen[place], wanted) for place, wanted in asked.items()}
+
+    def _verified(self) -> Callable[[], bool]:
+        """Whether what has been launched has ended."""
+        if self.model.device.type != "cuda":
+            return lambda: True
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+    def _sit_out(self, batch: Batch, shape: Shape, missed: list[int]) -> None:
+        """Sequences whose masks have not come commit nothing: the null slot stands in their places from here on. The
+        trunk has replayed what they had accepted, and nothing of this window follows; their drafts stay for the next
+        round."""
+        slots = [NULL_SLOT if b in missed else slot for b, slot in enumerate(batch.slots)]
+        for b in missed:
+            self.state.pending_count[batch.slots[b]].fill_(0)
+        self._placement.place_slots(slots, shape.num_sequences)
 
     def _fit(self, batch: Batch, next_depth: int, flags: int) -> Work:
         count = len(batch.slots)
@@ -315,7 +336,8 @@ class RoundExecutor:
 @dataclass(frozen=True)
 class LaunchedRound:
     """A launched round. `graph`: it was replayed, not launched operator by operator. `logprobs` has the rows of those
-    that asked for log-probabilities, by place in the batch; `forced` what each sequence's grammar said must come."""
+    that asked for log-probabilities, by place in the batch; `forced` what each sequence's grammar said must come;
+    `missed` the places of those that sit the round out."""
 
     executor: RoundExecutor
     batch: Batch
@@ -323,22 +345,23 @@ class LaunchedRound:
     letter: Letter
     logprobs: dict[int, RowLogprobs]
     forced: list[list[int]]
+    missed: frozenset[int]
     graph: bool
     phases: dict[str, float]
 
-    def collect(self) -> tuple[list[SequenceReport], dict[str, float]]:
-        """Waits for it. A report for each sequence of its batch in order, and seconds of the host: of launching (or of
-        each phase), and of waiting for the device."""
+    def collect(self) -> tuple[list[SequenceReport | None], dict[str, float]]:
+        """Waits for it. A report for each sequence of its batch in order, None for one that sat the round out, and
+        seconds of the host: of launching (or of each phase), and of waiting for the device."""
         began = perf_counter()
         counts, chosen, nans = read_report(self.letter.read(), self.executor.body.buffers.sizes)
         waited = perf_counter() - began
         tokens = chosen[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()
         is_nan = nans[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()
         reports = [
-            self._report(b, slot, values, tokens[b], is_nan[b])
+            None if b in self.missed else self._report(b, slot, values, tokens[b], is_nan[b])
             for b, (slot, values) in enumerate(zip(self.batch.slots, counts.T.tolist(), strict=False))
         ]
-        self.executor.grammars.advance(reports)
+        self.executor.grammars.advance([report for report in reports if report is not None])
         last = {"wait": waited} if self.executor.ops.fixed_shapes else {"report": perf_counter() - began}
         return reports, self.phases | last
 

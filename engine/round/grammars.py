@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from pilotfish.engine.grammar.steps import Masks, Steps
 from pilotfish.engine.guard import Guarded
 from pilotfish.engine.round.batch_state import BatchState
@@ -27,9 +29,11 @@ class SlotGrammars:
         self.constraints.pop(slot, None)
         self.steps.release(slot)
 
-    def settle(self, slots: list[int]) -> list[int]:
-        """Those that a round can take now: what their grammars force is drafted in place of what the head drafted."""
-        ready = [slot for slot in slots if self.steps.ready(slot)]
+    def settle(self, slots: list[int], patience: float) -> list[int]:
+        """Those that a round can take now, or within so many seconds: what their grammars force is drafted in place of
+        what the head drafted."""
+        until = monotonic() + patience
+        ready = [slot for slot in slots if self.steps.ready(slot, until)]
         for slot in ready:
             self.state.force_drafts(slot, self.steps.settle(slot))
         return ready
@@ -42,6 +46,11 @@ class SlotGrammars:
         """What grammars allow each row of a window over settled slots, computed while the trunk runs. None without a
         grammar."""
         return self.steps.masks(slots, depth)
+
+    def unready(self, slots: list[int], patience: float) -> set[int]:
+        """Those whose masks of the token after the prompt are not there, now or within so many seconds."""
+        until = monotonic() + patience
+        return {slot for slot in slots if not self.steps.ready(slot, until, whole=True)}
 
     def advance(self, reports: list[SequenceReport]) -> None:
         """Starts each grammar on what was committed, and on the masks of the next round."""

@@ -75,6 +75,10 @@ class Placement:
             if self._known.get(slot) is not pages:
                 self._table_mail.send(pages + [0] * (self.tables.shape[1] - len(pages)), self.tables[slot])
                 self._known[slot] = pages
+        self.place_slots(slots, size)
+
+    def place_slots(self, slots: list[int], size: int) -> None:
+        """A batch whose tables are known."""
         filled = slots + [0] * (size - len(slots))
         # mostly those of the round before
         if filled != self._placed:

@@ -115,7 +115,7 @@ class Reading:
         forced = executor.grammars.forced([slot])
         masks = executor.grammars.start_masks([slot], 0)
         if masks is not None:
-            words = torch.from_numpy(masks.result())
+            words = torch.from_numpy(masks.result()[0])
             b.allowed[: len(words)].copy_(words)
         executor.run_once(Once(FIRST, piece.depth, executor.state.host_flags[slot]))
         executor.observe("prefill.logits", b.logits[:1], [slot], [piece.end - 1])

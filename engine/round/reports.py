@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,12 +12,14 @@ from pilotfish.engine.link.messages import TokenLogprob
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one round. `logprobs` holds what each asked for (None: nothing)."""
+    """Sequences of one round. `logprobs` holds what each asked for (None: nothing). `patience`: seconds after the trunk
+    that the round waits for grammars' masks; then it goes on without the sequences whose masks have not come."""
 
     slots: list[int]
     tables: list[list[int]]
     depth: int
     logprobs: list[int | None]
+    patience: float = math.inf
 
 
 @dataclass(frozen=True)

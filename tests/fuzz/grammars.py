@@ -374,7 +374,7 @@ class Campaign:
         words = np.zeros((WINDOW, -(-VOCAB // 32)), dtype=np.int32)
         for _ in range(2):
             ticket.constraint.mask_rows([self.draw.randrange(VOCAB) for _ in range(WINDOW - 1)], words)
-            forced = ticket.constraint.forced()
+            forced = ticket.constraint.forced(WINDOW, words.shape[1])
             ticket.constraint.advance(forced[:4])
             if ticket.constraint.error is not None:
                 return

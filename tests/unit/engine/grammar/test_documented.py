@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from pilotfish.engine import loop
 from pilotfish.engine.grammar import bounds, library, steps, threads, trial, worker
 
 TEXT = (Path(__file__).resolve().parents[4] / "docs" / "SECURITY.md").read_text()
@@ -28,9 +29,9 @@ def test_times_and_memory_stand_there():
         f"up to {library.MAX_KEPT_BYTES >> 22} MiB; {library.MAX_KEPT_BYTES >> 20} MiB and {library.MAX_KEPT} sources",
         f"stack of {threads.STACK_BYTES >> 20} MiB",
         f"({1e3 * steps.SLOW_SECONDS:g} ms of CPU time)",
-        f"{steps.LIMIT_SECONDS:g} s, {steps.ROUND_SECONDS:g} s if a round waits for it",
-        f"{steps.HELD_SECONDS:g} s, once",
+        f"{steps.LIMIT_SECONDS:g} s; a round waits for it for an eighth of its own time",
     ):
         assert words in PROSE, words
+    assert loop.PATIENCE_SHARE == 8
     assert quick.num_places == slow.num_places == 1
     assert (trial.NUM_WALKS, trial.WALK_TOKENS) == (2, 12) and "walks two texts of twelve tokens" in PROSE

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from pilotfish.engine.start import make_core
 MODEL = Path(__file__).resolve().parents[4] / "demo" / "model"
 EOS = (8179,)
 VOCAB = 8192
+NUM_WORDS = VOCAB // 32
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "ok": {"type": "boolean"}},
@@ -99,22 +101,48 @@ class TestMasks:
 
     def test_what_must_come_is_known_until_something_may(self, library, tokenizer):
         constraint = library.constraint(Grammar(kind="regex", source='\\{"customer number": [0-9]+\\}'), EOS)
-        forced = constraint.forced()
+        forced = constraint.forced(20, NUM_WORDS)
         assert tokenizer.decode(forced) == '{"customer number": '
         constraint.advance(forced)
-        assert constraint.forced() == []
+        assert constraint.forced(20, NUM_WORDS) == []
         constraint.advance([tokenizer.token_to_id("7")])
-        assert constraint.forced() == []
+        assert constraint.forced(20, NUM_WORDS) == []
+
+    def test_what_must_come_is_looked_for_as_far_as_it_is_asked_for_and_others_run_meanwhile(self, library, tokenizer):
+        source = 'start: /[ab]{40}/ x{40}\nx: y{100}\ny: "hello world hello world hello world hello world hello world"'
+        constraint = library.constraint(Grammar(kind="grammar", source=source), EOS)
+        constraint.advance(tokenizer.encode("ab" * 20).ids)
+        assert constraint.error is None
+        turns, ended = [], threading.Event()
+
+        def other():
+            while not ended.wait(0.001):
+                turns.append(None)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        before = len(turns)
+        forced = constraint.forced(20, NUM_WORDS)
+        during = len(turns) - before
+        ended.set()
+        thread.join()
+        # the first mask has to write all of it out
+        assert forced == [] and during > 3
+
+    def test_no_more_is_forced_than_asked_for(self, library, tokenizer):
+        constraint = library.constraint(Grammar(kind="regex", source="all of this long text"), EOS)
+        assert tokenizer.decode(constraint.forced(2, NUM_WORDS)) == "all of"
+        assert constraint.forced(1, NUM_WORDS) == []
 
     def test_nothing_is_forced_before_a_grammar_begins_or_after_it_ended(self, library, tokenizer):
         think = tokenizer.token_to_id("</think>")
         constraint = library.constraint(Grammar(kind="regex", source="all of this text", after_token_id=think), EOS)
-        assert constraint.forced() == []
+        assert constraint.forced(20, NUM_WORDS) == []
         constraint.advance([think])
-        forced = constraint.forced()
+        forced = constraint.forced(20, NUM_WORDS)
         assert tokenizer.decode(forced) == "all of this text"
         constraint.advance([*forced, EOS[0]])
-        assert constraint.forced() == []
+        assert constraint.forced(20, NUM_WORDS) == []
 
     def test_a_forbidden_commit_is_an_error_and_not_a_crash(self, library, tokenizer):
         constraint = library.constraint(Grammar(kind="regex", source="ab"), EOS)

@@ -1,5 +1,7 @@
 """Threads with room: deep recursion in C has it, the cheap jobs come first, and a fault ends one job alone."""
 
+import os
+import queue
 import sys
 import threading
 
@@ -61,3 +63,24 @@ def test_a_fault_ends_its_job_alone(fault):
         raise fault
 
     assert done(Threads(1, "x"), [(0.0, broken), (1.0, lambda: None)]) == [0, 1]
+
+
+def test_a_job_that_takes_long_is_set_apart_and_its_thread_ends_with_it():
+    threads, go_on, told = Threads(1, "x", nice_apart=7), threading.Event(), queue.Queue()
+
+    def job():
+        told.put((threading.get_native_id(), threading.current_thread()))
+        go_on.wait(60)
+
+    threads.submit(job)
+    number, thread = told.get(timeout=60)
+    threads.submit(lambda: told.put(threading.get_native_id()))
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.05)
+    threads.set_apart(number)
+    assert os.getpriority(os.PRIO_PROCESS, number) == 7
+    other = told.get(timeout=60)
+    assert other != number and os.getpriority(os.PRIO_PROCESS, other) == os.getpriority(os.PRIO_PROCESS, 0)
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()

@@ -146,7 +146,7 @@ class Multiples:
     def advance(self, tokens):
         self.taken += len(tokens)
 
-    def forced(self):
+    def forced(self, most, num_words):
         return []
 
 
