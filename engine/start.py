@@ -53,11 +53,11 @@ def make_core(options: EngineOptions) -> EngineLoop:
     if engine.executor.model.device.type == "cuda":
         probe.warm_up(unaudited)
     if engine.plan.binding_limit == MEASURED:
-        engine = concurrency.capped(engine, unaudited, text_of(Path(options.model), engine.ready.vocab_size, PAGE))
+        engine = concurrency.capped(engine, unaudited, _text(options, engine))
         unaudited = EngineLoop(dataclasses.replace(engine, audit_rate=0.0))
     routes = probe.routes(unaudited)
     assert engine.ready.execution is not None
-    break_even = _break_even(engine, options) if options.cost_table else {}
+    break_even = _break_even(unaudited, engine, options) if options.cost_table else {}
     # requests of our own are no client's prefix, and others than this engine have written its pages
     engine.scheduler.prefix.forget()
     # what was compiled up to here kept no request waiting
@@ -74,12 +74,22 @@ def make_core(options: EngineOptions) -> EngineLoop:
     return EngineLoop(dataclasses.replace(engine, ready=msgspec.structs.replace(engine.ready, execution=execution)))
 
 
-def _break_even(engine: Engine, options: EngineOptions) -> dict[int, float]:
-    """Timed on the loaded model; {} where nothing is drafted, or the device has no memory for these rounds beside."""
+def _text(options: EngineOptions, engine: Engine) -> list[int]:
+    """Known text for prompts to be timed with, where the checkpoint has a tokenizer."""
+    return text_of(Path(options.model), engine.ready.vocab_size, PAGE)
+
+
+def _break_even(loop: EngineLoop, engine: Engine, options: EngineOptions) -> dict[int, float]:
+    """Timed on the loaded model, only at k = 0 where the cap's rounds were timed; {} where nothing is drafted, or the
+    device has no memory for these rounds beside."""
     if engine.plan.depth == 0:
         return {}
+    assert engine.ready.execution is not None
     try:
-        costs = cost_table.at_boot(engine.executor.model, engine.plan, Path(options.model))
+        if known := engine.ready.execution.round_seconds:
+            costs = cost_table.of_served(loop, known, _text(options, engine))
+        else:
+            costs = cost_table.at_boot(engine.executor.model, engine.plan, Path(options.model))
     except torch.OutOfMemoryError as error:
         logger.warning("rounds were not timed, and break-even is modelled: %s", str(error).splitlines()[0])
         return {}

@@ -45,7 +45,7 @@ def worth_running(seconds: Mapping[int, float]) -> int:
 def capped(engine: Engine, loop: EngineLoop, text: Sequence[int]) -> Engine:
     """The engine with the cap that its own rounds, over `loop`, say, or as it was where none can be timed; what was
     allocated stays. `text` may be empty."""
-    seconds = round_seconds(loop, text or [(7 * i + 1) % engine.ready.vocab_size for i in range(CONTEXT)])
+    seconds = round_seconds(loop, text or any_text(loop))
     ready, plan = engine.ready, engine.plan
     assert ready.execution is not None and plan is not None
     cap = worth_running(seconds) if seconds else ready.max_num_seqs
@@ -69,23 +69,24 @@ def capped(engine: Engine, loop: EngineLoop, text: Sequence[int]) -> Engine:
     return dataclasses.replace(engine, ready=ready, plan=plan)
 
 
-def round_seconds(loop: EngineLoop, text: Sequence[int]) -> dict[int, float]:
-    """Median seconds of a whole engine step over one sequence, two, four, .. and as many as may run, each at the
-    served k and a short context; as far as the pages hold them, and none where the longest context is shorter than what
-    the first one writes meanwhile. Sequences join those that run."""
-    ready, depth = loop.ready, loop.ready.num_speculative_tokens
+def round_seconds(loop: EngineLoop, text: Sequence[int], depth: int | None = None) -> dict[int, float]:
+    """Median seconds of a whole engine step over one sequence, two, four, .. and as many as may run, each at k =
+    `depth` (None: the served one) and a short context; as far as the pages hold them, and none where the longest
+    context is shorter than what the first one writes meanwhile. Sequences join those that run."""
+    ready, served = loop.ready, loop.ready.num_speculative_tokens
+    depth = served if depth is None else depth
     counts = sorted({1 << n for n in range(ready.max_num_seqs.bit_length())} | {ready.max_num_seqs})
     room = {count: _room(count, len(counts), depth) for count in counts}
     if CONTEXT + room[counts[-1]] > ready.max_model_len:
         return {}
-    counts = [n for n in counts if n * reserved_pages(CONTEXT + room[n], depth) <= ready.kv_pages_total]
+    counts = [n for n in counts if n * reserved_pages(CONTEXT + room[n], served) <= ready.kv_pages_total]
     names: list[str] = []
     found: dict[int, float] = {}
     try:
         for count in counts:
             added = {f"timed-{n}": _prompt(text, n) for n in range(len(names), count)}
             names += added
-            driver.submit(loop, added, driver.greedy(room[counts[-1]]))
+            driver.submit(loop, added, driver.greedy(room[counts[-1]]), depth)
             waiting = set(added)
             while waiting:
                 waiting -= {output.request_id for output in driver.step(loop)}
@@ -95,6 +96,11 @@ def round_seconds(loop: EngineLoop, text: Sequence[int]) -> dict[int, float]:
     finally:
         driver.drain(loop, names)
     return found
+
+
+def any_text(loop: EngineLoop) -> list[int]:
+    """Tokens of prompts to be timed with, where there is no text."""
+    return [(7 * i + 1) % loop.ready.vocab_size for i in range(CONTEXT)]
 
 
 def _room(count: int, num_counts: int, depth: int) -> int:

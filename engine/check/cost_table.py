@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from pilotfish.engine.assemble import assemble
-from pilotfish.engine.check import driver
+from pilotfish.engine.check import concurrency, driver
 from pilotfish.engine.check.head_check import text_of
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import Model
@@ -118,6 +118,18 @@ def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float
     times = driver.seconds_of_steps(loop, WARM_UPS, ROUNDS)
     driver.drain(loop, named)
     return times
+
+
+def of_served(loop: EngineLoop, seconds: Mapping[int, float], text: Sequence[int]) -> list[Cost]:
+    """Costs of the served depth over rounds of fixed shapes, whose `seconds` by number of sequences are known: only
+    rounds at k = 0 are timed, on the same engine, whose head rests in them. `text` may be empty."""
+    assert loop.executor.ops.fixed_shapes
+    plain = concurrency.round_seconds(loop, text or concurrency.any_text(loop), depth=0)
+    return [
+        Cost(loop.depth, count, concurrency.CONTEXT, seconds[count], took)
+        for count, took in plain.items()
+        if count in seconds
+    ]
 
 
 def at_boot(model: Model, plan: Plan, folder: Path) -> list[Cost]:

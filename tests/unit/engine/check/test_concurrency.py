@@ -43,24 +43,20 @@ def test_doublings_go_on_while_each_adds_a_quarter(seconds, wanted):
     assert worth_running(seconds) == wanted
 
 
-def test_all_sequences_take_part_in_what_is_timed_and_nothing_stays(folder, monkeypatch):
+def test_all_sequences_take_part_in_what_is_timed_and_nothing_stays(folder, monkeypatch, steps):
     engine = start_engine(options(folder))
-    loop, seen, step = EngineLoop(engine), [], EngineLoop.step
-
-    def watched(self):
-        report = step(self)
-        seen.append(sum(bool(output.token_ids) for output in report.outputs) if report else 0)
-        return report
+    loop = EngineLoop(engine)
 
     def timed(loop):
-        before = len(seen)
-        took = concurrency_timed(loop)
-        assert took > 0 and len(seen) - before == concurrency.WARM_UPS + concurrency.ROUNDS
-        assert set(seen[before:]) == {len(loop.scheduler.running)}
+        before = len(steps)
+        assert concurrency_timed(loop) == 1.0
+        reports = [report for _, report in steps[before:]]
+        assert len(reports) == concurrency.WARM_UPS + concurrency.ROUNDS
+        for report in reports:
+            assert sum(bool(output.token_ids) for output in report.outputs) == len(loop.scheduler.running)
         return {1: 1.0, 2: 1.2, 4: 1.5, 6: 2.4}[len(loop.scheduler.running)]
 
     concurrency_timed = concurrency._timed
-    monkeypatch.setattr(EngineLoop, "step", watched)
     monkeypatch.setattr(concurrency, "_timed", timed)
     held = capped(engine, loop, [])
     assert held.ready.execution.round_seconds == {1: 1.0, 2: 1.2, 4: 1.5, 6: 2.4}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from pilotfish.engine.check import cost_table, driver
+from pilotfish.engine.check import cost_table
 from pilotfish.engine.check.cost_table import BLOCKS, ROUNDS, Cost
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
@@ -13,6 +13,7 @@ from pilotfish.engine.options import EngineOptions
 from pilotfish.engine.round.executor import RoundExecutor
 from pilotfish.engine.round.shapes import Shape
 from pilotfish.engine.start import make_core, start_engine
+from tests.support.fixed_shapes import fixed_engine
 from tests.support.tiny_models import build_tiny
 
 
@@ -31,19 +32,8 @@ def test_break_even():
     assert Cost(3, 1, 256, seconds=0.030, plain_seconds=0.020).break_even == pytest.approx(1.5)
 
 
-def test_each_timed_step_is_a_round_of_all(folder, monkeypatch):
-    engine = start_engine(options(folder))
-    seen, step, clock = [], EngineLoop.step, iter(range(10**6))
-
-    def watched(loop):
-        report = step(loop)
-        seen.append((loop.depth, report))
-        return report
-
-    monkeypatch.setattr(EngineLoop, "step", watched)
-    # time passes by one second for each look at the clock
-    monkeypatch.setattr(driver, "perf_counter", lambda: float(next(clock)))
-    told = []
+def test_each_timed_step_is_a_round_of_all(folder, steps):
+    engine, told = start_engine(options(folder)), []
     costs = cost_table.measure(
         engine.executor.model, engine.plan, list(range(50)), [1, 2], [(1, 20), (3, 40)], told.append
     )
@@ -51,10 +41,23 @@ def test_each_timed_step_is_a_round_of_all(folder, monkeypatch):
     assert all(c.seconds == c.plain_seconds == 1.0 and c.break_even == 1.0 for c in costs)
     assert len(told) == 2 * 3 * BLOCKS
     for depth in (0, 1, 2):
-        rounds = [r for d, r in seen if d == depth and r and sum(o.round and bool(o.token_ids) for o in r.outputs) == 3]
+        reports = [report for loop, report in steps if loop.depth == depth and report]
+        rounds = [r for r in reports if sum(o.round and bool(o.token_ids) for o in r.outputs) == 3]
         assert len(rounds) >= BLOCKS * ROUNDS, "all three sequences in every timed round"
         # a random head is wrong, so drafts are offered to the end
         assert {output.num_drafted for r in rounds for output in r.outputs} == {depth}
+
+
+def test_of_rounds_timed_for_the_cap_only_those_at_k_0_are_timed_again(steps):
+    loop, seconds = EngineLoop(fixed_engine("dense", 2, num_pages=24)), {1: 1.5, 2: 3.0, 4: 2.0}
+    costs = cost_table.of_served(loop, seconds, [])
+    assert [(c.k, c.batch, c.seconds, c.plain_seconds) for c in costs] == [
+        (2, 1, 1.5, 1.0), (2, 2, 3.0, 1.0), (2, 4, 2.0, 1.0),
+    ]  # fmt: skip
+    assert {timed for timed, _ in steps} == {loop} and loop.executor.num_missed == 0
+    outputs = [output for _, report in steps if report for output in report.outputs]
+    assert outputs and not any(output.num_drafted for output in outputs)
+    assert not loop.has_work()
 
 
 def test_a_slow_machine_times_one_block_of_the_first_place(folder):
