@@ -20,6 +20,8 @@ CHAT = SAMPLING | {
 """DashScope's and llama.cpp's, in chats."""
 SWITCHES = ("preserve_thinking",)
 """Switches of chat templates that DashScope has beside the other fields."""
+BEGUN = ("partial", "prefix")
+"""Fields of a message that is to be gone on with."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (None, 0),
     "dynatemp_range": (None, 0),
@@ -30,6 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "session_params": (None,),
     "stream_reasoning": (None, True),
     "top_a": (None, 0),
+    "typ_p": (None, 1),
     "typical_p": (None, 1),
     "xtc_probability": (None, 0),
 }
@@ -49,3 +52,15 @@ def with_switches(body: dict[str, Any]) -> dict[str, Any]:
     if not given or not (own is None or isinstance(own, dict)):
         return body
     return {**body, "chat_template_kwargs": given | (own or {})}
+
+
+def with_begun_answer(body: dict[str, Any]) -> dict[str, Any]:
+    """A last message of the assistant that says of itself that it is only begun: `partial` is DashScope's and
+    Moonshot's word, `prefix` Mistral's and DeepSeek's."""
+    if not isinstance(messages := body.get("messages"), list) or not messages or not isinstance(messages[-1], dict):
+        return body
+    last = messages[-1]
+    if last.get("role") != "assistant" or True not in map(last.get, BEGUN):
+        return body
+    rest = {name: value for name, value in last.items() if name not in BEGUN}
+    return {**body, "continue_final_message": True, "messages": [*messages[:-1], rest]}

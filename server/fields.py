@@ -25,7 +25,7 @@ MAX_NAMES = 16
 MAX_NAME_LENGTH = 80
 MAX_LOGGED = 1000
 """Names that are logged, once each, in the life of a server."""
-FAMILIAR = frozenset({"context", "models"})
+FAMILIAR = frozenset({"context", "min_tokens", "mode", "models", "top_a", "typ_p", "typical"})
 """Fields of other services that are a letter or two from ours, and no misspellings."""
 
 

@@ -112,19 +112,16 @@ def plan_completion(request: CompletionRequest, context: Context) -> GenerationP
 
 def completion_steps(request: CompletionRequest, context: Context) -> Generator[None, None, GenerationPlan]:
     """The plan, of which others may have their turn between two prompts."""
-    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
-        raise BadRequest("Want max_tokens of at least 1, or 0 with 'echo' or 'prompt_logprobs'.", param="max_tokens")
     entries = prompt_entries(request)
     _check_num_sequences(len(entries), request.n or 1, context)
-    last = _kept(request, request.max_tokens, context.ready)
+    asked, limit = _asked(request.max_tokens, context, DEFAULT_COMPLETION_TOKENS)
+    last = _kept(request, asked, context.ready)
     prompts = yield from read_prompts(request, entries, context.files.tokenizer, context.ready, last)
     sampling = _sampling(request, context, request.logprobs, _grammar(request, context))
     if request.echo and request.logprobs is not None:
         most = max(request.logprobs, sampling.prompt_logprobs or 0)
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
-    limit = context.files.defaults.max_new_tokens or DEFAULT_COMPLETION_TOKENS
-    limit = limit if request.max_tokens is None else request.max_tokens
-    limits = [_limit(len(prompt.token_ids), limit, request.max_tokens, context.ready) for prompt in prompts]
+    limits = [_limit(len(prompt.token_ids), limit, asked, context.ready) for prompt in prompts]
     plan = _plan("cmpl-", request, context, prompts, sampling, limits)
     return msgspec.structs.replace(plan, echoes_logprobs=bool(request.echo) and request.logprobs is not None)
 
@@ -132,10 +129,11 @@ def completion_steps(request: CompletionRequest, context: Context) -> Generator[
 def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-") -> GenerationPlan:
     """`prefix` begins the answer's id. Raises BadRequest naming the field."""
     ready = context.ready
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise BadRequest("'top_logprobs' wants 'logprobs' to be true.", param="top_logprobs")
     _check_num_sequences(1, request.n or 1, context)
-    asked = request.max_completion_tokens or request.max_tokens
+    given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    asked, limit = _asked(given, context, ready.max_model_len)
     last = _kept(request, asked, ready)
     check_num_messages(request.messages, ready.max_model_len if last is None else most_counted(ready))
     chat = chat_prompt(request, context.files, context.notes, pieces=context.tool_pieces)
@@ -149,7 +147,6 @@ def plan_chat(request: ChatRequest, context: Context, prefix: str = "chatcmpl-")
     if rule is None and sampling.loop_rule is not None:
         rule = closable_thinking(thinking, context.files, ready.vocab_size)
     sampling = msgspec.structs.replace(sampling, thinking=rule)
-    limit = asked or context.files.defaults.max_new_tokens or ready.max_model_len
     limits = [_limit(len(prompt.token_ids), limit, asked, ready)]
     plan = _plan(prefix, request, context, [prompt], sampling, limits)
     return msgspec.structs.replace(
@@ -207,8 +204,6 @@ def _plan(
     stream, unique = bool(request.stream), secrets.token_hex(12)
     if stream and request.prompt_logprobs is not None:
         raise BadRequest("'prompt_logprobs' come with whole answers: want no 'stream'.", param="prompt_logprobs")
-    if request.stream_options is not None and not stream:
-        raise BadRequest("'stream_options' wants 'stream' to be true.", param="stream_options")
     return GenerationPlan(
         id=prefix + (request.request_id or unique),
         engine_id=prefix + unique,
@@ -348,6 +343,13 @@ def _kept(request: SamplingFields, asked: int | None, ready: Ready) -> int | Non
     if last == 0:
         raise BadRequest("Want at least one token, got 0.", param="truncate_prompt_tokens")
     return max(1, most_tokens(ready) - (asked or 1)) if last == -1 else last
+
+
+def _asked(given: int | None, context: Context, default: int) -> tuple[int | None, int]:
+    """The tokens that must fit, if so many were asked for, and the most that may be written."""
+    if given is None:
+        return None, context.files.defaults.max_new_tokens or default
+    return (given, given) if given >= 0 else (None, context.ready.max_model_len)
 
 
 def _limit(num_prompt: int, limit: int, asked: int | None, ready: Ready) -> int:

@@ -31,12 +31,10 @@ NOT_YET = {
     "mm_processor_kwargs": (None,),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
-    "prediction": (None,),
     "tool_choice": (None, "none"),
     "thinking_token_budget": (None,),
     "tools": (None, []),
     "use_beam_search": (None, False),
-    "verbosity": (None, "medium"),
     "web_search_options": (None,),
     "best_of": (None, 1),
     "suffix": (None, ""),
@@ -66,8 +64,10 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
+MaxTokens = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+"""-1: as many as fit; 0: the prompt is read, and kept for those that follow, and nothing written."""
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Seed = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
@@ -193,7 +193,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     include_metrics: bool | None = None
     request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    max_tokens: PositiveCount | None = None
+    max_tokens: MaxTokens | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -229,6 +229,7 @@ def decode_request(
     if not isinstance(raw, dict):
         raise BadRequest(f"Want a JSON object, got {type(raw).__name__}.", code="invalid_json")
     notes = notes or FieldNotes()
+    raw = {name: _as_integer(value) for name, value in raw.items()}
     _check_names(raw, kind, notes)
     others = {own: name for name, own in kind.SAME_AS.items() if raw.get(name) is not None and raw.get(own) is None}
     try:
@@ -257,6 +258,12 @@ def _decode(body: bytes | bytearray) -> Any:
     # ValueError: what is no UTF-8, by msgspec before 0.23
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _as_integer(value: Any) -> Any:
+    """A number as an integer where it is one: some clients write 100 as 100.0."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < MAX_INT
+    return int(value) if is_whole else value
 
 
 def check_num_values(text: bytes | bytearray, most: int = MAX_VALUES) -> None:

@@ -1,7 +1,8 @@
 """The one list of what requests may carry without any effect on the answer. Each use is counted, by name.
 
-They are the caller's own records, hints to tiers that are not here and to a cache that needs none, and promises about
-quality that no text can show. A field that would change the text is never here: it is honoured or refused.
+They are the caller's own records, hints to tiers that are not here and to a cache that needs none, texts to draft from,
+and wishes about quality that no text can show. A field that would change the text is never here: it is honoured or
+refused.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
+VERBOSITY = "verbosity"
+"""A wish for longer or shorter answers, which no chat template reads; in Responses it stands in `text`."""
 FIELDS = frozenset(
     {
         "metadata",
+        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "store",
         "user",
+        VERBOSITY,
     }
 )
 """At the top of a body, on the endpoints that OpenAI and vLLM share."""
-RESPONSES_FIELDS = FIELDS - {"metadata", "store"} | {"client_metadata"}
-"""The same of /v1/responses, where metadata comes back, and what is not to be stored is not remembered."""
+RESPONSES_FIELDS = FIELDS - {"metadata", "prediction", "store", VERBOSITY} | {
+    *("client_metadata", "max_tool_calls", "truncation")
+}
+"""The same of /v1/responses, where metadata comes back, and what is not to be stored is not remembered. Only calls of
+hosted tools are limited there; a prompt that does not fit is a 400 however it might be cut."""
 MESSAGES_FIELDS = frozenset({"cache_control", "inference_geo", "metadata", "service_tier", "speed"})
 """The same of Anthropic's endpoints."""
 
@@ -66,6 +74,8 @@ def unused_in(body: dict[str, Any], fields: Set[str] = FIELDS) -> Iterator[str]:
         yield CACHE_CONTROL
     if any(part.get("is_error") for part in parts):
         yield IS_ERROR
+    if isinstance(text := body.get("text"), dict) and text.get(VERBOSITY) is not None:
+        yield VERBOSITY
 
 
 def _objects(values: Any) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pilotfish.server.chat.volatile import without_volatile
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.model_files import ModelFiles
-from pilotfish.server.protocol import MAX_LOGPROBS, Count, PositiveCount, SamplingFields, TokenizeRequest
+from pilotfish.server.protocol import MAX_LOGPROBS, Count, MaxTokens, SamplingFields, TokenizeRequest
 from pilotfish.server.text.chat_template import ChatTemplate
 from pilotfish.server.text.prompts import check_num_messages, count_tokens, most_counted
 
@@ -30,7 +30,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    max_completion_tokens: PositiveCount | None = None
+    max_completion_tokens: MaxTokens | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking: ThinkingField | None = None
@@ -48,7 +48,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @classmethod
     def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
-        return dialects.with_switches(dialects.with_usage(raw))
+        return dialects.with_begun_answer(dialects.with_switches(dialects.with_usage(raw)))
 
 
 class ChatPrompt(Struct, frozen=True):

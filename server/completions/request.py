@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pilotfish.engine.link.messages import Ready
 from pilotfish.server.errors import BadRequest
-from pilotfish.server.protocol import MAX_LOGPROBS, Count, SamplingFields
+from pilotfish.server.protocol import MAX_LOGPROBS, SamplingFields
 from pilotfish.server.text.prompts import MAX_SEQUENCES, Prompt, check_id, checked, is_id, tokenize
 from pilotfish.server.text.tokenizer import Tokenizer
 
@@ -20,7 +20,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: str | list[Any] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    max_tokens: Count | None = None
     add_special_tokens: bool | None = None
 
 

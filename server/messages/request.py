@@ -19,7 +19,7 @@ from pilotfish.server.protocol import (
     MAX_STOPS,
     Body,
     CacheSalt,
-    PositiveCount,
+    Count,
     Seed,
     SpeculationField,
     StopString,
@@ -86,6 +86,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
         "thread": (None,),
     }
     UNUSED: ClassVar = unused.MESSAGES_FIELDS
+    ALSO: ClassVar = frozenset({"output_format"})
     KINDS: ClassVar = {
         "system": "text",
         "tools": "custom: tools of the client's own, with an input_schema",
@@ -103,7 +104,10 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
 
     @classmethod
     def prepare(cls, raw: dict[str, Any], notes: FieldNotes) -> dict[str, Any]:
-        """Tools that run at Anthropic are left out."""
+        """Tools that run at Anthropic are left out; `output_format` is what the beta called `output_config.format`."""
+        config = raw.get("output_config")
+        if raw.get("output_format") is not None and isinstance(config, dict | None):
+            raw = {**raw, "output_config": {"format": raw["output_format"], **(config or {})}}
         tools = raw.get("tools")
         if not isinstance(tools, list):
             return raw
@@ -118,7 +122,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """POST /v1/messages. `seed` and `speculation` are ours, `cache_salt` is vLLM's."""
 
-    max_tokens: PositiveCount
+    max_tokens: Count
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None

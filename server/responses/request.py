@@ -38,12 +38,14 @@ INCLUDABLE = frozenset(
         "computer_call_output.output.image_url",
         "file_search_call.results",
         "message.input_image.image_url",
+        LOGPROBS,
         "reasoning.encrypted_content",
         "web_search_call.action.sources",
         "web_search_call.results",
     }
 )
-"""What may be asked for of items that never come, and reasoning for OpenAI's eyes only: ours is shown as it is."""
+"""What may be asked for: but for log-probabilities of items that never come, and reasoning for OpenAI's eyes only,
+where ours is shown as it is."""
 
 
 class MessageItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
@@ -124,7 +126,7 @@ class TextFormat(Struct, frozen=True, kw_only=True):
 
 class TextConfig(Struct, frozen=True, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):
@@ -138,11 +140,9 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
         "background": (None, False),
         "context_management": (None, []),
         "conversation": (None,),
-        "max_tool_calls": (None,),
         "moderation": (None,),
         "previous_response_id": (None,),
         "prompt": (None,),
-        "truncation": (None, "disabled"),
     }
     UNUSED: ClassVar = unused.RESPONSES_FIELDS
     KINDS: ClassVar = {
@@ -250,11 +250,9 @@ def chat_request(request: ResponsesRequest, context: Context) -> ChatRequest:
 
 
 def _wants_logprobs(names: list[str], context: Context) -> bool:
-    """What else may be included is nothing here. Raises BadRequest for unknown names."""
-    for index, name in enumerate(names):
-        if name not in INCLUDABLE and name != LOGPROBS:
-            raise BadRequest("Unknown name.", param=f"include[{index}]", code="unsupported_parameter")
-    if set(names) - {LOGPROBS}:
+    """What else may be included is nothing here; unknown names are judged as those of fields are."""
+    context.notes.check(dict.fromkeys(names, True), INCLUDABLE, "include")
+    if INCLUDABLE.intersection(names) - {LOGPROBS}:
         context.notes.unused(unused.INCLUDE)
     return LOGPROBS in names
 

@@ -270,6 +270,10 @@ def test_structured_output(client):
     answer = create(client, '{"a": 1}', output_config={"format": {"type": "json_schema", "schema": schema}})
     assert json.loads(answer.content[0].text) == {"a": 1}
 
+    # as the beta had it
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        create(client, extra_body={"output_format": {"type": "json_schema"}})
+
     class Parsed(pydantic.BaseModel):
         a: int
 
@@ -277,6 +281,13 @@ def test_structured_output(client):
         model="scripted", max_tokens=50, messages=asking('{"a": 3}'), output_format=Parsed
     ).parsed_output
     assert parsed == Parsed(a=3)
+
+
+def test_a_prompt_is_read_and_nothing_written(client):
+    answer = create(client, max_tokens=0)
+    assert (answer.content, answer.stop_reason, answer.usage.output_tokens) == ([], "max_tokens", 0)
+    with client.messages.stream(model="scripted", max_tokens=0, messages=asking("x")) as stream:
+        assert stream.get_final_message().stop_reason == "max_tokens"
 
 
 def test_what_claude_code_sends(server):
@@ -363,7 +374,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ({"messages": BEGUN, "thinking": {"type": "adaptive"}}, "thinking: "),
         ({"messages": []}, "messages: "),
-        ({"max_tokens": 0}, "max_tokens: "),
+        ({"max_tokens": -1}, "max_tokens: "),
         ({"max_tokens": 50000}, "input length and `max_tokens` exceed context limit: "),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: "),
         ({"extra_body": {"temperature": 3}}, "temperature: "),

@@ -136,7 +136,7 @@ class ScriptedCore:
     def _advance(self, sequence: Sequence) -> RequestOutput:
         self._maybe_fault(sequence)
         sampling, script = sequence.request.sampling, sequence.script
-        size = 1
+        size = min(1, sampling.max_tokens)
         own_k = self._k if sequence.request.speculative_k is None else sequence.request.speculative_k
         if sequence.prefilled:
             runs = script.get("runs", [1])
@@ -158,7 +158,7 @@ class ScriptedCore:
             finish_reason=ended,
             stop_token_id=stop,
             num_drafted=drafted,
-            num_accepted=min(len(tokens) - 1, drafted),
+            num_accepted=min(max(len(tokens) - 1, 0), drafted),
             num_forced=min(len(tokens), script.get("forced", 0)) if sequence.prefilled else 0,
             round=sequence.prefilled,
         )

@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_read_over(folder):
         ("temperature", "hot"),
         ("temperature", -1),
         ("temperature", math.nan),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 2),
         ("top_k", -2),
         ("top_k", 1 << 70),

@@ -58,7 +58,7 @@ def values(kind, depth):
         yield []
         yield from ([value] for value in values(arguments[0], depth + 1)) if depth < DEEPEST else ()
     else:
-        yield SIMPLE[kind] if kind in SIMPLE else "x"
+        yield SIMPLE.get(kind, "x")
 
 
 def objects(kind, depth=0):

@@ -178,9 +178,26 @@ def test_min_tokens_within_max_tokens(files):
     assert refusal(complete, files, min_tokens=17).param == "min_tokens"
 
 
-def test_stream_options_want_a_stream(files):
-    assert refusal(complete, files, stream_options={"include_usage": True}).param == "stream_options"
+def test_stream_options_are_about_streams(files):
     assert complete(files, stream=True, stream_options={"include_usage": True}).include_usage
+    assert not complete(files, stream_options={"include_usage": True}).stream
+
+
+def test_no_top_logprobs_ask_for_nothing(files):
+    assert chat(files, top_logprobs=0, logprobs=False).sampling[0].logprobs is None
+    assert refusal(chat, files, top_logprobs=1).param == "top_logprobs"
+
+
+@pytest.mark.parametrize("call", [complete, chat])
+def test_as_many_tokens_as_fit_and_none(call, files):
+    files = with_defaults(files, max_new_tokens=5)
+    assert [call(files).sampling[0].max_tokens, call(files, max_tokens=0).sampling[0].max_tokens] == [5, 0]
+    (params,), (prompt,) = (plan := call(files, max_tokens=-1)).sampling, plan.prompts
+    assert params.max_tokens == READY.max_model_len - len(prompt.token_ids)
+
+
+def test_completion_tokens_go_before_tokens(files):
+    assert chat(files, max_completion_tokens=0, max_tokens=7).sampling[0].max_tokens == 0
 
 
 def test_echo(files):

@@ -11,7 +11,9 @@ from pilotfish.server.chat.request import ChatRequest
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import ApiError, BadRequest, Overloaded, from_status
 from pilotfish.server.fields import FieldNotes
+from pilotfish.server.messages.request import MessagesRequest
 from pilotfish.server.protocol import NOT_YET, decode_request
+from pilotfish.server.responses.request import ResponsesRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -33,13 +35,13 @@ def refusal(body, kind=CompletionRequest, strict=False):
     ("field", "value"),
     [
         *(("temperature", v) for v in (-0.1, 2.1, "1", True, [], {})),
-        *(("top_p", v) for v in (0, -1, 1.01, "x")),
+        *(("top_p", v) for v in (-0.1, -1, 1.01, "x")),
         *(("top_k", v) for v in (-2, 1.5, 10**30)),
         *(("min_p", v) for v in (-0.1, 1.1)),
         *(("presence_penalty", v) for v in (-2.1, 2.1)),
         *(("frequency_penalty", v) for v in (-2.1, 2.1)),
         *(("repetition_penalty", v) for v in (0, -1, 11)),
-        *(("max_tokens", v) for v in (-1, 1.5, 10**30, "7")),
+        *(("max_tokens", v) for v in (-2, 1.5, 10**30, "7")),
         *(("n", v) for v in (0, -1, 129)),
         *(("seed", v) for v in (2**63, -(2**63) - 1, 0.5)),
         *(("stop", v) for v in ("", [""], [1], ["a"] * 65, "x" * 1025)),
@@ -68,6 +70,12 @@ def test_types_have_the_names_of_json():
 @pytest.mark.parametrize("field", ["temperature", "top_p", "n", "seed", "stop", "max_tokens", "stream", "logit_bias"])
 def test_null_means_absent(field):
     assert getattr(decode(**{field: None}), field) is None
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written():
+    request = decode(max_tokens=7.0, seed=-1.0, top_k=5.0, temperature=1.0)
+    assert (request.max_tokens, request.seed, request.top_k, request.temperature) == (7, -1, 5, 1.0)
+    assert refusal({"prompt": "x", "max_tokens": 1e300}).param == "max_tokens"
 
 
 def test_edges_of_ranges_are_in():
@@ -255,6 +263,22 @@ def test_other_services_names_mean_ours(name, own):
     if not own.startswith("guided"):
         error = refusal({"messages": MESSAGES, name: "x"}, ChatRequest)
         assert error.param == name and name in error.message
+
+
+@pytest.mark.parametrize("name", dialects.BEGUN)
+def test_an_answer_that_says_it_is_begun_is_gone_on_with(name):
+    begun = {"role": "assistant", "content": "x", name: True}
+    request = decode(ChatRequest, FieldNotes(strict=True), messages=[*MESSAGES, begun], continue_final_message=False)
+    assert request.continue_final_message and request.messages[-1] == {"role": "assistant", "content": "x"}
+    for other in ([*MESSAGES, {**begun, name: False}], [*MESSAGES, begun, *MESSAGES], [{**MESSAGES[0], name: True}]):
+        assert not decode(ChatRequest, messages=other).continue_final_message
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "mode", "top_a", "typical", "typ_p"])
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest])
+def test_names_of_other_services_are_no_misspellings(kind, name):
+    body = {"messages": MESSAGES, "prompt": None, "input": "x", "max_tokens": 1, name: 0 if name == "top_a" else 1}
+    decode_request(json.dumps(body).encode(), kind)
 
 
 def test_openrouters_usage_and_dashscopes_switch():
