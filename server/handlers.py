@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 import pilotfish
 from pilotfish.engine.link.client import EngineClient, EngineUnavailable
@@ -372,6 +372,9 @@ async def _stream(
     response = web.StreamResponse(headers={"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"})
     response.headers["X-Request-Id"] = plan.id
     response.content_type, response.charset = "text/event-stream", "utf-8"
+    if request.version < HttpVersion11:
+        # without chunks a stream's end is the connection's
+        response.force_close()
     await response.prepare(request)
     # a client that has gone cancels this handler; a write to it may come first
     with contextlib.suppress(ConnectionError):

@@ -7,6 +7,7 @@ refused by name, listed in `unused.py`, or, if nobody here knows it, let through
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Mapping, Set
@@ -246,7 +247,9 @@ def decode_request(
 
 
 def _decode(body: bytes | bytearray) -> Any:
-    """JSON, halves of characters that somebody cut replaced by U+FFFD. Raises BadRequest."""
+    """JSON without a byte order mark, halves of characters that somebody cut replaced by U+FFFD. Raises BadRequest."""
+    if body.startswith(codecs.BOM_UTF8):
+        body = body[len(codecs.BOM_UTF8) :]
     try:
         try:
             return msgspec.json.decode(body)

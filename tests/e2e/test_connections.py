@@ -236,6 +236,26 @@ def test_a_long_queue_is_accepted_in_small_parts(server):
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_chunks_has_an_end(server, stream):
+    """Also where HTTP/1.0 asks to keep the connection: only a stated length lets it stay."""
+    body = json.dumps({"prompt": script(reply="Hello"), "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    async def story():
+        async with connected(server, head.encode() + body) as (reader, _):
+            answer = await reader.readuntil(b"\r\n\r\n")
+            if stream:
+                # long before a connection that is kept is closed for being idle
+                return answer, await asyncio.wait_for(reader.read(), 20)
+            (length,) = (int(line[15:]) for line in answer.splitlines() if line.lower().startswith(b"content-length:"))
+            return answer, await reader.readexactly(length)
+
+    head, text = asyncio.run(story())
+    assert head.startswith(b"HTTP/1.0 200")
+    assert text.endswith(b"data: [DONE]\n\n") if stream else json.loads(text)["choices"][0]["text"] == "Hello"
+
+
 class Clock:
     now = 0.0
 

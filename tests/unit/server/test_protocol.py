@@ -72,6 +72,10 @@ def test_null_means_absent(field):
     assert getattr(decode(**{field: None}), field) is None
 
 
+def test_a_byte_order_mark_is_no_part_of_a_body():
+    assert decode_request(b'\xef\xbb\xbf{"prompt": "hi"}', CompletionRequest).prompt == "hi"
+
+
 def test_a_whole_number_is_an_integer_however_it_is_written():
     request = decode(max_tokens=7.0, seed=-1.0, top_k=5.0, temperature=1.0)
     assert (request.max_tokens, request.seed, request.top_k, request.temperature) == (7, -1, 5, 1.0)
