@@ -1,12 +1,17 @@
 """What to run on a GPU, leg by leg: `make gpu-test`, `make gpu-bench`, `make gpu-tools`.
 
-    python -m tests.gpu.legs test|bench|tools [LEG ...] [--out FOLDER] [--jobs N] [--again] [--rehearse] [--list]
+    python -m tests.gpu.legs test|bench|tools [LEG ...] [--out FOLDER] [--jobs N] [--within SECONDS] [--again]
+        [--rehearse] [--list]
 
 Each leg is a process of its own with a time limit. One line says how it went; of one that failed the end of what it
 printed follows, the whole stands in FOLDER/test-LEG.log (bench-, tools-). The .json beside it holds its outcome,
 the .jsonl the rows that a measurement printed. A leg that has passed is not run again (--again: it is), so an
-interrupted run goes on where it was. --rehearse needs no GPU: tests are collected, and measurements read their
-arguments.
+interrupted run goes on where it was. --within: no leg is begun whose limit is more than what is left of this time, so
+that a call that is cut off cuts off no leg. --list says what each may take, and took. --rehearse needs no GPU: tests
+are collected, and measurements read their arguments.
+
+Measurements and tools run alone, one after the other: a second run is refused while one goes on, and a leg waits for
+memory of the device that another process holds, or fails and names the process.
 
 Needs no installation but the packages: PYTHONPATH is set here. Exits with 1 if a leg failed.
 """
@@ -14,18 +19,22 @@ Needs no installation but the packages: PYTHONPATH is set here. Exits with 1 if 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
-from time import perf_counter
+from tempfile import gettempdir
+from time import perf_counter, sleep
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -36,18 +45,29 @@ NO_GPU = ("needs a CUDA device", "want a CUDA device")
 """What a measurement says when its arguments were fine and the machine was not."""
 FIRST_TESTS = ("small_operators", "linear", "moe", "delta_net", "attention")
 """Files of tests/gpu in the order in which one builds on another; the rest follow by name."""
+AUDITED = ("auto", "fp8")
+"""Parameters of tests/gpu/test_audit.py."""
+LOCK = Path(gettempdir()) / "pilotfish-gpu-legs.lock"
+FREED_SECONDS = 30.0
+"""A process that was killed holds the device's memory for a while."""
 running: set[subprocess.Popen[bytes]] = set()
 DUMMY = "--load-format dummy --kernels fused --device cuda"
 
 
 @dataclass(frozen=True)
 class Leg:
-    """`command` comes after the interpreter's name. `what`: test, bench or tools; names are one of each alone."""
+    """`command` comes after the interpreter's name. `what`: test, bench or tools; names are one of each alone.
+    It is ended after `limit_seconds`."""
 
     what: str
     name: str
     command: tuple[str, ...]
     limit_seconds: int = 480
+
+    @property
+    def shares(self) -> bool:
+        """Whether others may run beside it: tests of small models. The rest measure, or take all memory."""
+        return self.what == "test"
 
     @property
     def is_pytest(self) -> bool:
@@ -63,7 +83,12 @@ def test_legs() -> list[Leg]:
     names = [*FIRST_TESTS, *(name for name in files if name not in FIRST_TESTS)]
     # a warning of torch or of a driver that we have never seen is shown, and fails nothing
     options = ("-m", "gpu", "-q", "--maxfail=8", "--tb=short", "-rfE", "-p", "no:cacheprovider", "-W", "default")
-    tests = [Leg("test", name, ("-m", "pytest", *options, str(files[name].relative_to(ROOT)))) for name in names]
+    tests = []
+    for name in names:
+        command = ("-m", "pytest", *options, str(files[name].relative_to(ROOT)))
+        # the audit's engines are made for each dtype of the cache: a leg each
+        parts = {f"{name}-{part}": ("-k", part) for part in AUDITED} if name == "audit" else {name: ()}
+        tests += [Leg("test", part, (*command, *chosen)) for part, chosen in parts.items()]
     audit = "-m pilotfish.server.cli audit demo/model --device cuda --kernels fused --max-batch 4"
     first = Leg("test", "environment", ("-m", "tests.gpu.environment"), 120)
     return [first, *tests, Leg("test", "audit-demo", tuple(audit.split()))]
@@ -135,6 +160,9 @@ def legs_of(what: str) -> list[Leg]:
 
 def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
     """Its outcome, which is also written to the folder."""
+    if not (leg.shares or rehearse) and (holders := wait_until_free()):
+        end = ["memory of the device is held by others:", *holders]
+        return _refused(leg, "not alone", end)
     rows = leg.file(folder, "jsonl")
     rows.unlink(missing_ok=True)
     command = [sys.executable, *(part.replace("{out}", str(rows)) for part in leg.command)]
@@ -153,9 +181,9 @@ def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             status = "out of time"
         finally:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
             running.discard(process)
         log.seek(0)
         text = log.read()
@@ -183,6 +211,41 @@ def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
     return outcome
 
 
+def _refused(leg: Leg, status: str, end: list[str]) -> dict[str, Any]:
+    """The outcome of one that was not begun; nothing is written, so that it is run the next time."""
+    return {"leg": leg.name, "status": status, "seconds": 0.0, "tests": None, "rows": 0, "end": end}
+
+
+def holders_of_memory() -> list[str]:
+    """Processes with memory on the device, and how much, as far as nvidia-smi sees them."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return found.stdout.split("\n")[:-1] if found.returncode == 0 else []
+
+
+def wait_until_free() -> list[str]:
+    """Who still holds memory of the device after FREED_SECONDS."""
+    until = perf_counter() + FREED_SECONDS
+    while (holders := holders_of_memory()) and perf_counter() < until:
+        sleep(1)
+    return holders
+
+
+@contextmanager
+def alone() -> Iterator[bool]:
+    """Whether no other run of legs goes on on this machine; none begins meanwhile."""
+    with LOCK.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def _end(text: str) -> list[str]:
     """The last lines as a terminal would show them: of a progress bar its last state."""
     lines = text.rstrip("\n").split("\n")[-SHOWN_LINES:]
@@ -200,9 +263,23 @@ def _commit() -> str | None:
     return git.stdout.strip() or None
 
 
-def passed_before(leg: Leg, folder: Path) -> bool:
+def outcome_before(leg: Leg, folder: Path) -> dict[str, Any] | None:
     file = leg.file(folder, "json")
-    return file.exists() and json.loads(file.read_text())["status"] == "passed"
+    found: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+    return found
+
+
+def passed_before(leg: Leg, folder: Path) -> bool:
+    before = outcome_before(leg, folder)
+    return before is not None and before["status"] == "passed"
+
+
+def show_legs(legs: Sequence[Leg], folder: Path) -> None:
+    """Each with its limit, how it went before, and its command."""
+    for leg in legs:
+        before = outcome_before(leg, folder)
+        went = f"{before['status']}, {before['seconds']:.0f} s" if before else "not yet"
+        print(f"{leg.name:18} at most {leg.limit_seconds:3d} s  {went:18} {' '.join(leg.command)}")
 
 
 def show(outcome: dict[str, Any]) -> None:
@@ -219,6 +296,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("legs", nargs="*", metavar="LEG", help="by name; all if none is given")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="FOLDER", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, help=f"legs at once (default: {TEST_JOBS} of tests, 1 of measurements)")
+    parser.add_argument(
+        "--within", type=float, default=inf, metavar="SECONDS", help="begin no leg that may take longer than is left"
+    )
     parser.add_argument("--again", action="store_true", help="legs that have passed, too")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: collect tests, read arguments")
     parser.add_argument("--list", action="store_true", help="print the legs' commands")
@@ -228,17 +308,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{', '.join(strange)}: want {', '.join(known)}")
     legs = [leg for leg in known.values() if not args.legs or leg.name in args.legs]
     if args.list:
-        for leg in legs:
-            print(f"{leg.name:18} {' '.join(leg.command)}")
+        show_legs(legs, args.out)
         return 0
+    most = TEST_JOBS if args.what == "test" else 1
+    if args.what != "test" and (args.jobs or 1) > 1:
+        parser.error(f"--jobs {args.jobs}: want 1, {args.what} legs run alone")
+    with alone() as is_alone:
+        if not (is_alone or args.rehearse):
+            print("another run of legs goes on on this machine: both would find its memory taken", file=sys.stderr)
+            return 1
+        return run_all(legs, args, args.jobs or most)
+
+
+def run_all(legs: Sequence[Leg], args: argparse.Namespace, jobs: int) -> int:
+    """Those that have not passed; 1 if one fails, or is left for want of time."""
+    until = perf_counter() + args.within
     args.out.mkdir(parents=True, exist_ok=True)
     done = [leg for leg in legs if not (args.again or args.rehearse) and passed_before(leg, args.out)]
     for leg in done:
         print(f"{leg.name:18} passed before")
     todo = [leg for leg in legs if leg not in done]
     failed = False
-    with ThreadPoolExecutor(args.jobs or (TEST_JOBS if args.what == "test" else 1)) as pool:
-        started = [pool.submit(run, leg, args.out.resolve(), args.rehearse) for leg in todo]
+
+    def run_in_time(leg: Leg) -> dict[str, Any]:
+        if perf_counter() + leg.limit_seconds > until:
+            return _refused(leg, "not begun", [f"it may take {leg.limit_seconds} s, which --within does not leave"])
+        return run(leg, args.out.resolve(), args.rehearse)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        started = [pool.submit(run_in_time, leg) for leg in todo]
         try:
             for future in as_completed(started):
                 outcome = future.result()

@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu import legs
 from tests.gpu.legs import Leg, main, run
+from tests.gpu.test_audit import RUNS
 
 PASSES = "print('{\"us\": 1}'); print('{\"us\": 2}')"
 FAILS = "print('a reason'); raise SystemExit(3)"
@@ -87,6 +88,54 @@ def test_a_name_that_is_no_leg_is_told(capsys):
     assert "want environment, small_operators" in capsys.readouterr().err
 
 
+def test_what_a_leg_that_passed_left_running_ends_with_it(tmp_path):
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    assert run(leg("leaves", code), tmp_path)["status"] == "passed"
+    time.sleep(3)
+    assert not mark.exists()
+
+
+def test_a_measurement_waits_for_memory_and_names_who_holds_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(legs, "FREED_SECONDS", 5.0)
+    found = iter([["41, python, 9 MiB"], []])
+    monkeypatch.setattr(legs, "holders_of_memory", lambda: next(found))
+    assert run(leg("good", PASSES), tmp_path)["status"] == "passed"
+    monkeypatch.setattr(legs, "FREED_SECONDS", 0.0)
+    monkeypatch.setattr(legs, "holders_of_memory", lambda: ["41, python, 9 MiB"])
+    outcome = run(leg("held", PASSES), tmp_path)
+    assert outcome["status"] == "not alone" and "41, python, 9 MiB" in outcome["end"]
+    assert not (tmp_path / "bench-held.json").exists()
+    # tests of small models share the device
+    assert run(Leg("test", "small", ("-c", PASSES)), tmp_path)["status"] == "passed"
+
+
+def test_a_second_run_is_refused_while_one_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(legs, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(legs, "bench_legs", lambda: [leg("good", PASSES)])
+    with legs.alone() as is_alone:
+        assert is_alone and main(["bench", "--out", str(tmp_path)]) == 1
+    assert "another run of legs" in capsys.readouterr().err
+    assert main(["bench", "--out", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit):
+        main(["bench", "--out", str(tmp_path), "--jobs", "2"])
+
+
+def test_no_leg_is_begun_that_may_outlast_the_call(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(legs, "bench_legs", lambda: [leg("long", PASSES, 900), leg("short", PASSES, 20)])
+    assert main(["bench", "--out", str(tmp_path), "--within", "100"]) == 1
+    assert main(["bench", "--out", str(tmp_path), "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "not begun" in printed and "at most 900 s  not yet" in printed and "at most  20 s  passed" in printed
+    assert main(["bench", "--out", str(tmp_path), "--within", "1000"]) == 0
+
+
 def test_every_file_of_tests_has_a_leg():
-    files = {shlex.split(" ".join(each.command))[-1] for each in legs.test_legs() if each.is_pytest}
+    words = [shlex.split(" ".join(each.command)) for each in legs.test_legs() if each.is_pytest]
+    files = {word for command in words for word in command if word.startswith("tests/gpu/")}
     assert files == {str(file.relative_to(legs.ROOT)) for file in (legs.ROOT / "tests/gpu").glob("test_*.py")}
+
+
+def test_the_audit_s_legs_are_all_of_its_parameters():
+    assert list(RUNS) == list(legs.AUDITED)
