@@ -87,9 +87,7 @@ def round_seconds(loop: EngineLoop, text: Sequence[int], depth: int | None = Non
             added = {f"timed-{n}": _prompt(text, n) for n in range(len(names), count)}
             names += added
             driver.submit(loop, added, driver.greedy(room[counts[-1]]), depth)
-            waiting = set(added)
-            while waiting:
-                waiting -= {output.request_id for output in driver.step(loop)}
+            driver.step_until_all_write(loop, added)
             if len(loop.scheduler.running) < count:
                 break
             found[count] = _timed(loop)
@@ -100,7 +98,7 @@ def round_seconds(loop: EngineLoop, text: Sequence[int], depth: int | None = Non
 
 def any_text(loop: EngineLoop) -> list[int]:
     """Tokens of prompts to be timed with, where there is no text."""
-    return [(7 * i + 1) % loop.ready.vocab_size for i in range(CONTEXT)]
+    return driver.filler(loop.ready.vocab_size, CONTEXT)
 
 
 def _room(count: int, num_counts: int, depth: int) -> int:

@@ -112,9 +112,7 @@ def _timed(loop: EngineLoop, prompts: list[list[int]], depth: int) -> list[float
     """Seconds of ROUNDS steps in a row that each ran one round of all sequences."""
     named = {str(number): prompt for number, prompt in enumerate(prompts)}
     driver.submit(loop, named, driver.greedy(room(depth, len(prompts), len(prompts[0]))))
-    waiting = set(named)
-    while waiting:
-        waiting -= {output.request_id for output in driver.step(loop)}
+    driver.step_until_all_write(loop, named)
     times = driver.seconds_of_steps(loop, WARM_UPS, ROUNDS)
     driver.drain(loop, named)
     return times
@@ -140,6 +138,6 @@ def at_boot(model: Model, plan: Plan, folder: Path) -> list[Cost]:
         places = [(count, context) for count in counts if fits(plan, count, context)]
         if places:
             vocab_size = model.config.vocab_size
-            ids = text_of(folder, vocab_size, PAGE) or [(7 * i + 1) % vocab_size for i in range(PAGE)]
+            ids = text_of(folder, vocab_size, PAGE) or driver.filler(vocab_size, PAGE)
             return measure(model, plan, ids, [plan.depth], places, seconds=BOOT_SECONDS)
     return []

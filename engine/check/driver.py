@@ -40,6 +40,11 @@ def submit(
         )
 
 
+def filler(vocab_size: int, length: int) -> list[int]:
+    """A prompt of many different tokens, for where no text is at hand."""
+    return [(7 * i + 1) % vocab_size for i in range(length)]
+
+
 def step(loop: EngineLoop) -> list[RequestOutput]:
     """What one step gave. Raises RuntimeError where a request failed."""
     report = loop.step()
@@ -51,6 +56,13 @@ def reports(loop: EngineLoop) -> Iterator[StepReport]:
     while loop.has_work():
         if (report := loop.step()) is not None:
             yield _checked(report)
+
+
+def step_until_all_write(loop: EngineLoop, names: Iterable[str]) -> None:
+    """Steps until each of these requests has given a token. Raises as `step` does."""
+    waiting = set(names)
+    while waiting:
+        waiting -= {output.request_id for output in step(loop)}
 
 
 def seconds_of_steps(loop: EngineLoop, warm_ups: int, count: int) -> list[float]:

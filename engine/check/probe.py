@@ -92,7 +92,7 @@ def warm_up(loop: EngineLoop) -> None:
     wanted = [*tails, whole, whole + min(TAILS[0], grid.chunk)]
     sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.95, max_tokens=NUM_TOKENS, ignore_eos=True)
     for length in sorted({min(length, room) for length in wanted} - {0}) if room > 0 else ():
-        prompt = [(7 * i + 1) % ready.vocab_size for i in range(length)]
+        prompt = driver.filler(ready.vocab_size, length)
         name = f"warm-up-{length}"
         driver.submit(loop, {name: prompt}, sampling, cache_salt=name)
         driver.drain(loop)
@@ -103,7 +103,7 @@ def routes(loop: EngineLoop) -> dict[str, list[str]]:
     context is too short for them. Layers are "layers.0", ..; "lm_head", "head" and "prefill" stand beside them."""
     ready = loop.ready
     room = min(NUM_PROMPT_TOKENS, ready.max_model_len - NUM_TOKENS - 1)
-    prompt = [(7 * i + 1) % ready.vocab_size for i in range(room)]
+    prompt = driver.filler(ready.vocab_size, room)
     watch = Watch()
     loop.executor.observers.append(watch.observe)
     try:
