@@ -126,11 +126,6 @@ class EngineClient:
     # -- state ---------------------------------------------------------------------------------------------------
 
     @property
-    def healthy(self) -> bool:
-        """Loading or serving; False from the moment the engine is known to be gone until it is ready again."""
-        return self.state in ("loading", "ready")
-
-    @property
     def _alive(self) -> bool:
         return self.state in ("loading", "restarting", "ready")
 

@@ -181,7 +181,7 @@ def test_a_receiver_that_raises_ends_only_its_own_request(folder):
         async with engine(folder) as client:
             client.submit(request("bad", reply="abc", delay=0.01), receive)
             assert text_of(await collect(client, request("good", reply="fine"))) == "fine"
-            assert client.num_open == 0 and client.healthy
+            assert client.num_open == 0 and client.state == "ready"
             # and it is told, or its client would wait for ever
             assert (heard[-1].finish_reason, heard[-1].error) == ("error", "Panic: a bug in a receiver")
             assert len(heard) == 2
@@ -229,7 +229,7 @@ def test_a_process_that_fails_to_load_says_why(folder):
         async with engine(folder, wait=False, core="scripted_core:make_core_that_fails") as client:
             with pytest.raises(EngineUnavailable, match="no such checkpoint") as caught:
                 await asyncio.wait_for(client.wait_ready(), PATIENCE)
-            assert caught.value.part == "load" and not client.healthy
+            assert caught.value.part == "load" and client.state == "failed"
 
     run(body())
 
