@@ -24,7 +24,8 @@ DUMMY_LAYOUTS: tuple[str, ...] = get_args(DummyLayout)
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """None means: decide from the checkpoint and the device; the start-up log says what was decided.
+    """What a user may set. None means: decide from the checkpoint and the device; the start-up log says what was
+    decided.
 
     `num_speculative_tokens` is k (3 where there is a head); 0 is plain decoding. `speculative_method` "ngram" drafts
     what followed the newest prompt_lookup_max .. prompt_lookup_min tokens where they stood before (default 5 .. 5, or

@@ -7,7 +7,7 @@ import os
 import torch
 
 DRIVER = "/proc/driver/nvidia/version"
-"""There where NVIDIA's driver runs, whatever torch was built for."""
+"""A file that is there where NVIDIA's driver runs, whatever torch was built for."""
 
 
 def slow_ways(device: torch.device, fused: bool, wanted: str) -> list[str]:

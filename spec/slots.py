@@ -116,7 +116,8 @@ def _thinking(name: str, fill: int) -> Field:
 
 
 class SlotState(NamedTuple):
-    """One tensor a field, contiguous, on one device. Truth values are uint8: kernels read bytes."""
+    """What all slots hold: one tensor a field, contiguous, on one device. Truth values are uint8: kernels read
+    bytes."""
 
     flags: Annotated[torch.Tensor, Field(torch.int32)]
     length: Annotated[torch.Tensor, _whole(lambda a: 0)]

@@ -25,8 +25,8 @@ SCALE_BITS = {
     "F16": (np.uint16, 0x7BFF, 0x8000),
     "F32": (np.uint32, 0x7F7FFFFF, 0x80000000),
 }
-"""How to read their bits, those of the largest finite number, above which come infinity, NaN and the negatives, and
-those of minus zero where it may stand."""
+"""How scales of a dtype are read: the integer that has their bits, the bits of the largest finite number (above them
+are infinity, NaN and the negatives), and those of minus zero where it may stand."""
 
 
 class SeenScales:
@@ -37,7 +37,8 @@ class SeenScales:
         self._lock = threading.Lock()
 
     def see(self, module: Module, suffix: str, raw: np.ndarray) -> None:
-        """Some of its scales, uint8 [n]. Raises CheckpointError unless they are finite numbers, none negative."""
+        """Takes in some of a matrix's scales, uint8 [n]. Raises CheckpointError unless they are finite numbers, none
+        negative."""
         largest = _largest(module, suffix, raw)
         with self._lock:
             self._largest[module.name] = max(largest, self._largest.get(module.name, 0.0))

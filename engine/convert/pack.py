@@ -63,7 +63,7 @@ def _pack_fp8_rows(matrix: Matrix, source: SourceWeights, error: _Error) -> list
 
 
 def _pack_fp8_tensor(matrix: Matrix, source: SourceWeights, error: _Error) -> list[torch.Tensor]:
-    """One scale for the matrix, from its largest value, and one for its inputs, from the largest that was seen."""
+    """Packs with one scale for the matrix, from its largest value, and one for its inputs, from the largest seen."""
     scale = fp8.row_scales(source.shared_amax(matrix.name).reshape(1, 1))
     codes = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
     for part, values in source.blocks(matrix.name):

@@ -141,7 +141,7 @@ class EngineClient:
 
     @property
     def num_leaving(self) -> int:
-        """Those that were aborted here, and are not yet gone."""
+        """How many requests were aborted here and have not yet ended in the engine."""
         return len(self._leaving)
 
     @property
@@ -236,7 +236,8 @@ class EngineClient:
         self._close_listener()
 
     def _close_listener(self) -> None:
-        """One connection is all there will be: the path leaves nothing behind, even if this process is killed."""
+        """Removes the socket's path: there is one connection, and nothing is left behind even if this process is
+        killed."""
         if self._listener:
             self._listener.close()
         if self._folder:
@@ -333,7 +334,7 @@ class EngineClient:
             call()
 
     def abort_all(self) -> None:
-        """Those who wait for open requests hear that the server ends; the engine itself goes on until `close`."""
+        """Tells those who wait for open requests that the server ends; the engine itself goes on until `close`."""
         self._end_all("abort", "the server is shutting down")
 
     def _send(self, message: ToEngine) -> None:

@@ -8,7 +8,7 @@ from pilotfish.engine.link.messages import Ready, StepReport, Submit
 
 
 class EngineCore(Protocol):
-    """One thread calls all of these; none of them raises for what a client sent.
+    """An engine, as its process drives it: one thread calls all of these; none of them raises for what a client sent.
 
     `submit` queues a request (a bad one, one beyond the queue's bound, or one at which a library fails ends with
     finish_reason "error" and a message in the next report). `step` runs one prefill chunk or one round and returns what

@@ -29,7 +29,7 @@ Trace = Callable[[str, torch.Tensor], None]
 
 
 def unmarked(phase: str) -> None:
-    """Nobody times the phases."""
+    """Takes no note of the end of a phase: nobody times this round."""
 
 
 class RoundBody:

@@ -80,7 +80,7 @@ class Window:
         return len(self.starts) * self.width
 
     def places(self, lag: int) -> Places:
-        """For caches of this lag; made once for all layers."""
+        """Where the rows stand in caches of this lag; made once for all layers."""
         if lag not in self._places:
             self._places[lag] = self._make_places(lag)
         return self._places[lag]
@@ -111,7 +111,7 @@ class TorchScratch:
 
     @property
     def pending_bytes(self) -> int:
-        """None of its own: the model's recurrent state has them."""
+        """0: the pending rows are in the model's recurrent state."""
         return 0
 
 

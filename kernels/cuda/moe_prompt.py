@@ -24,7 +24,7 @@ from pilotfish.kernels.cuda.packing import Format, Packed
 ROWS, FEW_ROWS = 64, 32
 """Rows of a program at a time; FEW_ROWS where an expert has 24 or less: then three programs are on an SM, not two."""
 FEW_REGISTERS = 168
-"""Of a thread, for three programs of 128 threads. Held to it with 64 rows, the loop spills."""
+"""Registers of a thread with which three programs of 128 threads fit. With 64 rows the loop would spill, held to it."""
 COLUMNS = 64
 """Columns of gate and of up each; of down twice as many."""
 SPLIT = 4

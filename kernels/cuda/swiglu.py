@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 COLUMNS = 1024
-"""Of a program, which has one row."""
+"""Columns that a program computes, of one row."""
 
 
 @triton.jit(do_not_specialize=["width"])

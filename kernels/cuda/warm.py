@@ -65,7 +65,7 @@ def compile_all(launch: Callable[[], object], num_threads: int | None = None, lo
 
 
 def _load(kernels: list[Any], pool: Executor) -> None:
-    """Onto the device, on several threads.
+    """Loads kernels onto the device, on several threads.
 
     What launches kernels with arguments of the same types is one extension module of Triton 3.6, and all such modules
     have one name. Python gives who loads one again the module that was loaded last, with its contents exchanged: so

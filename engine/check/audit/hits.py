@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NUM_SNAPSHOTS = 16
 GPU_DEPTHS = (1, 3)
-"""Of the k asked for, those that a GPU compares, and the largest."""
+"""The k that a GPU compares, of those asked for and beside the largest of them."""
 
 
 class Hits:

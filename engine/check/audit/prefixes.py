@@ -129,8 +129,8 @@ class Script:
 
 
 def modes(requests: list[Submit], end_ids: tuple[int, ...], grammars: bool) -> dict[str, SamplingParams]:
-    """How texts are written on: as each request of the first prompt is, and under a grammar that ends with `end_ids`;
-    with log-probabilities."""
+    """The sampling parameters, by name, under which texts are continued: those of each request of the first prompt, and
+    a grammar that ends with `end_ids`; all with log-probabilities."""
     found = {
         request.request_id.removeprefix("0-"): msgspec.structs.replace(
             request.sampling, max_tokens=NUM_TOKENS, logprobs=2, ignore_eos=True
@@ -153,7 +153,8 @@ def _boundaries(grid: Grid, room: int) -> Iterator[int]:
 
 
 def _repeat(tokens: list[int], count: int) -> list[int]:
-    """So many tokens, each time from another place on: a text that comes back to itself late."""
+    """A text of so many tokens: the given ones over and over, each time from another place on, so that it comes back to
+    itself late."""
     found: list[int] = []
     while len(found) < count:
         turn = 7 * (len(found) // len(tokens)) % len(tokens)
@@ -162,5 +163,5 @@ def _repeat(tokens: list[int], count: int) -> list[int]:
 
 
 def _changed(prompt: list[int]) -> list[int]:
-    """With another last token."""
+    """The prompt with another last token."""
     return [*prompt[:-1], next(token for token in prompt if token != prompt[-1])]

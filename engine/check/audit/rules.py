@@ -21,7 +21,7 @@ NUM_ALLOWED = 12
 LIFTED = 100.0
 """A bias with which an id comes wherever it may."""
 MIN_TOKENS = 5
-"""Of requests whose end would come at once."""
+"""The min_tokens of requests whose end would come at once."""
 LITERAL = "the old harbour of the town"
 """What a grammar forces: several tokens with any tokenizer."""
 GRAMMARS = {
