@@ -19,8 +19,9 @@ from pilotfish.draft_heads.mtp.head import MtpHead
 from pilotfish.engine.check.teacher_forcing import TextReader, logits
 from pilotfish.engine.checkpoint.tokenizer import read_tokenizer
 from pilotfish.engine.link.messages import HeadCheck
+from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.model.trunk import Norm
+from pilotfish.engine.model.trunk import Layer, Norm
 from pilotfish.engine.round.prompt import read_text
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.linear import TILE_ROWS
@@ -55,6 +56,11 @@ NUM_STARTS = 24
 
 REVIVAL = 1.25
 """How much better a head must be without a fault for that fault to be named."""
+SHIFTS = {
+    -1.0: "its norms hold 1 + w in a file whose norms should hold w (shifted twice)",
+    1.0: "its norms hold w in a file whose norms should hold 1 + w (not shifted)",
+}
+"""What is added to every norm, and the fault that it undoes."""
 DEFAULTS = {
     "dead": "likely cause: its weights are random or of another model; no known fault, undone, revives it",
     "weak": "likely cause: a head of another fine-tune, or one that was quantised too far",
@@ -181,22 +187,29 @@ def _likely_cause(model: Model, head: MtpHead, tokens: torch.Tensor, hidden: tor
 
 def _remedies(head: MtpHead) -> Iterator[tuple[str, MtpHead]]:
     fields = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
-    yield "its norms hold 1 + w in a file whose norms should hold w (shifted twice)", _shifted(head, -1.0)
-    yield "its norms hold w in a file whose norms should hold 1 + w (not shifted)", _shifted(head, 1.0)
+    yield from ((cause, _shifted(head, by)) for by, cause in SHIFTS.items())
     yield "its pre_fc norms alone hold 1 + w (shifted twice)", _shifted(head, -1.0, all_norms=False)
     yield "its pre_fc norms alone hold w (not shifted)", _shifted(head, 1.0, all_norms=False)
     yield "its fc expects [hidden, embedding], not [embedding, hidden]", _Swapped(**fields)
 
 
 def _shifted(head: MtpHead, by: float, all_norms: bool = True) -> MtpHead:
-    def shift(norm: object) -> Norm:
-        assert isinstance(norm, Norm)
-        return dataclasses.replace(norm, scale=norm.scale + by)
+    changes: dict[str, Any] = {
+        name: shifted_norm(getattr(head, name), by) for name in ("embedding_norm", "hidden_norm")
+    }
+    if all_norms:
+        changes |= {"norm": shifted_norm(head.norm, by), "layer": shifted_layer(head.layer, by)}
+    return dataclasses.replace(head, **changes)
 
-    changes: dict[str, Any] = {name: shift(getattr(head, name)) for name in ("embedding_norm", "hidden_norm")}
-    if not all_norms:
-        return dataclasses.replace(head, **changes)
-    mixer = dataclasses.replace(head.layer.mixer, qk_norm=head.layer.mixer.qk_norm + by)
-    norms = {name: shift(getattr(head.layer, name)) for name in ("input_norm", "post_norm")}
-    layer = dataclasses.replace(head.layer, mixer=mixer, **norms)
-    return dataclasses.replace(head, **changes, norm=shift(head.norm), layer=layer)
+
+def shifted_norm(norm: Norm, by: float) -> Norm:
+    return dataclasses.replace(norm, scale=norm.scale + by)
+
+
+def shifted_layer(layer: Layer, by: float) -> Layer:
+    """The layer with all its norms shifted, those of queries and keys too."""
+    mixer = layer.mixer
+    if isinstance(mixer, GatedAttention):
+        mixer = dataclasses.replace(mixer, qk_norm=mixer.qk_norm + by)
+    norms = shifted_norm(layer.input_norm, by), shifted_norm(layer.post_norm, by)
+    return dataclasses.replace(layer, input_norm=norms[0], mixer=mixer, post_norm=norms[1])

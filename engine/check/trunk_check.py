@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pilotfish.engine.check.head_check import MIN_POSITIONS, NO_TEXT, TRUNK_MUST_KNOW, trunk_share
+from pilotfish.engine.check.head_check import (
+    MIN_POSITIONS,
+    NO_TEXT,
+    SHIFTS,
+    TRUNK_MUST_KNOW,
+    shifted_layer,
+    shifted_norm,
+    trunk_share,
+)
 from pilotfish.engine.checkpoint.findings import NOT_FINITE, ZEROS, findings
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint
 from pilotfish.engine.link.messages import HeadCheck, TrunkCheck
-from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.model.trunk import Layer, Norm
 
-SHIFTS = {
-    -1.0: "likely cause: its norms hold 1 + w in a file whose norms should hold w (shifted twice)",
-    1.0: "likely cause: its norms hold w in a file whose norms should hold 1 + w (not shifted)",
-}
-"""What is added to every norm, and the fault that it undoes."""
 CAUSES = (
     "likely causes: weights of another convention than their file says (scales of another writer, another order),"
     " a damaged file, another model's tokenizer.json, or a model that was never trained on English or code"
@@ -51,22 +52,13 @@ def _likely_cause(model: Model, ids: list[int]) -> str | None:
     """The known fault that, undone, makes the trunk know the text."""
     for by, cause in SHIFTS.items():
         if trunk_share(_shifted(model, by), ids)[1] >= TRUNK_MUST_KNOW:
-            return cause
+            return f"likely cause: {cause}"
     return None
 
 
 def _shifted(model: Model, by: float) -> Model:
-    def norm(one: Norm) -> Norm:
-        return replace(one, scale=one.scale + by)
-
-    def layer(one: Layer) -> Layer:
-        mixer = one.mixer
-        if isinstance(mixer, GatedAttention):
-            mixer = replace(mixer, qk_norm=mixer.qk_norm + by)
-        return replace(one, input_norm=norm(one.input_norm), mixer=mixer, post_norm=norm(one.post_norm))
-
-    trunk = replace(model.trunk, layers=[layer(one) for one in model.trunk.layers], norm=norm(model.trunk.norm))
-    return replace(model, trunk=trunk)
+    layers = [shifted_layer(layer, by) for layer in model.trunk.layers]
+    return replace(model, trunk=replace(model.trunk, layers=layers, norm=shifted_norm(model.trunk.norm, by)))
 
 
 def describe(check: TrunkCheck) -> str:
