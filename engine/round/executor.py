@@ -36,8 +36,9 @@ from pilotfish.spec.slots import EVERYTHING, FILTERED
 Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
 """Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
 
-ROUNDS_SHARE = 8
-"""A piece of a prompt pauses before it has run longer than so many rounds: those beside it take a ninth of the time."""
+ROUNDS_SHARE, HOST_ROUNDS_SHARE = 8, 2
+"""A piece of a prompt pauses before it has run longer than so many rounds: those beside it take a ninth of the time;
+without a GPU, where rounds are longer and a pause costs nothing, a third."""
 WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
 """Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
 for batches without them; the part before and the part after a grammar's masks."""
@@ -106,10 +107,12 @@ class RoundExecutor:
     def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
         """Steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None: all of
         them. Changes no bit."""
-        seconds = self.prompt.step_seconds.get(num_rows)
-        if seconds is None:
+        on_host = self.model.device.type == "cpu" and not self.ops.fixed_shapes
+        seconds = num_rows * self.prompt.row_seconds if on_host else self.prompt.step_seconds.get(num_rows)
+        if not seconds:
             return None
-        total, most = len(self.prompt.groups), max(1, int(ROUNDS_SHARE * round_seconds / seconds))
+        share = HOST_ROUNDS_SHARE if on_host else ROUNDS_SHARE
+        total, most = len(self.prompt.groups), max(1, int(share * round_seconds / seconds))
         # as many pauses as that takes, evenly
         return -(-total // -(-total // most))
 

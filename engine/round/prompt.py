@@ -33,6 +33,8 @@ END = -1
 """The part after the last group."""
 TIMED = 2
 """Reads that are timed together at the start."""
+LONG_ROWS = 64
+"""Of fewer rows a step takes more for each."""
 MOST_ROWS = 64
 """Rows of hidden states that become logits in one product."""
 
@@ -62,6 +64,8 @@ class PromptPass:
         self._taken: tuple[SpanRows, Span] | None = None
         # of a captured step, by number of rows, attention to what stands before left out
         self.step_seconds: dict[int, float] = {}
+        # of a step of the newest long piece, by row, where steps are not captured and end before they return
+        self.row_seconds = 0.0
 
     def span(self, slot: int, start: int, length: int, table: list[int] | torch.Tensor) -> Span:
         return Span.build(slot, start, length, table, self.model.inv_freq, self.ops.prompt_rows(length))
@@ -88,10 +92,13 @@ class PromptPass:
         pages and `rows` alone. The slot's state and the pages hold the span after the last one."""
         caches = iter(self.model.trunk.kv)
         for number, group in enumerate(self.groups):
+            began = perf_counter()
             self._run(number, rows, span)
             if group.begun is not None:
                 assert isinstance(group.begun.mixer, GatedAttention)
                 self.ops.attend_prompt(group.begun.mixer, rows.q, rows.projected, span, next(caches), rows.mixed)
+            if span.num_rows >= LONG_ROWS:
+                self.row_seconds = (perf_counter() - began) / span.num_rows
             yield
 
     def _run(self, number: int, rows: SpanRows, span: Span) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.fixed_shapes import FixedDriver
-from tests.support.loops import assert_seen_alone
+from tests.support.loops import LoopDriver, assert_alone, assert_seen_alone
 
 
 def pausing(kind="hv_gt_hk", steps=1, observed=False):
@@ -96,3 +96,33 @@ def test_how_often_follows_from_what_a_step_and_a_round_take():
     assert [executor.steps_at_a_time(rows, time) for time in (0.0001, 0.001, 0.0026, 0.004, 1.0)] == [1, 2, 5, 6, 17]
     # of what is not captured nothing is known
     assert executor.steps_at_a_time(rows + 1, 0.001) is None
+
+
+def test_without_a_gpu_a_chunk_is_timed_as_it_is_read_and_lets_more_rounds_in():
+    driver = LoopDriver(depth=2, agreeing="own")
+    executor = driver.loop.executor
+    assert executor.steps_at_a_time(64, 1.0) is None
+    driver.ask("first", 130, seed=1, max_tokens=1)
+    driver.run()
+    assert executor.prompt.row_seconds > 0
+    executor.prompt.row_seconds = 0.001
+    executor.prompt.groups = (executor.prompt.groups * 17)[:17]
+    # of 100 ms each: never longer than 2 rounds
+    assert [executor.steps_at_a_time(100, time) for time in (0.01, 0.1, 0.31, 1.0)] == [1, 2, 6, 17]
+
+
+def test_without_a_gpu_rounds_run_between_the_steps_of_one_chunk():
+    driver = LoopDriver(depth=0, agreeing="own")
+    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds: 1
+    beside = driver.ask("a", 21, max_tokens=20)
+    for _ in range(5):
+        driver.step()
+    long = driver.ask("long", 60, seed=2, max_tokens=2)
+    before, paused = len(beside.tokens), 0
+    while not long.tokens:
+        driver.step()
+        paused += driver.loop.scheduler._paused is not None
+    assert paused == len(driver.loop.executor.prompt.groups) - 1 and len(beside.tokens) >= before + paused
+    driver.run()
+    assert_alone(beside)
+    assert_alone(long)
