@@ -209,7 +209,8 @@ def _loop(args: argparse.Namespace, model: Model, plan: Plan, depth: int) -> Eng
         from pilotfish.engine.round.cuda_table import CudaOperators  # imports Triton
 
         assert isinstance(loop.executor.ops, CudaOperators)
-        loop.executor.ops.use_pdl(not args.no_pdl)
+        if args.no_pdl:
+            loop.executor.ops.use_pdl(False)
         shapes = _shapes(args, loop.executor.shapes, depth)
         with torch.inference_mode():
             if args.enforce_eager:

@@ -57,15 +57,22 @@ class CudaScratch:
         return sum(layer.nbytes for layer in self.pending)
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may begin while the one before them ends. Devices below compute capability 9.0 have no
+    instructions for it, and a kernel that has them does not assemble; on a CPU kernels are compiled, for 9.0, to be
+    looked at."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 class CudaOperators:
     """See the module's docstring."""
 
     fixed_shapes = True
     index_dtype = torch.int32
 
-    def __init__(self, model: Model, pdl: bool = True, on_device: bool | None = None):
+    def __init__(self, model: Model, on_device: bool | None = None):
         assert model.scratch is not None
-        self.pdl, self.bulk_scratch = pdl, model.scratch
+        self.pdl, self.bulk_scratch = has_dependent_launch(model.device), model.scratch
         self.on_device = model.device.type == "cuda" if on_device is None else on_device
         # the plain form of the recurrence goes by lengths that the host knows
         self.captures_prompts = not self.on_device or is_installed()

@@ -26,7 +26,8 @@ class _NoDevice:
         self.target = GPUTarget("cuda", arch, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton keeps what it has compiled by this number, and would give one architecture's kernels for another's
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0

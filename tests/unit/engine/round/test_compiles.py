@@ -75,6 +75,24 @@ def test_the_demo_model_s_round(launched):
     assert len(launched) > 200
 
 
+@pytest.mark.parametrize("arch", [80, 120])
+def test_the_round_assembles_for_devices_that_it_has_not_run_on(arch, monkeypatch):
+    """ptxas takes each kernel: below 9.0 it has no instruction for programmatic dependent launch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10))
+    supported = cuda_table.has_dependent_launch(torch.device("cuda"))
+    monkeypatch.setattr(cuda_table, "has_dependent_launch", lambda device: supported)
+    config = ModelConfig.load(DEMO)
+    model = build_model(
+        dummy_weights(config, "mixed", CPU), config, CacheSizes(8, 9, 0), torch.bfloat16, CPU, fused=True
+    )
+    rounds = make_executor(model, BatchState(7, 3, config.vocab_size, CPU), 3, 6, 512, 16)
+    with torch.inference_mode(), compiling(arch) as kernels:
+        rounds._work(rounds._work_of(Shape(2, 3)), WHOLE)
+    assert {kernel.metadata.name for kernel in kernels} >= LAUNCHES
+    assert {kernel.metadata.target.arch for kernel in kernels} == {arch}
+    assert {kernel.metadata.launch_pdl for kernel in kernels} == {arch >= 90}
+
+
 def test_no_kernel_touches_what_another_writes_before_it_has_waited(launched):
     for kernel in {kernel.hash: kernel for kernel in launched}.values():
         name, waits, code = kernel.metadata.name, Waits(kernel), Code(kernel)
