@@ -23,6 +23,7 @@ from pilotfish.engine.plan import FAST_ROWS, MAX_ROWS, Plan, reserved_pages
 from pilotfish.engine.requests.scheduler import Scheduler
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import RoundExecutor, make_executor
+from pilotfish.engine.round.synthetic import SyntheticAcceptance
 from pilotfish.kernels.attention import PAGE
 
 
@@ -78,6 +79,9 @@ def assemble(
     vocab_size = model.config.vocab_size
     slots_and_depth = (plan.max_num_seqs + 1, max(1, plan.depth))
     state = BatchState(*slots_and_depth, vocab_size, plan.device, history_length)
+    if plan.synthetic_length is not None and plan.depth:
+        sizes = state.num_slots, plan.synthetic_length, plan.depth, vocab_size
+        state.synthetic = SyntheticAcceptance(*sizes, plan.device)
     executor = _make_executor(model, state, plan)
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
     snapshots = Snapshots.empty(model.trunk.state, plan.num_snapshots) if plan.num_snapshots else None

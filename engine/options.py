@@ -40,7 +40,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     `eos_token_ids`: the end ids that requests will bring; grammars read the tokenizer with them before the engine is
     ready, which would hold up every stream later.
     `load_format` "dummy" reads config.json and no weights: these are random, stored as a checkpoint of `dummy_layout`
-    has them, and head and trunk are not tested; to measure a server of any size.
+    has them, and head and trunk are not tested; to measure a server of any size. `synthetic_acceptance_length`: with
+    these alone, so many tokens a round are accepted by decree.
     `kernels`: "fused" multiplies packed weights on the GPU and runs rounds from captured graphs, "torch" expands each
     weight for each product; "auto" is fused wherever that runs. `enforce_eager` captures no graphs.
     `enable_prefix_caching`: keep what was read of prompts, for later ones that begin with the same tokens.
@@ -68,6 +69,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     cost_table: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     dummy_layout: DummyLayout = "nvfp4"
+    synthetic_acceptance_length: float | None = None
     kernels: Literal["auto", "torch", "fused"] = "auto"
     enforce_eager: bool = False
     enable_prefix_caching: bool = True

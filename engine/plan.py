@@ -70,6 +70,7 @@ class Plan:
     kv_dtype: torch.dtype | None = None
     kv_scales: KvScales = field(default_factory=dict)
     num_snapshots: int = 0
+    synthetic_length: float | None = None
 
     @property
     def uses_mtp_head(self) -> bool:
@@ -125,7 +126,25 @@ def make_plan(options: EngineOptions, checkpoint: Checkpoint) -> Plan:
         kv_dtype,
         kv_scales,
         num_snapshots(config, dtype, num_pages, pages_bytes) if options.enable_prefix_caching else 0,
+        _synthetic_length(options, depth),
     )
+
+
+def _synthetic_length(options: EngineOptions, depth: int) -> float | None:
+    """The acceptance length that is decreed. Raises OptionError where text would be made up by it."""
+    length = options.synthetic_acceptance_length
+    if length is None:
+        return None
+    if options.load_format != "dummy":
+        raise OptionError("synthetic_acceptance_length: want it with load_format dummy alone; it makes text up")
+    if options.audit_rate:
+        raise OptionError("synthetic_acceptance_length: want audit_rate 0, its text is another one at each k")
+    if not depth or not 1 <= length <= depth + 1:
+        raise OptionError(
+            f"synthetic_acceptance_length: want k > 0 and 1..k + 1 tokens a round, got {length}, k = {depth}"
+        )
+    logger.warning("synthetic: %s tokens a round are accepted by decree, whatever the weights say", length)
+    return length
 
 
 def choose_fused(wanted: str, device: torch.device, dtype: torch.dtype) -> bool:

@@ -177,7 +177,10 @@ def _origin(checkpoint: Checkpoint, plan: Plan) -> str | None:
     if plan.lookup is not None:
         return f"look-up of {plan.lookup.longest} to {plan.lookup.shortest} tokens"
     if isinstance(checkpoint, DummyCheckpoint):
-        return "MTP head of random weights"
+        decree = (
+            "" if plan.synthetic_length is None else f", synthetic: {plan.synthetic_length} tokens a round by decree"
+        )
+        return f"MTP head of random weights{decree}"
     return f"MTP head from {checkpoint.head.path}" if checkpoint.head else "MTP head of the checkpoint"
 
 

@@ -31,6 +31,12 @@ def add_engine_flags(parser: Parser) -> None:
         default="nvfp4",
         help="how random weights are stored (default: %(default)s)",
     )
+    group.add_argument(
+        "--synthetic-acceptance-length",
+        type=float,
+        metavar="TOKENS",
+        help="with random weights alone: accept so many tokens a round by decree, 1 to k + 1 (default: by chance)",
+    )
     group = parser.add_argument_group("speculation")
     depth = group.add_mutually_exclusive_group()
     depth.add_argument(

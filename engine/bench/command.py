@@ -38,7 +38,7 @@ from pilotfish.engine.bench.conversation import Conversation, measure_conversati
 from pilotfish.engine.bench.experts import count_experts
 from pilotfish.engine.bench.first import first_and_second
 from pilotfish.engine.bench.measure import Case, Run, live_batch, live_tokens, random_prompts, run_batch
-from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
+from pilotfish.engine.bench.oracle import Oracle
 from pilotfish.engine.bench.profile import profile
 from pilotfish.engine.bench.roof import Frame, distinct_experts, memory_rate, round_bytes
 from pilotfish.engine.bench.show import ADMISSION, ROUND, TURN, show
@@ -68,6 +68,7 @@ from pilotfish.engine.plan import (
 )
 from pilotfish.engine.round.executor import PLAIN, VERIFY, WHOLE
 from pilotfish.engine.round.shapes import Shape, Shapes
+from pilotfish.engine.round.synthetic import acceptance_rate
 from pilotfish.engine.slow import slow_ways
 from pilotfish.kernels.attention import PAGE
 

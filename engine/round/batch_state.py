@@ -15,6 +15,7 @@ import torch
 
 from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.round import parcel
+from pilotfish.engine.round.synthetic import SyntheticAcceptance
 from pilotfish.spec import accept
 from pilotfish.spec.slots import (
     ANY,
@@ -72,6 +73,8 @@ class BatchState:
         self.host_flags = [0] * num_slots
         # for measurements: replaces what a head drafts
         self.oracle: DraftSource | None = None
+        # for servers of random weights: decides what is accepted
+        self.synthetic: SyntheticAcceptance | None = None
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """A field of spec.slots."""
@@ -120,6 +123,8 @@ class BatchState:
             state.bad_lasts[slot, : len(table)] = table[:, -1]
         if self.oracle is not None:
             self.oracle.admit(slot, prompt)
+        if self.synthetic is not None:
+            self.synthetic.places.restart(slot)
 
     def set_drafts(self, slots: torch.Tensor, drafts_BK: torch.Tensor, counts_B: torch.Tensor | None = None) -> None:
         """Stores drafts for the next round, of which counts are offered (None: all) within the requests' limits."""

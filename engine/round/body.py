@@ -85,6 +85,8 @@ class RoundBody:
             b.logits[:num_rows], slots, state, width, b.chosen[:num_rows], b.scratch, flags, b.has_nan[:num_rows],
             b.allowed[:num_rows], see=self.trace,
         )  # fmt: skip
+        if self.batch_state.synthetic is not None:
+            self.batch_state.synthetic.impose(b.chosen[:num_rows], slots, state, width)
         self.see("tokens", b.chosen[:num_rows])
         self.mark("choose")
         verdicts = b.verdicts(shape.num_sequences)

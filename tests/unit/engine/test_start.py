@@ -199,3 +199,28 @@ def test_random_weights_of_a_config_serve_without_a_file_of_weights(folder, tmp_
     assert loop.ready.ledger["checkpoint_bytes"] == stored_bytes(ModelConfig.load(tmp_path), "nvfp4") > 0
     with pytest.raises(OptionError, match="load_format dummy"):
         start.start_engine(msgspec.structs.replace(options, draft_head=str(folder)))
+
+
+def test_random_weights_accept_what_was_decreed_and_say_so(folder, tmp_path, caplog):
+    shutil.copy(folder / "config.json", tmp_path)
+    options = EngineOptions(
+        model=str(tmp_path), load_format="dummy", num_threads=1, device="cpu", max_model_len=512, dtype="float32",
+        synthetic_acceptance_length=2.6, max_num_seqs=3,
+    )  # fmt: skip
+    loop = start.make_core(options)
+    assert "synthetic: 2.6 tokens a round" in caplog.text and "synthetic: 2.6 tokens" in loop.ready.draft_head
+    driver.submit(loop, {str(number): [1, 2, number] for number in range(3)}, driver.greedy(200))
+    outputs = [out for report in driver.reports(loop) for out in report.outputs if out.num_drafted == 3]
+    assert len(outputs) > 150
+    assert sum(len(out.token_ids) for out in outputs) / len(outputs) == pytest.approx(2.6, rel=0.02)
+    assert {out.num_accepted for out in outputs} == {0, 1, 2, 3}
+    driver.submit(loop, {"plain": [5, 6]}, driver.greedy(10), speculative_k=0)
+    assert sum(len(out.token_ids) for report in driver.reports(loop) for out in report.outputs) == 10
+    for wrong, words in (
+        ({"load_format": "auto", "model": str(folder)}, "load_format dummy alone"),
+        ({"audit_rate": 0.5}, "audit_rate 0"),
+        ({"synthetic_acceptance_length": 4.5}, "got 4.5, k = 3"),
+        ({"num_speculative_tokens": 0}, "k = 0"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            start.start_engine(msgspec.structs.replace(options, **wrong))

@@ -13,7 +13,7 @@ from pilotfish.engine.bench import admission, command, first, profile
 from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.experts import ExpertCounts, count_experts
 from pilotfish.engine.bench.measure import Case, live_batch, live_tokens, random_prompts, run_batch
-from pilotfish.engine.bench.oracle import Oracle, acceptance_rate
+from pilotfish.engine.bench.oracle import Oracle
 from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes
 from pilotfish.engine.bench.show import ADMISSION_COLUMNS, ADMISSION_LEGEND, COLUMNS, LEGEND, show
 from pilotfish.engine.bench.sizes import released_config
@@ -23,6 +23,7 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.requests.scheduler import PrefillStep, RoundStep
 from pilotfish.engine.round.shapes import Shape, Shapes
+from pilotfish.engine.round.synthetic import acceptance_rate
 from tests.support.fixed_shapes import fixed_engine
 from tests.support.rounds import CPU, make_engine
 from tests.support.tiny_models import build_tiny
@@ -143,7 +144,7 @@ def test_rounds_near_the_limit_do_not_lower_the_length():
     """They offer fewer drafts: of 12 tokens after the first, three rounds of four; of 10, the third has one draft."""
     prompts = random_prompts(1, 20, 320)
     loop = oracle_loop(3, prompts)
-    loop.executor.state.oracle.shares.fill_(1.0)
+    loop.executor.state.oracle.places.shares.fill_(1.0)
     for num_tokens, counts in ((13, {3: 3}), (11, {3: 2, 1: 1})):
         run = run_batch(loop, prompts, num_tokens, 0)
         assert run.accepted_counts == counts and run.acceptance_length == 4
@@ -500,7 +501,7 @@ def test_a_live_batch_outlasts_its_rounds_whatever_is_accepted(depth):
     loop.executor.steps_at_a_time = lambda num_rows, round_seconds: 1
     loop.scheduler.pause = lambda step: pytest.fail("a chunk pauses")
     if depth:
-        loop.executor.state.oracle.shares.fill_(1.0)
+        loop.executor.state.oracle.places.shares.fill_(1.0)
     # the second one knows how long rounds take, and would pause for them
     for _ in range(2):
         with live_batch(loop, prompts, 8):
