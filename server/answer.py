@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from pilotfish.engine.link.messages import TokenLogprob
-from pilotfish.server.calls.parser import Part, Said, merge
+from pilotfish.server.calls.parts import Part, Said, merge
 from pilotfish.server.errors import ApiError
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.plan import GenerationPlan

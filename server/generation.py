@@ -16,7 +16,8 @@ import msgspec
 from pilotfish.engine.link.client import ENGINE_FAILED, EngineClient
 from pilotfish.engine.link.messages import RequestOutput, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector, RequestEnd
-from pilotfish.server.calls.parser import END_THINK, MARKERS, THINK, AnswerParser, Part, Said, begins_call, merge
+from pilotfish.server.calls.parser import END_THINK, MARKERS, THINK, AnswerParser, begins_call
+from pilotfish.server.calls.parts import Part, Said, merge
 from pilotfish.server.errors import ApiError, BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.plan import GenerationPlan, StopRules

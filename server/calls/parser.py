@@ -11,18 +11,17 @@ Whitespace around the markers is the format's, not the answer's, and goes with t
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-import secrets
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
 from pilotfish.server.calls.parameters import Parameters
+from pilotfish.server.calls.parts import Call, CallArguments, CallOpened, Kind, Part, Said
 from pilotfish.server.calls.reading import UNKNOWN, ReadCall, read_drifted
 from pilotfish.server.calls.tools import NAME
+from pilotfish.server.calls.written import WrittenCall
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -43,40 +42,6 @@ UNFINISHED = re.compile(
     r"<(?:function|parameter)"
     r"(?:(?: ?=| name ?=)[^<>\n]{0,280}|(?: (?:n(?:a(?:m(?:e ?)?)?)?)?)?)"
 )
-
-Kind = Literal["content", "reasoning"]
-
-
-class Said(msgspec.Struct, frozen=True):
-    kind: Kind
-    text: str
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A call that is whole. `arguments` is the JSON of an object."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
-
-class CallOpened(msgspec.Struct, frozen=True):
-    """The beginning of a call that may break off yet: only where pieces were asked for, as the next."""
-
-    index: int
-    id: str
-    name: str
-
-
-class CallArguments(msgspec.Struct, frozen=True):
-    """A piece of the arguments' JSON. A call that breaks off stays without its end, and follows as text."""
-
-    index: int
-    text: str
-
-
-Part = Said | Call | CallOpened | CallArguments
 
 
 class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +69,7 @@ class AnswerParser:
         self._space: list[str] = []
         self._fresh = self._after_marker = False
         self._has_said: set[Kind] = set()
-        self._call = _Call()
+        self._call = WrittenCall()
         self._reads_calls = rules.tools is not None
         self._num_opened = self._num_kept = 0
         self.num_calls = 0
@@ -266,7 +231,7 @@ class AnswerParser:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _begin_call(self, *, wrapped: bool) -> None:
-        self._call = _Call(wrapped)
+        self._call = WrittenCall(wrapped)
         if wrapped and self._buffer.startswith(CALL):
             self._call.add(self._take(len(CALL)))
         self._state = self._read_head
@@ -402,7 +367,7 @@ class AnswerParser:
     def _settle(self) -> bool:
         """The call is certain, and what came after it is looked at again."""
         call = self._call
-        trail = call.take_trail()
+        trail = call.trail
         call.take()
         self._tell_call(call.name, call.arguments())
         if not self.finished:
@@ -410,7 +375,7 @@ class AnswerParser:
         return True
 
     def _tell_call(self, name: str, arguments: str) -> None:
-        call, self._call = self._call, _Call()
+        call, self._call = self._call, WrittenCall()
         self.num_calls += 1
         self.finished = self._rules.single
         self._enter(self._kind)
@@ -420,90 +385,6 @@ class AnswerParser:
             return
         self._parts.append(Call(self._num_opened, call.id, name, arguments))
         self._num_opened += 1
-
-
-class _Call:
-    """The call at hand: all its text, in case it is none, its values, and what comes after it."""
-
-    def __init__(self, wrapped: bool = False) -> None:
-        self.id = f"call_{secrets.token_hex(12)}"
-        self.index: int | None = None
-        self.name = ""
-        self.parameters = UNKNOWN
-        self.seen: set[str] = set()
-        self.wrapped, self.closed = wrapped, False
-        self.size = 0
-        self._raw: list[str] = []
-        self._trail: list[str] = []
-        self._parameter = ""
-        self._value: list[str] = []
-        # the arguments' JSON so far, pieces of strings included; of it, what has been told
-        self._written = ["{"]
-        self._num_told = 0
-
-    def add(self, text: str) -> None:
-        self._raw.append(text)
-        self.size += len(text)
-
-    def take(self) -> str:
-        """All its text, which is no longer counted here."""
-        text = "".join(self._raw)
-        self._raw, self.size = [], 0
-        return text
-
-    def add_trail(self, text: str) -> None:
-        self.add(text)
-        self._trail.append(text)
-
-    def take_trail(self) -> str:
-        return "".join(self._trail)
-
-    @property
-    def has_trail(self) -> bool:
-        """Whether there is more than white space."""
-        return any(text.strip() for text in self._trail)
-
-    def close(self, marker: str) -> None:
-        self.add(marker)
-        self.closed, self._trail = True, []
-
-    def open_value(self, name: str) -> None:
-        key = ("" if not self.seen else ", ") + json.dumps(name, ensure_ascii=False) + ": "
-        self.seen.add(name)
-        self._parameter, self._value, self._newline = name, [], ""
-        self._is_text = self.parameters.is_text(name)
-        self._written.append(key + '"' if self._is_text else key)
-
-    def add_value(self, text: str) -> None:
-        """Takes more of the value. Strings are written at once, but for a newline that may be the last."""
-        self.add(text)
-        if not text:
-            return
-        if not self._value:
-            self._value.append("")
-            text = text.removeprefix("\n")
-        self._value.append(text)
-        if self._is_text and text:
-            text = self._newline + text
-            self._newline = "\n" if text.endswith("\n") else ""
-            self._written.append(json.dumps(text.removesuffix("\n"), ensure_ascii=False)[1:-1])
-
-    def close_value(self) -> None:
-        text = "".join(self._value).removesuffix("\n")
-        self._written.append('"' if self._is_text else self.parameters.json_of(self._parameter, text))
-
-    def arguments(self) -> str:
-        return "".join(self._written) + "}"
-
-    def news(self) -> str:
-        """What has been written of the arguments since it was last asked for."""
-        text = "".join(self._written[self._num_told :])
-        self._num_told = len(self._written)
-        return text
-
-    @property
-    def told(self) -> str:
-        return "".join(self._written[: self._num_told])
 
 
 def _tag_length(text: str) -> int:
@@ -530,21 +411,3 @@ def begins_call(text: str) -> bool | None:
         return True
     rest = text.lstrip()
     return None if "<function".startswith(rest) or UNFINISHED.fullmatch(rest) else False
-
-
-def merge(parts: Iterable[Part]) -> list[Part]:
-    """Neighbours of one kind as one."""
-    merged: list[Part] = []
-    for _, group in itertools.groupby(parts, _merge_key):
-        first, *others = group
-        if others and isinstance(first, Said | CallArguments):
-            texts = [part.text for part in (first, *others) if isinstance(part, Said | CallArguments)]
-            first = msgspec.structs.replace(first, text="".join(texts))
-        merged.append(first)
-    return merged
-
-
-def _merge_key(part: Part) -> tuple[object, ...]:
-    if isinstance(part, Said):
-        return (Said, part.kind)
-    return (CallArguments, part.index) if isinstance(part, CallArguments) else (id(part),)

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from pilotfish.server.answer import LOWEST_LOGPROB, OpenAiFormat, usage_of
-from pilotfish.server.calls.parser import Call, CallArguments, CallOpened, Part, Said
+from pilotfish.server.calls.parts import Call, CallArguments, CallOpened, Part, Said
 from pilotfish.server.calls.tools import input_of
 from pilotfish.server.generation import Choice, Piece, ShownToken
 from pilotfish.server.protocol import Response, TracedToken

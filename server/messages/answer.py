@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from pilotfish.server.answer import shown_parts, usage_of
-from pilotfish.server.calls.parser import Call, Kind, Said
+from pilotfish.server.calls.parts import Call, Kind, Said
 from pilotfish.server.errors import ApiError, ContextExceeded
 from pilotfish.server.generation import Choice, Piece
 from pilotfish.server.plan import GenerationPlan

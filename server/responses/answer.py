@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from pilotfish.server.answer import shown_parts, usage_of
-from pilotfish.server.calls.parser import Call, Said
+from pilotfish.server.calls.parts import Call, Said
 from pilotfish.server.calls.tools import input_of
 from pilotfish.server.chat.answer import ChatFormat, ChatLogprob
 from pilotfish.server.errors import ApiError

@@ -30,7 +30,6 @@ from pilotfish.server.protocol import (
 )
 from pilotfish.server.responses.tools import chat_choice, chat_tools, flat_name
 
-Name = Annotated[str, Meta(min_length=1)]
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = frozenset(
     {

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from pilotfish.engine.link.messages import RequestOutput, SamplingParams, Submit, TokenLogprob
 from pilotfish.metrics.collectors import Collector
-from pilotfish.server.calls.parser import AnswerRules, Said
+from pilotfish.server.calls.parser import AnswerRules
+from pilotfish.server.calls.parts import Said
 from pilotfish.server.completions.request import CompletionRequest
 from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavailable
 from pilotfish.server.generation import Choice, Generation

@@ -9,7 +9,8 @@ from pilotfish.engine.errors import RequestError
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.server.calls.grammar import call_grammar
 from pilotfish.server.calls.parameters import Parameters
-from pilotfish.server.calls.parser import AnswerParser, AnswerRules, Call
+from pilotfish.server.calls.parser import AnswerParser, AnswerRules
+from pilotfish.server.calls.parts import Call
 from pilotfish.server.calls.tools import custom_tool, function_choice, function_tool, read_tools
 from pilotfish.server.errors import BadRequest
 from pilotfish.server.fields import FieldNotes

@@ -7,7 +7,8 @@ import pytest
 from answer_reference import read_answer
 
 from pilotfish.server.calls.parameters import Parameters
-from pilotfish.server.calls.parser import AnswerParser, AnswerRules, Call, CallArguments, CallOpened, Said, merge
+from pilotfish.server.calls.parser import AnswerParser, AnswerRules
+from pilotfish.server.calls.parts import Call, CallArguments, CallOpened, Said, merge
 
 SCHEMAS = {
     "f": {

@@ -15,7 +15,8 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.server.calls.grammar import call_grammar
-from pilotfish.server.calls.parser import AnswerParser, AnswerRules, Call, Said
+from pilotfish.server.calls.parser import AnswerParser, AnswerRules
+from pilotfish.server.calls.parts import Call, Said
 from pilotfish.server.calls.tools import function_tool, read_tools
 from pilotfish.server.fields import FieldNotes
 from pilotfish.server.model_files import load_model_files
