@@ -13,7 +13,7 @@ from pilotfish.engine.command_line.parser import Parser
 from pilotfish.metrics.collectors import Collector
 from pilotfish.server import cli
 from pilotfish.server.http.openapi import OPERATIONS
-from tests.support.documents import PAGES, ROOT, prose
+from tests.support.documents import PAGES, ROOT, blocks, prose
 
 FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 TEXTS = (".py", ".js", ".mjs", ".html", ".yaml", ".yml", ".cfg", ".conf", ".sh", ".service", ".toml", ".json", ".css")
@@ -88,8 +88,9 @@ def test_names_in_code_type_stand_in_the_sources(words):
 
 def test_files_that_are_named_exist():
     folders = {str(parent) for file in FILES for parent in Path(file).parents}
+    commands = [(str(b), f"{b.mark} {b.text}") for page in PAGES for b in blocks(page) if b.language == "sh"]
     wrong = []
-    for at, span in SPANS:
+    for at, span in SPANS + commands:
         for word in re.findall(r"(?<![\w/.~$-])[\w.@-]+(?:/[\w.@-]+)*/?", span):
             path = word.rstrip("/.")
             is_ours = path.split("/")[0] in ROOMS and "/" in path
