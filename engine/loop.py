@@ -19,7 +19,6 @@ from pilotfish.engine.grammar.library import GrammarLibrary, Ticket
 from pilotfish.engine.guard import Guarded, tell
 from pilotfish.engine.link.messages import (
     ErrorCode,
-    FinishReason,
     Ready,
     RequestOutput,
     StepReport,
@@ -28,6 +27,7 @@ from pilotfish.engine.link.messages import (
 )
 from pilotfish.engine.requests.checks import checked_sequence
 from pilotfish.engine.requests.loop_guard import LoopGuard
+from pilotfish.engine.requests.outputs import output_of
 from pilotfish.engine.requests.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.requests.sequence import Sequence
 from pilotfish.engine.round.executor import LaunchedRound, RoundExecutor
@@ -412,30 +412,12 @@ class EngineLoop:
         return report.cut(verdict.kept)
 
     def _output(self, sequence: Sequence, report: SequenceReport, after_round: bool) -> RequestOutput:
-        finish: FinishReason | None = None
-        error = _error(sequence, report)
-        if report.done or error is not None:
-            finish = "error" if error is not None else "stop" if report.stopped or report.looped else "length"
+        output = output_of(sequence, report, after_round)
+        if output.finish_reason is not None:
             self._finish(sequence)
-            self.self_audit.on_end(sequence.request, failed=error is not None)
+            self.self_audit.on_end(sequence.request, failed=output.error is not None)
             del self._sequences[sequence.request_id]
-        return RequestOutput(
-            request_id=sequence.request_id,
-            token_ids=report.token_ids,
-            logprobs=report.logprobs,
-            finish_reason=finish,
-            error=error,
-            error_code="nan" if report.has_nan else "invalid" if error is not None else None,
-            stop_token_id=report.token_ids[-1] if report.stopped else None,
-            num_drafted=report.num_drafted,
-            num_accepted=report.num_accepted,
-            num_forced=report.num_forced,
-            round=after_round,
-            queue_seconds=sequence.take_queue_seconds(),
-            num_cached_tokens=sequence.take_num_cached(),
-            looped=report.looped,
-            prompt_logprobs=report.prompt_logprobs,
-        )
+        return output
 
     def _fail(self, sequence: Sequence, error: str) -> list[RequestOutput]:
         """Ends a request by a fault of ours. A check that meets one is given up: it has shown nothing."""
@@ -496,12 +478,3 @@ class EngineLoop:
             state_slots_total=scheduler.slots.capacity,
             prefix_cache=scheduler.prefix.take_stats(),
         )
-
-
-def _error(sequence: Sequence, report: SequenceReport) -> str | None:
-    """What ends this request alone; its neighbours do not notice."""
-    if report.has_nan:
-        return "the model's logits hold NaN: no token can be chosen"
-    if sequence.allowed is not None and not sequence.allowed.issuperset(report.token_ids):
-        return "no token is left to choose: allowed_token_ids, bad_words and the grammar forbid them all"
-    return None
