@@ -25,8 +25,8 @@ from pilotfish.engine.round.body import RoundBody, unmarked
 from pilotfish.engine.round.buffers import RoundBuffers, read_report, report_size
 from pilotfish.engine.round.grammars import SlotGrammars
 from pilotfish.engine.round.graphs import Graphs
-from pilotfish.engine.round.mailbox import Letter, Mailbox, Placement
 from pilotfish.engine.round.operators import Operators, operators_of
+from pilotfish.engine.round.pinned import HostCopy, PinnedRing, Placement
 from pilotfish.engine.round.prompt import NULL_SLOT, PromptPass
 from pilotfish.engine.round.reading import FIRST, HEAD, Once, Piece, Reading
 from pilotfish.engine.round.reports import Batch, RowLogprobs, SequenceReport, num_forced
@@ -74,7 +74,7 @@ class RoundExecutor:
         self.graphs, self.prompt_graphs = Graphs(model.device), Graphs(model.device)
         self.num_missed, self.run_ahead = 0, None if operators.fixed_shapes else False
         self._placement = Placement(self.body.buffers.slots, self.body.buffers.tables)
-        self._mail = Mailbox((report_size(sizes),), torch.uint8, model.device)
+        self._reports = PinnedRing((report_size(sizes),), torch.uint8, model.device)
         self._compile_seconds = 0.0
 
     @property
@@ -134,9 +134,9 @@ class RoundExecutor:
         """Puts a batch, filled up to `size`, where operators read it."""
         self._placement.place(slots, tables, size)
 
-    def fetch_report(self) -> Letter:
+    def fetch_report(self) -> HostCopy:
         """Starts the copy of what was decided last."""
-        return self._mail.fetch(self.body.buffers.report)
+        return self._reports.fetch(self.body.buffers.report)
 
     # -- rounds -----------------------------------------------------------------------------------------------------
 
@@ -169,9 +169,9 @@ class RoundExecutor:
             graph &= self._run(work, FINISH)
         body.mark = unmarked
         logprobs = self._logprobs(batch, shape)
-        letter = self.fetch_report()
+        fetched = self.fetch_report()
         phases = {"launch": clock.elapsed} if self.ops.fixed_shapes else clock.seconds
-        return LaunchedRound(self, batch, shape, letter, logprobs, forced, frozenset(missed), graph, phases)
+        return LaunchedRound(self, batch, shape, fetched, logprobs, forced, frozenset(missed), graph, phases)
 
     def _logprobs(self, batch: Batch, shape: Shape) -> dict[int, RowLogprobs]:
         """Of each window row of the sequences that asked for them, by place in the batch, before the next round
@@ -345,7 +345,7 @@ class LaunchedRound:
     executor: RoundExecutor
     batch: Batch
     shape: Shape
-    letter: Letter
+    fetched: HostCopy
     logprobs: dict[int, RowLogprobs]
     forced: list[list[int]]
     missed: frozenset[int]
@@ -356,7 +356,7 @@ class LaunchedRound:
         """Waits for it. A report for each sequence of its batch in order, None for one that sat the round out, and
         seconds of the host: of launching (or of each phase), and of waiting for the device."""
         began = perf_counter()
-        counts, chosen, nans = read_report(self.letter.read(), self.executor.body.buffers.sizes)
+        counts, chosen, nans = read_report(self.fetched.read(), self.executor.body.buffers.sizes)
         waited = perf_counter() - began
         tokens = chosen[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()
         is_nan = nans[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()

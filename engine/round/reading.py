@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pilotfish.engine.round.buffers import read_report
-from pilotfish.engine.round.mailbox import Letter
+from pilotfish.engine.round.pinned import HostCopy
 from pilotfish.engine.round.reports import RowLogprobs, SequenceReport, num_forced
 from pilotfish.engine.round.spans import Span, SpanRows
 from pilotfish.spec.slots import FILTERED
@@ -139,14 +139,14 @@ class FirstToken:
     must come."""
 
     reading: Reading
-    letter: Letter
+    fetched: HostCopy
     logprobs: RowLogprobs | None
     forced: list[int]
 
     def collect(self) -> SequenceReport:
         """Waits for it."""
         executor, piece = self.reading.executor, self.reading.piece
-        counts, chosen, nans = read_report(self.letter.read(), executor.body.buffers.sizes)
+        counts, chosen, nans = read_report(self.fetched.read(), executor.body.buffers.sizes)
         _, committed, _, stopped, done = counts[:, 0].tolist()
         tokens = chosen[:committed].tolist()
         found = None if self.logprobs is None else self.logprobs.read(tokens)

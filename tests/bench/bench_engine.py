@@ -45,7 +45,7 @@ from pilotfish.engine.round.body import RoundBody
 from pilotfish.engine.round.executor import LaunchedRound, RoundExecutor, make_executor
 from pilotfish.engine.round.grammars import SlotGrammars
 from pilotfish.engine.round.graphs import Graphs
-from pilotfish.engine.round.mailbox import Letter, Placement
+from pilotfish.engine.round.pinned import HostCopy, Placement
 from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.engine.round.reading import FirstToken, Reading
 from pilotfish.engine.round.shapes import Shape
@@ -96,7 +96,7 @@ PARTS: tuple[tuple[str, str, type, tuple[str, ...]], ...] = (
     (ROUND, "grammars: steps begun, masks taken", SlotGrammars, ("admit", "release", "settle", "forced", "advance")),
     (ROUND, "grammars: masks started", SlotGrammars, ("start_masks",)),
     (ROUND, "replays", Graphs, ("replay",)),
-    (ROUND, "waits (Letter.read)", Letter, ("read",)),
+    (ROUND, "waits (HostCopy.read)", HostCopy, ("read",)),
     (ROUND, DEVICE, RoundExecutor, ("_work", "_work_once")),
 )
 

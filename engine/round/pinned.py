@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 
-class Mailbox:
+class PinnedRing:
     """`count` pinned host buffers used in turn; one is written again only after its last copy has ended. The host
     reads and writes them by numpy, whose small calls are cheaper than torch's."""
 
@@ -31,28 +31,28 @@ class Mailbox:
             self._events[index] = event
 
     def send(self, values: list[int], target: torch.Tensor) -> None:
-        """Copies the values to the front of a device tensor of this mailbox's dtype, in stream order."""
+        """Copies the values to the front of a device tensor of this ring's dtype, in stream order."""
         index, buffer = self._take()
         self._arrays[index][: len(values)] = values
         target[: len(values)].copy_(buffer[: len(values)], non_blocking=True)
         self._mark(index)
 
-    def fetch(self, source: torch.Tensor) -> Letter:
-        """Starts the copy of a device tensor of this mailbox's shape to the host."""
+    def fetch(self, source: torch.Tensor) -> HostCopy:
+        """Starts the copy of a device tensor of this ring's shape to the host."""
         index, buffer = self._take()
         buffer.copy_(source, non_blocking=True)
         self._mark(index)
-        return Letter(self._arrays[index], self._events[index])
+        return HostCopy(self._arrays[index], self._events[index])
 
 
-class Letter:
+class HostCopy:
     """A copy on its way to the host."""
 
     def __init__(self, array: np.ndarray, event: torch.cuda.Event | None):
         self._array, self._event = array, event
 
     def read(self) -> np.ndarray:
-        """The values, once they have come; to be used before as many later letters as the mailbox has buffers."""
+        """The values, once they have come; to be used before as many later copies as the ring has buffers."""
         if self._event is not None:
             self._event.synchronize()
         return self._array
@@ -63,8 +63,8 @@ class Placement:
 
     def __init__(self, slots: torch.Tensor, tables: torch.Tensor):
         self.slots, self.tables = slots, tables
-        self._slot_mail = Mailbox((len(slots),), slots.dtype, slots.device)
-        self._table_mail = Mailbox((tables.shape[1],), tables.dtype, tables.device)
+        self._slot_ring = PinnedRing((len(slots),), slots.dtype, slots.device)
+        self._table_ring = PinnedRing((tables.shape[1],), tables.dtype, tables.device)
         self._known: dict[int, list[int]] = {}
         self._placed: list[int] = []
 
@@ -73,7 +73,7 @@ class Placement:
         for slot, pages in zip(slots, tables, strict=True):
             # a list of pages is made for each sequence anew
             if self._known.get(slot) is not pages:
-                self._table_mail.send(pages + [0] * (self.tables.shape[1] - len(pages)), self.tables[slot])
+                self._table_ring.send(pages + [0] * (self.tables.shape[1] - len(pages)), self.tables[slot])
                 self._known[slot] = pages
         self.place_slots(slots, size)
 
@@ -82,5 +82,5 @@ class Placement:
         filled = slots + [0] * (size - len(slots))
         # mostly those of the round before
         if filled != self._placed:
-            self._slot_mail.send(filled, self.slots)
+            self._slot_ring.send(filled, self.slots)
             self._placed = filled

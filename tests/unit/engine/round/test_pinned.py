@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pilotfish.engine.round.mailbox import Mailbox, Placement
+from pilotfish.engine.round.pinned import PinnedRing, Placement
 from pilotfish.engine.round.reports import RowLogprobs
 
 CPU = torch.device("cpu")
@@ -13,8 +13,8 @@ CPU = torch.device("cpu")
 
 def test_a_batch_is_placed_where_it_is_another_one(monkeypatch):
     slots, tables, sent = torch.full((4,), 9), torch.full((5, 3), 9), []
-    placement, send = Placement(slots, tables), Mailbox.send
-    monkeypatch.setattr(Mailbox, "send", lambda *args: (sent.append(args[1]), send(*args)))
+    placement, send = Placement(slots, tables), PinnedRing.send
+    monkeypatch.setattr(PinnedRing, "send", lambda *args: (sent.append(args[1]), send(*args)))
     pages = {1: [7], 3: [8, 5]}
     placement.place([3, 1], [pages[3], pages[1]], 3)
     assert slots.tolist() == [3, 1, 0, 9] and tables[3].tolist() == [8, 5, 0] and tables[1].tolist() == [7, 0, 0]
@@ -26,13 +26,13 @@ def test_a_batch_is_placed_where_it_is_another_one(monkeypatch):
     assert sent[3:] == [[1], [7, 6, 0], [3, 1, 0]]
 
 
-def test_a_letter_is_what_was_there_when_it_was_fetched():
-    source, mailbox = torch.tensor([1, 2]), Mailbox((2,), torch.int64, CPU)
-    letters = []
+def test_a_copy_is_what_was_there_when_it_was_fetched():
+    source, ring = torch.tensor([1, 2]), PinnedRing((2,), torch.int64, CPU)
+    copies = []
     for value in range(4):
         source.fill_(value)
-        letters.append(mailbox.fetch(source))
-    assert [letter.read().tolist() for letter in letters] == [[value] * 2 for value in range(4)]
+        copies.append(ring.fetch(source))
+    assert [copy.read().tolist() for copy in copies] == [[value] * 2 for value in range(4)]
 
 
 @pytest.mark.parametrize("wanted", [0, 2])
