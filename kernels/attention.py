@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from pilotfish.kernels.linear import TILE_ROWS
+
+if torch.backends.cuda.is_built():
+    # not where there can be no GPU: all of torch.compile comes with it, which is half of a start's imports
+    from torch.nn.attention.bias import causal_lower_right
 
 PAGE = 256
 LARGEST_FP8 = 448.0
@@ -183,12 +186,20 @@ def prefill_product(q_ThD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start
         k[None],
         v[None],
         # the same mask at 0; the library's class cannot be made where a dispatch mode watches
-        attn_mask=causal_lower_right(rows, start + rows) if start else None,
+        attn_mask=_causal_mask(rows, start, q_ThD.device) if start else None,
         is_causal=not start,
         scale=scale,
         enable_gqa=heads != k.shape[0],
     )
     return output[0].transpose(0, 1)
+
+
+def _causal_mask(rows: int, start: int, device: torch.device) -> torch.Tensor:
+    """Rows from position `start` see what is up to them. On a GPU torch's own class, which takes its flash kernels; on
+    a CPU that would make this mask."""
+    if device.type == "cpu":
+        return torch.ones(rows, start + rows, dtype=torch.bool).tril(start)
+    return causal_lower_right(rows, start + rows)
 
 
 def prompt_dtype(cache_dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -47,6 +47,11 @@ class Watch(TorchDispatchMode):
         self.routes: dict[str, set[str]] = defaultdict(set)
         self._since: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to shield this from torch.compile takes all of it, which is long in coming."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name in HEAVY or name.split("::")[0] not in PLAIN_LIBRARIES:

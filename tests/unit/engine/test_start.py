@@ -3,6 +3,8 @@
 import dataclasses
 import re
 import shutil
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -224,3 +226,17 @@ def test_random_weights_accept_what_was_decreed_and_say_so(folder, tmp_path, cap
     ):
         with pytest.raises(OptionError, match=words):
             start.start_engine(msgspec.structs.replace(options, **wrong))
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a torch for GPUs imports it with its masks")
+def test_torch_compile_is_not_imported(folder):
+    """It takes half as long as all the rest of a start. A prompt's second part is read as well."""
+    code = "import sys; from pilotfish.engine import start; from pilotfish.engine.check import driver"
+    code += "; from pilotfish.engine.options import EngineOptions"
+    code += (
+        "; loop = start.make_core(EngineOptions(model=sys.argv[1], max_model_len=1024, dtype='float32', num_threads=1))"
+    )
+    code += "; driver.submit(loop, {'one': list(range(1, 600))}, driver.greedy(2)); driver.drain(loop)"
+    code += "; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n", done.stderr

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from pilotfish.kernels.attention import (
     PAGE,
     from_cache,
     prefill_attention,
+    prefill_product,
     row_tiles,
     to_cache,
     window_attention,
@@ -209,6 +212,16 @@ def test_a_prompt_span_matches_float64(heads, kv, dim, dtype, start, rows):
     output = prefill_attention(q, *caches(kv, dim, dtype, k, v), TABLE, start)
     for j in {0, rows // 2, rows - 1}:
         torch.testing.assert_close(output[j].double(), reference(q[j], k, v, start + j), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("start", "rows"), ((1, 1), (70, 40), (PAGE, PAGE + 9)))
+def test_a_prompt_has_the_bits_of_torch_s_own_mask(start, rows):
+    q, k, v = draw(rows, 4, 32), draw(2, start + rows, 32, seed=1), draw(2, start + rows, 32, seed=2)
+    own = causal_lower_right(rows, start + rows)
+    want = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k[None], v[None], attn_mask=own, scale=0.1, enable_gqa=True
+    )
+    assert torch.equal(prefill_product(q, k, v, start, 0.1), want[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, FP8))
