@@ -44,7 +44,7 @@ def finish(process):
 def test_a_matrix_killed_and_taken_up_again(model, tmp_path):
     """The kill loses the running cell only; the second run measures what is missing, and no cell twice."""
     out = tmp_path / "sweep"
-    command = [model, "--out", out, "--k", "0,2", "--max-num-seqs", "1,2", *SMALL, *FLAGS]
+    command = [model, "--out", out, "--k", "0,2", "--max-num-seqs", "2", *SMALL, *FLAGS]
     with sweep(*command) as first:
         deadline = time.monotonic() + PATIENCE
         while not list(out.glob("cells/*.json")) and time.monotonic() < deadline:
@@ -53,15 +53,15 @@ def test_a_matrix_killed_and_taken_up_again(model, tmp_path):
         code, _, errors = finish(first)
     assert code == 130 and "goes on with the cell" in errors
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("cells/*.json")}
-    assert 1 <= len(kept) < 4
+    assert len(kept) == 1
     assert "Recommended" in (out / "report.md").read_text()
 
     with sweep(*command) as second:
         code, said, errors = finish(second)
     assert code == 0, errors
-    assert f"{len(kept)} of 4 cells are there already" in errors
+    assert "1 of 2 cells are there already" in errors
     cells = {path.name: json.loads(path.read_text()) for path in out.glob("cells/*.json")}
-    assert sorted(cells) == ["k0-mns1.json", "k0-mns2.json", "k2-mns1.json", "k2-mns2.json"]
+    assert sorted(cells) == ["k0-mns2.json", "k2-mns2.json"]
     for name, changed in kept.items():
         assert (out / "cells" / name).stat().st_mtime_ns == changed
     check(cells, out, said, model)
@@ -81,9 +81,9 @@ def check(cells, out, said, model):
     text = (out / "report.md").read_text()
     assert f"pilotfish serve {model} --num-speculative-tokens" in text and said.splitlines()[0][13:] in text
     head, *lines = (out / "measurements.tsv").read_text().splitlines()
-    assert head.split("\t") == list(COLUMNS) and len(lines) == 4 * 3
+    assert head.split("\t") == list(COLUMNS) and len(lines) == 2 * 3
     whole = json.loads((out / "sweep.json").read_text())
-    assert len(whole["cells"]) == 4 and whole["recommendation"]["command"] in text
+    assert len(whole["cells"]) == 2 and whole["recommendation"]["command"] in text
 
 
 def test_an_endpoint_that_runs_already(model, tmp_path):

@@ -25,13 +25,17 @@ def chosen_by(rows, num_experts, top_k, few):
     return values.softmax(-1), ids.int(), torch.rand(rows, generator=generator)
 
 
-@pytest.mark.parametrize("kind", ("nvfp4", "modelopt"))
 @pytest.mark.parametrize(
-    ("rows", "num_experts", "top_k", "width", "few"),
-    [(1, 6, 2, 48, False), (40, 6, 2, 144, False), (150, 3, 3, 48, False), (600, 8, 2, 16, True)],
+    ("kind", "rows", "num_experts", "top_k", "width", "few"),
+    [
+        ("nvfp4", 1, 6, 2, 48, False),
+        ("nvfp4", 40, 6, 2, 144, False),
+        ("modelopt", 150, 3, 3, 48, False),
+        ("nvfp4", 600, 8, 2, 16, True),
+    ],
     ids=("a row", "columns of two programs", "rows of each expert", "more rows than all programs of an expert take"),
 )
-def test_it_is_each_rows_experts_in_rank_order(rows, num_experts, top_k, width, few, kind, device, dtype):
+def test_it_is_each_rows_experts_in_rank_order(kind, rows, num_experts, top_k, width, few, device, dtype):
     packed, plain = of_sizes(num_experts, top_k, width, kind)
     assert moe_prompt.takes(packed)
     weights, ids, gate = chosen_by(rows, num_experts, top_k, few)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def auditor_of(folder, *more, rules=False):
-    args = [str(folder), "--max-depth", "4", "--num-prompts", "4", "--max-tokens", "16", *more]
+    args = [str(folder), "--max-depth", "4", "--num-prompts", "2", "--max-tokens", "16", *more]
     auditor = make_auditor(parse(args))
     if not rules:
         auditor.make_rules = None
@@ -59,7 +59,7 @@ def test_a_sound_engine_passes_at_the_ends_of_depth_and_batch(folder):
     results = run_audit(folder, depths=(1, 4), batches=(1, 3))
     assert findings(results) == []
     assert results[0].name == "k = 0, batch 1, head off" and results[-1].name == "from scratch"
-    assert all(result.num_rows > 1000 and result.num_tokens == 12 * 16 for result in results[:-1])
+    assert all(result.num_rows > 500 and result.num_tokens == 6 * 16 for result in results[:-1])
     forced = [result for result in results if "forced" in result.name]
     # n = 0..k in turn: the mean of accepted drafts is near k / 2
     assert all(result.num_accepted > result.num_rounds / 3 for result in forced)
@@ -68,10 +68,11 @@ def test_a_sound_engine_passes_at_the_ends_of_depth_and_batch(folder):
 def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
     bare = build_tiny(tmp_path / "bare", "moe", mtp=False, max_position_embeddings=320)
     by_look_up = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
-    for flags in (["--draft-head", str(folder)], ["--speculative-config", by_look_up]):
+    # what is looked up is seldom found
+    for flags in (["--draft-head", str(folder)], ["--speculative-config", by_look_up, "--num-prompts", "4"]):
         results = run_audit(bare, (2,), (2,), flags)
         own = results[1]
-        assert findings(results) == [] and own.num_drafted > 50, flags
+        assert findings(results) == [] and own.num_drafted > 25, flags
     small = ("--max-depth", "1", "--max-batch", "1", "--num-prompts", "1", "--max-tokens", "4", "--json")
     assert main([str(bare), *small]) == 0
     out, err = capsys.readouterr()
@@ -286,7 +287,7 @@ def test_what_is_wrong_at_every_k_alike_is_named_by_the_book(folder, monkeypatch
     with torch.inference_mode():
         found = auditor.run_reference().findings
         assert found and {f.tensor for f in found} == {BOOK}
-        assert {f.request for f in found} <= {*(f"{n}-penalised" for n in range(4)), "penalties"}
+        assert {f.request for f in found} <= {*(f"{n}-penalised" for n in range(2)), "penalties"}
         assert auditor.run(3, 2, forced=True).findings == []
 
 
