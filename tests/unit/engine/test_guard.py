@@ -188,7 +188,7 @@ def test_a_fault_while_a_request_is_checked_is_its_own(monkeypatch, where, run_a
     driver = LoopDriver(depth=3, run_ahead=run_ahead)
     plain = driver.ask("plain", 21)
     with monkeypatch.context() as patched:
-        patched.setattr(f"pilotfish.engine.loop.{where}", broken)
+        patched.setattr(f"pilotfish.engine.requests.checks.{where}", broken)
         checked = driver.ask("checked", 40, seed=2)
     driver.run()
     assert_alone(plain)
