@@ -182,12 +182,15 @@ def make_metrics_app(app: web.Application) -> web.Application:
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """The client's own id comes back, errors included; else the answer's, else a new one."""
+    """The client's own id comes back, errors included; else the answer's, else a new one. Anthropic's clients look for
+    it under a name of their own."""
     given = client_id(request)
     if given is not None:
         response.headers[REQUEST_ID] = given
     else:
         response.headers.setdefault(REQUEST_ID, secrets.token_hex(12))
+    if models.ANTHROPIC_VERSION in request.headers:
+        response.headers["request-id"] = response.headers[REQUEST_ID]
 
 
 def _routes(root: str) -> Sequence[web.RouteDef]:

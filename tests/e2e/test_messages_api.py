@@ -283,6 +283,14 @@ def test_structured_output(client):
     assert parsed == Parsed(a=3)
 
 
+def test_the_client_knows_the_id_of_its_request(client):
+    answer = create(client)
+    assert answer._request_id == answer.id
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        create(client, max_tokens=-1)
+    assert caught.value.request_id == caught.value.response.headers["X-Request-Id"]
+
+
 def test_a_prompt_is_read_and_nothing_written(client):
     answer = create(client, max_tokens=0)
     assert (answer.content, answer.stop_reason, answer.usage.output_tokens) == ([], "max_tokens", 0)

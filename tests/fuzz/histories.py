@@ -267,9 +267,21 @@ def lose_entry(history: list[Entry], api: Api, rng: random.Random) -> None:
         del history[rng.randrange(1, len(history) - 1)]
 
 
+def break_off(history: list[Entry], api: Api, rng: random.Random) -> None:
+    """A text of null, or a call that ended before its name: servers have left both."""
+    answers = [entry for entry in history if entry.get("role") == "assistant" or entry.get("type") == "function_call"]
+    holders = [holder for answer in answers for holder in _objects(answer)]
+    places = [
+        (holder, name) for holder in holders for name in ("text", "thinking", "name", "call_id") if name in holder
+    ]
+    if places:
+        holder, name = rng.choice(places)
+        holder[name] = None
+
+
 MUTATIONS: tuple[Callable[[list[Entry], Api, random.Random], None], ...] = (
     *(add_field, add_field, spoil_arguments, show_image, add_system),
-    *(as_parts, drop_field, empty_field, add_strange_part, lose_entry),
+    *(as_parts, drop_field, empty_field, add_strange_part, lose_entry, break_off),
 )
 
 
