@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -41,12 +41,23 @@ REGEX_LIMITS = {
     "levels of groups": 64,
     "parts once repetitions are written out": 20_000,
 }
-GRAMMAR_LIMITS = {"rules and terminals": 1000, "alternatives": 5000, "levels of brackets": 64, "repetitions": 20_000}
-"""Bounds of a grammar in Lark or GBNF."""
+GRAMMAR_LIMITS = {
+    "rules and terminals": 1000,
+    "alternatives": 5000,
+    "levels of brackets": 64,
+    "repetitions": 20_000,
+    "characters of long strings, rules and repetitions written out": 10_000_000,
+}
+"""Bounds of a grammar in Lark or GBNF. The last one is for what must come: the library writes all of it out before the
+next mask, 21 bytes for a character, up to 50 000 rules and terminals, of which only the length is not bounded."""
+LONG_TEXT = 64
+"""Strings and patterns up to this length cannot become much in 50 000 of them."""
+MAX_ITEMS = 50_000
 CHOICE_LIMITS = {"choices": 1900}
 
 QUANTIFIER = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 RULE = re.compile(r"^[ \t]*[?!]?[\w.-]+(?:\[[^\]\n]{0,99}\])?[ \t]*(?:::=|:)", re.MULTILINE)
+NAME = re.compile(r"[A-Za-z_][\w.-]*")
 GRAMMAR_PART = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?|[|()\[\]{}]|~[ \t]*\d+(?:\.\.\d+)?')
 
 
@@ -178,8 +189,8 @@ def _is_number(value: Any) -> bool:
 # -- regular expressions -----------------------------------------------------------------------------------------------
 
 
-def check_regex(pattern: str) -> None:
-    """Raises RequestError. Parts are counted roughly: a character, a class or a group, times its repetitions."""
+def check_regex(pattern: str) -> int:
+    """Raises RequestError. The parts, counted roughly: a character, a class or a group, times its repetitions."""
     _within(len(pattern), REGEX_LIMITS["characters in a regular expression"], "characters in a regular expression")
     # the sizes of the open groups, and that of the last part of each
     sizes, last, place = [0], [0], 0
@@ -211,6 +222,7 @@ def check_regex(pattern: str) -> None:
     _within(
         sum(sizes), REGEX_LIMITS["parts once repetitions are written out"], "parts once repetitions are written out"
     )
+    return sum(sizes)
 
 
 def _after_part(pattern: str, place: int) -> int:
@@ -253,5 +265,47 @@ def check_text(text: str) -> None:
             _largest(counts, "repetitions", max(int(number[:12]) for number in re.findall(r"\d+", mark)))
         elif mark[0] == "/":
             check_regex(mark.strip("/"))
+    counts["characters of long strings, rules and repetitions written out"] = _written_out(text)
     for what, limit in GRAMMAR_LIMITS.items():
         _within(counts[what], limit, what)
+
+
+def _written_out(text: str) -> int:
+    """The most characters of long strings and patterns that one rule may have to write, all others written out in it. A
+    rule that comes back to itself is written out as often as the library takes it."""
+    heads = list(RULE.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)] * bool(heads)
+    bodies = {NAME.findall(head[0])[0]: text[head.end() : end] for head, end in zip(heads, ends, strict=True)}
+    parts = {name: _parts_of(body, bodies) for name, body in bodies.items()}
+    sizes: dict[str, int] = {}
+    for first in parts:
+        way, open_rules, again = [first], {first}, set[str]()
+        while way:
+            name = way[-1]
+            own, times, used = parts[name]
+            inner = next((other for other in used if other not in sizes and other not in open_rules), None)
+            if inner is not None:
+                way.append(inner)
+                open_rules.add(inner)
+                continue
+            again |= used.keys() & open_rules - sizes.keys()
+            size = own + sum(count * sizes.get(other, 0) for other, count in used.items())
+            sizes[name] = min(10**15, size * times * (MAX_ITEMS if name in again else 1))
+            open_rules.discard(way.pop())
+    return max(sizes.values(), default=0)
+
+
+def _parts_of(body: str, rules: Container[str]) -> tuple[int, int, Counter[str]]:
+    """Of a rule: the characters of its long strings and patterns, the product of its repetitions, the rules it uses."""
+    own, times = 0, 1
+    for found in GRAMMAR_PART.finditer(body):
+        mark = found[0]
+        if mark[0] in '"/':
+            size = check_regex(mark.strip("/")) if mark[0] == "/" else len(mark)
+            own += size if size > LONG_TEXT else 0
+        elif mark == "{" and (repeated := QUANTIFIER.match(body, found.start())):
+            times *= _times(repeated)
+        elif mark[0] == "~":
+            times *= max(int(number[:12]) for number in re.findall(r"\d+", mark)) or 1
+    used = Counter(name for name in NAME.findall(GRAMMAR_PART.sub(" ", body)) if name in rules)
+    return own, min(times, 10**15), used

@@ -143,16 +143,90 @@ repeated("n = 56", "/v1/completions", lambda: _json(prompt="a" * 1000, n=56, max
 repeated("banned ids", "/v1/completions", lambda: _json(prompt="a", allowed_token_ids=[7] * 900_000, n=16), 2)
 
 
-@attack("scrapes")
-async def scrapes(target: Target) -> None:
+repeated("chats, hung up at once", "/v1/chat/completions", lambda: _chat("a", 8), at_once=32, leaves_after=0.02)
+repeated(
+    "every rule at its most",
+    "/v1/chat/completions",
+    lambda: _json(
+        messages=[{"role": "user", "content": "a"}],
+        n=3,
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=20,
+        logit_bias={str(i): 1 for i in range(300)},
+        stop=["x" * 1000 + str(i) for i in range(16)],
+        bad_words=["never " * 8 + str(i) for i in range(256)],
+    ),
+)
+
+
+def polled(name: str, path: str, at_once: int = 32) -> None:
+    """An attack that asks for a page over and over."""
+
+    async def attack(target: Target) -> None:
+        async def client() -> None:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with target.session.get(target.running.url + path) as response:
+                        await response.read()
+                        target.answers[str(response.status)] += 1
+
+        await asyncio.gather(*(client() for _ in range(at_once)))
+
+    ATTACKS[name] = attack
+
+
+polled("scrapes", "/metrics")
+polled("watchers", "/v1/watch")
+polled("who asks for what was read", "/v1/cache")
+polled("who asks for the schema", "/openapi.json")
+
+
+@attack("pipelined requests")
+async def pipelined(target: Target) -> None:
+    body = b"[]" * 50
+    sent = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
     async def client() -> None:
         while True:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with target.session.get(target.running.url + "/metrics") as response:
-                    await response.read()
-                    target.answers[str(response.status)] += 1
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(*target.address)
+                try:
+                    writer.write(sent * 1000)
+                    while piece := await reader.read(1 << 16):
+                        target.answers["answered"] += piece.count(b"HTTP/1.1 ")
+                finally:
+                    writer.transport.abort()
 
-    await asyncio.gather(*(client() for _ in range(32)))
+    await asyncio.gather(*(client() for _ in range(16)))
+
+
+@attack("bodies by the drop")
+async def drops(target: Target) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+
+    async def client() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(*target.address)
+                try:
+                    writer.write(head + b'{"prompt": "')
+                    while True:
+                        writer.write(b"x")
+                        await writer.drain()
+                        target.answers["drops"] += 1
+                        await asyncio.sleep(0.05)
+                finally:
+                    writer.transport.abort()
+
+    await asyncio.gather(*(client() for _ in range(200)))
+
+
+@attack("streams that nobody reads")
+async def unread_streams(target: Target) -> None:
+    body = _json(prompt="a", max_tokens=2000, stream=True, ignore_eos=True, logprobs=5, n=2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    await _hold(target, 32, head % len(body) + body)
 
 
 @attack("half-sent heads")

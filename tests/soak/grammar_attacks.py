@@ -107,6 +107,25 @@ fresh("450 parameters", tools(lambda number: parameters(450, number)))
 fresh("nested repetitions", text("regex", lambda number: f"(((a{{30}}){{30}}){{30}}){{{30 + number}}}"))
 fresh("long repetitions", text("regex", lambda number: f"a{{{19_999 - number}}}"), max_tokens=200)
 fresh("slow masks", text("regex", lambda number: f"(.*[a-f].{{30}})+x{number}"), max_tokens=200)
+# what must come is long, and begins where no trial comes to
+BEGINNING = "start: /[ab]{30}/ "
+fresh(
+    "rules that repeat rules",
+    text("grammar", lambda number: f'{BEGINNING}x{{30}}\nx: y{{100}}\ny: "{"hello world " * 5}{number}"'),
+    max_tokens=200,
+)
+fresh(
+    "rules that double rules",
+    text(
+        "grammar",
+        lambda number: "\n".join(
+            [BEGINNING + "r0", *(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)), f'r40: "x{number}"']
+        ),
+    ),
+    max_tokens=200,
+)
+fresh("rules without an end", text("grammar", lambda number: f'{BEGINNING}a\na: "x{number}" a'), max_tokens=200)
+fresh("a long text in a regex", text("regex", lambda number: f"[ab]{{30}}c{{{19_900 - number}}}"), max_tokens=200)
 fresh("12 000 values", schema(lambda number: {"enum": [f"value {i * 7919 + number}" for i in range(12_000)]}))
 fresh("300 patterns", schema(lambda number: {"patternProperties": {f"^a{i}[a-z]*{number}$": {} for i in range(300)}}))
 fresh("small ones", schema(lambda number: properties(3, number)), at_once=16)

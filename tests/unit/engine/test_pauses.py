@@ -122,7 +122,9 @@ def test_without_a_gpu_rounds_run_between_the_steps_of_one_chunk():
     while not long.tokens:
         driver.step()
         paused += driver.loop.scheduler._paused is not None
-    assert paused == len(driver.loop.executor.prompt.groups) - 1 and len(beside.tokens) >= before + paused
+    # seen after the step that paused, and after the round
+    pauses = len(driver.loop.executor.prompt.groups) - 1
+    assert paused == 2 * pauses > 0 and len(beside.tokens) >= before + pauses
     driver.run()
     assert_alone(beside)
     assert_alone(long)

@@ -129,6 +129,42 @@ def test_grammars_beyond_a_limit_are_refused(source, word):
         bounds.check(Grammar(kind="grammar", source=source))
 
 
+LONG = '"' + "hello world " * 400 + '"'
+BEGINNING = "start: /[ab]{40}/ "
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        BEGINNING + "x{50}\nx: y{50}\ny: " + LONG,
+        BEGINNING + "x ~ 5..50\nx: y ~ 50\ny: " + LONG,
+        BEGINNING + "r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(13)) + "\nr13: " + LONG,
+        # an end that never comes
+        BEGINNING + "a\na: b a\nb: " + LONG,
+        BEGINNING + "a\na: b\nb: c\nc: T a\nT: /x{300}/",
+        "root ::= [ab]{40} x{50}\nx ::= y{50}\ny ::= " + LONG,
+    ],
+)
+def test_what_must_come_is_bounded_behind_any_beginning(source):
+    with pytest.raises(RequestError, match="long strings"):
+        bounds.check(Grammar(kind="grammar", source=source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "start: x{50}\nx: y{30}\ny: " + LONG,
+        "start: " + " | ".join(LONG for _ in range(20)),
+        # what recurses has short strings
+        'start: e\ne: e "+" t | t\nt: t "*" f | f\nf: NUMBER | "(" e ")"\nNUMBER: /-?(0|[1-9][0-9]*)/',
+        "\n".join(["start: r0", *(f'r{i}: r{i + 1} "+" r{i + 1} | "-"' for i in range(60)), 'r60: "x"']),
+        'root ::= item ("," item)*\nitem ::= "' + "x" * 80 + '" item?',
+    ],
+)
+def test_grammars_with_long_strings_or_deep_rules_pass(source):
+    bounds.check(Grammar(kind="grammar", source=source))
+
+
 def test_what_stands_in_strings_is_not_counted():
     bounds.check(Grammar(kind="grammar", source="start: " + " ".join(['"((((||||{99999}"'] * 2000)))
 
