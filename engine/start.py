@@ -19,7 +19,7 @@ from pilotfish.engine.check import concurrency, cost_table, probe, trunk_check
 from pilotfish.engine.check.head_check import check_head, describe, longest_text, text_of
 from pilotfish.engine.checkpoint.draft_vocab import read_draft_vocab
 from pilotfish.engine.checkpoint.dummy import DummyCheckpoint, dummy_checkpoint, dummy_weights
-from pilotfish.engine.checkpoint.findings import NOT_FINITE, ZEROS, findings
+from pilotfish.engine.checkpoint.findings import NOT_FINITE, UNTRAINED, ZEROS, findings
 from pilotfish.engine.checkpoint.load import Weight, load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import Checkpoint, open_checkpoint
@@ -205,7 +205,7 @@ def _test_head(
     check = check_head(model, ids, plan.depth)
     if check.verdict in ("dead", "weak"):
         found = findings(module for name, module in checkpoint.modules.items() if is_mtp(name))
-        reasons = [found.get(NOT_FINITE) or check.reason, found.get(ZEROS)]
+        reasons = [found.get(NOT_FINITE) or check.reason, found.get(ZEROS), found.get(UNTRAINED)]
         check = msgspec.structs.replace(check, reason="; ".join(filter(None, reasons)))
     line = describe(check, model.config.vocab_size)
     if check.verdict == "dead" and options.head_check == "refuse":

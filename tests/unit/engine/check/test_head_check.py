@@ -110,7 +110,7 @@ def test_a_sound_head_passes(tmp_path, sound):
 
 
 FAULTS = [
-    (change_norms(1), r"its norms hold 1 \+ w in a file .* \(shifted twice\)"),
+    (change_norms(1), r"its norms hold 1 \+ w in a file .* \(shifted twice\); without that draft 1 is right 100%"),
     (change_norms(-1), r"its norms hold w in a file .* \(not shifted\)"),
     (swap_halves, r"its fc expects \[hidden, embedding\]"),
     (random_fc, "its weights are random or of another model"),
@@ -139,6 +139,24 @@ def test_a_weak_head_is_served_with_a_warning(tmp_path, sound, monkeypatch, capl
     check = engine.ready.head_check
     assert check.verdict == "weak" and 0.25 < check.head_top1[0] < 0.6
     assert "the head is weak: likely cause: a head of another fine-tune" in caplog.text
+
+
+@pytest.mark.parametrize(("num_right", "verdict"), [(6, "ok"), (5, "weak")])
+def test_a_head_that_fails_from_a_later_draft_on_is_weak(tmp_path, sound, monkeypatch, num_right, verdict):
+    later = [torch.zeros(24), (torch.arange(24) >= num_right).int()]
+    monkeypatch.setattr("pilotfish.engine.check.head_check._later_ranks", lambda *_: iter(later))
+    check = check_head(start(model_of(tmp_path, sound)).executor.model, COUNTING, 3)
+    assert check.verdict == verdict and check.head_top1 == pytest.approx((1.0, 1.0, num_right / 24))
+    if verdict == "weak":
+        assert "from draft 3 on it fails" in check.reason and "--num-speculative-tokens 2 loses" in check.reason
+
+
+def test_norms_of_zeros_are_told(tmp_path, sound, monkeypatch, caplog):
+    """As a head has them that was never trained, or whose norms were lost: no known fault's undoing names it."""
+    start(model_of(tmp_path, sound, random_fc), text=COUNTING, monkeypatch=monkeypatch, head_check="warn")
+    assert (
+        "norms never trained or lost: zeros, where w of 1 + w is held, in mtp.pre_fc_norm_hidden.weight" in caplog.text
+    )
 
 
 def test_a_text_that_the_trunk_does_not_know_decides_nothing(tmp_path, sound):
@@ -254,6 +272,16 @@ def test_a_real_head_passes_in_every_container(tmp_path, demo):
 def test_a_real_head_s_faults_are_named(tmp_path, demo, change, metadata, cause):
     check = check_demo(demo, tmp_path / "x.safetensors", change(demo[1]), metadata)
     assert check.verdict == "dead" and cause in check.reason and check.head_top1[0] < 0.1
+
+
+@with_demo
+def test_the_norms_of_its_layer_alone_are_named(tmp_path, demo):
+    def change(name, tensor):
+        return tensor.float() + 1 if "norm" in name and "layers.0" in name else tensor
+
+    head = {name: change(name, tensor) for name, tensor in demo[1].items()}
+    check = check_demo(demo, tmp_path / "x.safetensors", head, None)
+    assert check.verdict in ("weak", "dead") and "its layer's norms alone hold 1 + w" in check.reason
 
 
 @with_demo
