@@ -46,7 +46,7 @@ CLOSE_SECONDS = 10.0
 
 
 def serve_forever(args: argparse.Namespace, engine: EngineOptions, api_keys: Sequence[str]) -> int:
-    """Serves until SIGINT or SIGTERM, or until the engine has failed for good. The exit status.
+    """Serves until SIGINT, SIGTERM or SIGHUP, or until the engine has failed for good. The exit status.
 
     Raises PilotfishError for files that cannot be used.
     """
@@ -272,8 +272,12 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
             os._exit(130)
         stop.set()
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal)
+    # the terminal is gone, which kernel and shell may both say; nohup has it ignored
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
 
 
 def _url(address: tuple | str, tls: ssl.SSLContext | None) -> str:

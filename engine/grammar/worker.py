@@ -278,7 +278,7 @@ def _limit(lane: TrialLane, parent: int) -> None:
 
 
 def main() -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # a collection in a child would copy every page that it looks at

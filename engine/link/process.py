@@ -1,9 +1,9 @@
 """The engine process: reads messages from a Unix socket, steps the core, writes reports.
 
 Its life is tied to the HTTP process: when the socket closes, whatever the reason, it exits at once, also while it
-loads or computes. SIGINT and SIGTERM are ignored: a terminal's Ctrl-C and a service manager's stop reach both
-processes, and the HTTP process decides when requests have drained and sends `Shutdown`. SIGUSR1 writes the stacks of
-all threads to stderr.
+loads or computes. SIGINT, SIGTERM and SIGHUP are ignored: a terminal's Ctrl-C or end and a service manager's stop
+reach both processes, and the HTTP process decides when requests have drained and sends `Shutdown`. SIGUSR1 writes the
+stacks of all threads to stderr.
 
 Started as `python -m pilotfish.engine.link.process --socket PATH --core MODULE:FACTORY --options JSON`, where FACTORY
 takes `EngineOptions` and returns an `EngineCore`.
@@ -175,8 +175,8 @@ def load_factory(name: str) -> Callable:
 
 
 def main(argv: list[str] | None = None) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     # where it hangs: the HTTP process asks before it kills
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _tie_to_parent()

@@ -62,7 +62,7 @@ def served(folder, *args, env=ENVIRONMENT):
         yield process, url
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_running_requests_end(folder, number):
     go = folder / "go"
     with served(folder, "--shutdown-timeout", str(PATIENCE)) as (process, url):
