@@ -104,8 +104,15 @@ class Linear:
         return torch.cat([self._product(tile) for tile in x_RK.split(TILE_ROWS)])
 
     def bulk(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """[T, N] for prefill: any T, one product; bits depend on T."""
-        return self._product(x_TK)
+        """[T, N] for prefill: any T, one product; bits depend on T.
+
+        Whole tiles here too: for each number of rows that oneDNN meets it makes programs, which take some hundred KiB
+        and are kept, a thousand of them in each of two caches.
+        """
+        if not self.packed:
+            return self._product(x_TK)
+        num_rows = x_TK.shape[0]
+        return self._product(F.pad(x_TK, (0, 0, 0, padded_rows(num_rows) - num_rows)))[:num_rows]
 
 
 class QuantizedMatrix(Protocol):

@@ -39,6 +39,18 @@ def test_bulk_matches_float64(num_rows, dtype):
     assert_close(Linear(weight).bulk(x), x, weight)
 
 
+def test_the_library_meets_few_numbers_of_rows(monkeypatch):
+    """It keeps programs for each."""
+    weight, met = random((33, 65), torch.bfloat16), set()
+    linear = Linear(weight)
+    linear.packed, linear._weights = True, [weight]
+    monkeypatch.setattr(linear, "_segment", lambda x, weight: met.add(len(x)) or torch.nn.functional.linear(x, weight))
+    for num_rows in range(1, 4 * TILE_ROWS):
+        x = random((num_rows, 65), torch.bfloat16, num_rows)
+        assert_close(linear.bulk(x), x, weight)
+    assert met == {TILE_ROWS * number for number in (1, 2, 3, 4)}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 def test_a_row_keeps_its_bits_at_every_position_of_every_tile(out_features, in_features, dtype):
