@@ -1,11 +1,14 @@
-"""A library of grammars for loops whose constraints are made by the test."""
+"""A library of grammars for loops whose constraints are made by the test, and such a constraint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from pilotfish.engine.grammar.library import Ticket
+from tests.support.tiny_models import VOCAB_SIZE
 
 
 class MadeGrammars:
@@ -46,3 +49,23 @@ class HeldGrammars(MadeGrammars):
         for name, value in ({"constraint": self.make()} | fields).items():
             setattr(ticket, name, value)
         ticket.done = True
+
+
+class Multiples:
+    """Stands for a grammar: the first five ids are multiples of 3, the others of 4."""
+
+    def __init__(self) -> None:
+        self.taken, self.error = 0, None
+
+    def mask_rows(self, drafts: list[int], bits: np.ndarray) -> None:
+        for row in range(len(drafts) + 1):
+            step = 4 if (self.taken + row) >= 5 else 3
+            bits[row] = 0
+            for token in range(0, VOCAB_SIZE, step):
+                bits[row, token // 32] |= np.int64(1 << token % 32).astype(np.int32)
+
+    def advance(self, tokens: list[int]) -> None:
+        self.taken += len(tokens)
+
+    def forced(self, most: int, num_words: int) -> list[int]:
+        return []

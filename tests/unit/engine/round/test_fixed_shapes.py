@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.plan import Plan
 from pilotfish.spec.slots import FILTERED
 from tests.support.fixed_shapes import FixedDriver, fixed_engine
-from tests.support.grammars import MadeGrammars
+from tests.support.grammars import MadeGrammars, Multiples
 from tests.support.loops import LoopDriver, assert_seen_alone
 from tests.support.rounds import CPU, MAX_DEPTH, MODES, make_engine, random_prompt
 from tests.support.tiny_models import VOCAB_SIZE
@@ -128,26 +127,6 @@ def test_a_nan_ends_its_request_alone():
     assert bad.finish == "error" and bad.last.error_code == "nan"
     assert_seen_alone(good)
     assert_idle(driver)
-
-
-class Multiples:
-    """Stands for a grammar: the first five ids are multiples of 3, the others of 4."""
-
-    def __init__(self):
-        self.taken, self.error = 0, None
-
-    def mask_rows(self, drafts, bits):
-        for row in range(len(drafts) + 1):
-            step = 4 if (self.taken + row) >= 5 else 3
-            bits[row] = 0
-            for token in range(0, VOCAB_SIZE, step):
-                bits[row, token // 32] |= np.int64(1 << token % 32).astype(np.int32)
-
-    def advance(self, tokens):
-        self.taken += len(tokens)
-
-    def forced(self, most, num_words):
-        return []
 
 
 def test_masks_of_a_grammar_meet_their_rows_and_no_others():
