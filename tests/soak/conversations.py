@@ -1,11 +1,13 @@
 """Conversations for a long time on memory for fewer: nothing lost, every text that of a server that keeps nothing.
 
     python -m tests.soak.conversations --seconds 600
+    python -m tests.soak.conversations --seconds 600 --tiny
 
 Starts `pilotfish serve` twice on a model: once with keys and values for 5 of 16 conversations, so that what is kept
 must always give way, once without a prefix cache. Each client lets a prompt grow turn by turn, goes back and on from an
 earlier place, begins anew, or leaves while its answer streams. Each answer, with its log-probabilities, is asked of the
-other server too.
+other server too. The scripted engine of tests keeps nothing of prompts; in its place there is a tiny model of random
+weights (--tiny), which answers as fast and has the real tree, pools and snapshots.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.soak.soak import HELD, MAX_GROWTH, ROOT, Outcome, Record, Sample, read_metrics, sample, server
+from tests.soak.soak import HELD, MAX_GROWTH, ROOT, Outcome, Record, Sample, read_metrics, sample, server, write_model
 
 CONVERSATIONS, FITTING = 16, 5
 LONGEST = 2048
@@ -130,9 +132,17 @@ async def client(
             await asyncio.sleep(1)
 
 
+def write_tiny(folder: Path) -> Path:
+    """A tiny model of random weights, with a tokenizer."""
+    from tests.support.tiny_models import build_tiny  # imports transformers
+
+    return build_tiny(write_model(folder), "moe", max_position_embeddings=2 * LONGEST)
+
+
 async def soak(model: Path, seconds: float, progress: bool = True) -> ConversationsOutcome:
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    flags = ["--max-model-len", str(LONGEST + 256)]
+    # a head of random weights is a dead one
+    flags = ["--max-model-len", str(LONGEST + 256), "--head-check", "warn"]
     small = ["--kv-cache-tokens", str(FITTING * LONGEST)]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         async with (
@@ -170,8 +180,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--model", type=Path, default=ROOT / "demo" / "model")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model of random weights in place of one")
     args = parser.parse_args()
-    outcome = asyncio.run(soak(args.model, args.seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny(Path(folder)) if args.tiny else args.model
+        outcome = asyncio.run(soak(model, args.seconds))
     found, ended = outcome.found, outcome.record.ended
     share = found.cached_tokens / max(1, found.prompt_tokens)
     print(
@@ -179,7 +192,7 @@ def main() -> int:
         f"{ended['left']} left, {found.num_compared} compared with cold ones; {found.cached_tokens} of "
         f"{found.prompt_tokens} prompt tokens were not read ({share:.0%}), {outcome.evictions:.0f} snapshots gave way; "
         f"memory {outcome.growth('http_rss'):.3f} and {outcome.growth('engine_rss'):.3f} of what it was "
-        f"(at most {MAX_GROWTH})"
+        f"(at most {MAX_GROWTH}), {outcome.samples[-1].engine_rss:.0f} MiB of the engine's at the end"
     )
     for fault in outcome.faults():
         print(f"FAULT: {fault}", file=sys.stderr)
