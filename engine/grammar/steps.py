@@ -66,7 +66,9 @@ class Step:
         self.clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             constraint.advance(self.tokens)
-            self.forced = constraint.forced(len(self.drafts) + 1, self.num_words) if constraint.error is None else []
+            # a lone token is not told apart, and the first of several comes after a prompt, with no drafts
+            most = max(2, len(self.drafts) + 1)
+            self.forced = constraint.forced(most, self.num_words) if constraint.error is None else []
             self.knows_forced.set()
             drafts = self.forced[: len(self.drafts)] + self.drafts[len(self.forced) :]
             rows = np.full((len(drafts) + 1, self.num_words), -1, dtype=np.int32)
