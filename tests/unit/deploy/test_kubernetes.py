@@ -1,7 +1,6 @@
 """The manifests: as `kubectl apply -k` sends them, read by Kubernetes' own schemas, and in step with the server."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from pilotfish.metrics.definitions import DEFINITIONS
 from pilotfish.server.cli import build_parser
 from pilotfish.server.http.app import ServerOptions
+from tests.support.tools import needed
 
 FOLDER = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 
@@ -29,9 +29,8 @@ def load(name):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """What kustomize makes of the folder."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
-    done = subprocess.run(["kubectl", "kustomize", FOLDER], capture_output=True, text=True, check=False)
+    command = [needed("kubectl", "it has kustomize"), "kustomize", FOLDER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     file = tmp_path_factory.mktemp("built") / "all.yaml"
     file.write_text(done.stdout)

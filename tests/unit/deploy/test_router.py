@@ -1,6 +1,5 @@
 """What deploy/router ships: units that systemd reads, manifests that Kubernetes' schemas know, one set of flags."""
 
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.support.tools import needed
 
 ROUTER = Path(__file__).resolve().parents[3] / "deploy" / "router"
 MODULES = {"vllm": "vllm_router", "sglang": "sglang_router"}
@@ -34,15 +35,13 @@ def flags_of(words):
 
 @pytest.mark.parametrize("router", MODULES)
 def test_systemd_has_nothing_to_say(router, tmp_path):
-    # systemd's own check: a container often has none, and nothing else stands in for it
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    analyze = needed("systemd-analyze", "apt-get install systemd")
     text = ROUTER.joinpath(f"{router}-router.service").read_text()
     unit = tmp_path / f"{router}-router.service"
     unit.write_text(text.replace(command_of(router)[0], sys.executable))
-    done = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True, check=False)
+    done = subprocess.run([analyze, "verify", "--man=no", unit], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    security = ["systemd-analyze", "security", "--offline=true", "--threshold=25", "--no-pager", unit]
+    security = [analyze, "security", "--offline=true", "--threshold=25", "--no-pager", unit]
     done = subprocess.run(security, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout.splitlines()[-1:]
 
@@ -83,10 +82,8 @@ def test_the_pod_has_the_unit_s_flags():
 
 
 def test_the_schemas_know_every_field(tmp_path):
-    # kustomize comes with kubectl, which .ci/run does not install: this one is for who has it
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
-    built = subprocess.run(["kubectl", "kustomize", ROUTER / "kubernetes"], capture_output=True, text=True, check=False)
+    command = [needed("kubectl", "it has kustomize"), "kustomize", ROUTER / "kubernetes"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (built.returncode, built.stderr) == (0, "")
     file = tmp_path / "all.yaml"
     file.write_text(built.stdout)

@@ -1,26 +1,23 @@
 """The systemd unit, read by systemd itself."""
 
 import configparser
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from pilotfish.deploy.release.managers import UNIT as UNIT_NAME
 from pilotfish.deploy.release.slots import SlotLayout
 from pilotfish.server.cli import build_parser
 from pilotfish.server.http.app import ServerOptions
+from tests.support.tools import needed
 
 UNIT = Path(__file__).resolve().parents[3] / "deploy" / "systemd" / "pilotfish@.service"
 EXECUTABLE = "/opt/pilotfish/slots/%i/bin/pilotfish"
 
 
 def analyze(*args):
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
-    return subprocess.run(["systemd-analyze", *map(str, args)], capture_output=True, text=True, check=False)
+    command = [needed("systemd-analyze", "apt-get install systemd"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def installed(tmp_path, old=EXECUTABLE, new=sys.executable):
