@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -41,6 +42,8 @@ OWN_PARSERS = {
     ),
 }
 """Sub-commands that read their own flags: the module, and what it does."""
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+"""Who reads our output has gone, as `head` does, or its disk is full."""
 READ_CHATS = ("train-head", "draft-vocab")
 """Sub-commands whose texts may be chats: they are given the checkpoint's template."""
 
@@ -51,9 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        # who read our output has gone, as `head` does; what is left to write would raise once more at the end
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is not None:
+            raise
+        # what is left to write would raise once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"pilotfish: cannot write: {error.strerror}", file=sys.stderr)
         return 1
     except PilotfishError as error:
         print(f"pilotfish: {error}", file=sys.stderr)

@@ -157,9 +157,12 @@ class Address(NamedTuple):
         return str(self.socket) if self.socket else f"{self.host}:{self.port}"
 
     def site(self, runner: web.AppRunner) -> web.BaseSite:
-        """Raises OSError for a socket that another process listens on; what a dead one left is replaced."""
+        """Raises OSError for a socket that another process listens on, and where the path is no socket's; what a dead
+        one left is replaced."""
         if self.socket is None:
             return TcpSite(runner, self.host, self.port, ssl_context=self.tls)
+        if self.socket.exists() and not self.socket.is_socket():
+            raise FileExistsError(errno.EEXIST, "no socket, but a file or folder")
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(os.fsencode(self.socket)) == 0:
                 raise OSError(errno.EADDRINUSE, "another process listens there")

@@ -375,6 +375,23 @@ def test_credentials_for_any_origin_end_the_start_in_a_line(folder):
     assert errors == 'pilotfish: --allow-credentials wants --allowed-origins that name each origin, got "*"\n'
 
 
+def test_a_full_disk_behind_the_output_is_a_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "key", "label"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("pilotfish: cannot write: No space left on device\n")
+
+
+def test_a_unix_socket_s_path_that_is_a_file_ends_it_for_good(folder):
+    """With 1 a service manager would start it again and again."""
+    path = folder / "taken"
+    path.write_text("mine")
+    with command("serve", str(folder), "--uds", str(path), *SCRIPTED) as process:
+        assert process.wait(PATIENCE) == 2
+        assert f"cannot listen on {path}: File exists" in process.stderr.read()
+    assert path.read_text() == "mine"
+
+
 def test_an_interrupt_before_it_serves_leaves_no_trace(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
