@@ -48,7 +48,7 @@ def names(path):
 
 @pytest.fixture(scope="module")
 def words():
-    found = set()
+    found = {SELF.stem}
     for file in map(Path, FILES):
         if file.suffix in TEXTS and file != SELF and not str(file).startswith("demo/model/"):
             found |= names(file)
