@@ -121,6 +121,11 @@ def bench_legs() -> list[Leg]:
         ),
         _bench("linear-formats", "tests/bench/bench_kernels_linear.py --formats FP8,BF16 --rows 1,4,16 --no-experts"),
         _bench("linear-wide", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 32,64,256"),
+        _bench("engine-host", "-m tests.bench.bench_engine --device cuda --runs 2"),
+        _bench("http-paced", "tests/bench/bench_http.py"),
+        _bench(
+            "http-35B", "tests/bench/bench_http.py --dummy Qwen3.6-35B-A3B -- --device cuda --num-speculative-tokens 3"
+        ),
         _bench("load", "-m tests.bench.bench_load --device cuda --gib 20 --runs 2"),
         _bench("decode-demo", "tests/bench/bench_decode.py demo/model --device cuda --no-http"),
     ]
