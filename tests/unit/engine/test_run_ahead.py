@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pilotfish.engine import scheduler as scheduling
+from pilotfish.engine.requests import scheduler as scheduling
 from tests.support.loops import LoopDriver, assert_alone
 
 
