@@ -384,6 +384,9 @@ def num_kept(scores: torch.Tensor, params: SamplingParams) -> tuple[int, int]:
 def test_what_is_cut_is_the_rules_prefix(device, monkeypatch, kept_ids, times):
     """Of every kind of row under every rule, three programs a row; also where all of it is less than a chunk."""
     rows = rows_of_all_kinds()
+    if INTERPRETED and kept_ids == VOCAB:
+        # it takes minutes there: every third kind; the shorter rows are of all kinds
+        rows = dict(list(rows.items())[::3])
     state = make_state(list(CUTS.values()), device)
     logits = torch.stack(list(rows.values())).repeat(len(CUTS), 1)[:, :kept_ids].contiguous().to(device)
     batch = torch.arange(1, len(CUTS) + 1, dtype=torch.int32, device=device)
