@@ -85,11 +85,12 @@ class Sample:
 
 
 def read_process(pid: int) -> tuple[float, float]:
-    """(CPU seconds, resident MiB)"""
+    """(CPU seconds, resident MiB of its own). Pages of files come and go as the kernel wants, and show no growth."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    own = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    return ticks / os.sysconf("SC_CLK_TCK"), own / 1024
 
 
 def child_of(pid: int) -> int:
