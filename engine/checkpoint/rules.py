@@ -15,6 +15,7 @@ from enum import Enum
 from fnmatch import translate
 from functools import cached_property
 
+from pilotfish.engine.checkpoint.expressions import Deadline
 from pilotfish.engine.checkpoint.inventory import PACKABLE_KINDS, Inventory, Kind
 from pilotfish.engine.checkpoint.layouts import FP8_BLOCK, FP8_BLOCKS, PACKED, Layout, Module
 from pilotfish.engine.checkpoint.names import is_mtp
@@ -86,7 +87,7 @@ class _Patterns:
     """Lists of patterns, looked up by name: a config may name each of a model's 31 000 experts, or all but those."""
 
     def __init__(self, lists: Iterable[Iterable[str]], style: Style):
-        self._style = style
+        self._style, self._deadline = style, Deadline()
         self._literals: dict[str, int] = {}
         self._expressions: list[tuple[int, re.Pattern[str]]] = []
         for number, patterns in enumerate(lists):
@@ -102,7 +103,7 @@ class _Patterns:
         fits: set[int] = set()
         for name in names:
             fits.update(self._literals[part] for part in self._parts(name) if part in self._literals)
-            fits.update(number for number, expression in self._expressions if expression.match(name))
+            fits.update(number for number, expression in self._expressions if self._deadline.match(expression, name))
         return min(fits, default=None)
 
     def _parts(self, name: str) -> Iterator[str]:

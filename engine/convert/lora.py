@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from pilotfish.engine.checkpoint.expressions import Deadline
 from pilotfish.engine.checkpoint.headers import Header, TensorInfo, read_header
 from pilotfish.engine.checkpoint.names import normalise
 from pilotfish.engine.config import read_json_object
@@ -83,7 +84,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
     file = folder / WEIGHTS_FILE
     if not file.is_file():
         raise CheckpointError(f"{folder}: want {WEIGHTS_FILE}; other forms of an adapter are not read")
-    pairs, header = {}, read_header(file)
+    pairs, header, deadline = {}, read_header(file), Deadline()
     bases = {match[1]: info for info in header.tensors.values() if (match := _BASE.fullmatch(info.name))}
     with safe_open(file, framework="pt", device="cpu") as opened:
         for spelled, name, a, b in _pairs(header):
@@ -91,7 +92,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Adapter
             factors = [opened.get_tensor(info.name).float() for info in (a, b)]
             if not all(bool(factor.isfinite().all()) for factor in factors):
                 raise CheckpointError(f"{a.name}: want finite values, in it and in its lora_B")
-            pairs[name] = Pair(factors[0], factors[1] * _scaling(config, spelled, a.shape[0]))
+            pairs[name] = Pair(factors[0], factors[1] * _scaling(config, spelled, a.shape[0], deadline))
     if not pairs:
         raise CheckpointError(f"{file}: holds no LoRA pair")
     if not any(pair.changes for pair in pairs.values()):
@@ -114,6 +115,18 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
         )
     if not isinstance(config.get("lora_alpha"), int | float):
         raise ConfigError(f"{path}: want a number lora_alpha, got {config.get('lora_alpha')!r:.40}")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(isinstance(value, int | float) for value in patterns.values()):
+        raise ConfigError(f"{path}: want alpha_pattern an object of numbers, got {patterns!r:.80}")
+    for pattern in patterns:
+        try:
+            _alpha_expression(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"{path}: alpha_pattern {pattern!r:.80} is no regular expression: {error}") from error
+
+
+def _alpha_expression(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _pairs(header: Header) -> Iterator[tuple[str, str, TensorInfo, TensorInfo]]:
@@ -142,10 +155,10 @@ def _check_shapes(name: str, a: TensorInfo, b: TensorInfo, shapes: Mapping[str, 
         raise CheckpointError(f"{a.name}: want factors {wanted}, got {list(a.shape)} and {list(b.shape)}")
 
 
-def _scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
+def _scaling(config: Mapping[str, Any], name: str, rank: int, deadline: Deadline) -> float:
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
+        if deadline.match(_alpha_expression(pattern), name):
             alpha = value
             break
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
