@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 
 from pilotfish.server.errors import ApiError, BadRequest, Overloaded, TooManyRequests, from_status
+from pilotfish.server.http.encodings import PIECE_BYTES, decoder_of
 from pilotfish.server.http.routing import waits_to_send
 
 JSON = "application/json"
@@ -75,8 +76,8 @@ class Bodies:
 async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
     """The body of a JSON request, counted as it comes.
 
-    Raises BadRequest for another content type, 413 before a byte is read where its length is known, 408 for one that
-    comes too slowly.
+    Raises BadRequest for another content type, 415 for another encoding than gzip and deflate, 413 before a byte is
+    read where its length is known, 408 for one that comes too slowly.
     """
     kind = request.content_type
     if (request.content_length or 0) > MAX_BODY_BYTES:
@@ -84,6 +85,7 @@ async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
     if "Content-Type" in request.headers and not (kind == JSON or kind.endswith("+json")):
         how = f"curl sends it with -H 'Content-Type: {JSON}'"
         raise BadRequest(f"Want Content-Type: {JSON}, got {kind[:100]}; {how}.", code="unsupported_content_type")
+    decoder = decoder_of(request.headers.get("Content-Encoding", ""))
     if waits_to_send(request):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # the answer itself has not begun
@@ -94,11 +96,15 @@ async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
             async with asyncio.timeout_at(began + BODY_SECONDS + len(body) / BODY_BYTES_PER_SECOND):
                 chunk = await request.content.readany()
             if not chunk:
+                decoder.end()
                 return body
-            held.add(len(chunk))
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes.")
+            for piece in decoder.pieces(chunk):
+                held.add(len(piece))
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes.")
+                if len(piece) == PIECE_BYTES:
+                    await asyncio.sleep(0)
     except TimeoutError:
         raise _too_slow(len(body)) from None
     except web.RequestPayloadError as error:

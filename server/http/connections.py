@@ -154,6 +154,7 @@ class Runner(web.AppRunner):
         super().__init__(
             app,
             handler_cancellation=True,
+            auto_decompress=False,
             shutdown_timeout=shutdown_seconds,
             access_log=None,
             keepalive_timeout=IDLE_SECONDS,

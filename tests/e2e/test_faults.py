@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -593,7 +594,7 @@ def test_undecodable_headers_and_endless_names_are_answered_in_shape(folder):
     run(story())
 
 
-def test_wrong_content_types_methods_paths_and_sizes(folder):
+def test_wrong_content_types_encodings_methods_paths_and_sizes(folder, caplog):
     async def story():
         async with serving(folder) as server, aiohttp.ClientSession() as http:
             url, data = server.v1 + "/completions", json.dumps(body(reply="x")).encode()
@@ -603,6 +604,15 @@ def test_wrong_content_types_methods_paths_and_sizes(folder):
                 ("POST", url, {"Content-Type": "multipart/form-data"}, data, 400),
                 ("POST", url, {"Content-Type": "application/json; charset=utf-8"}, data, 200),
                 ("POST", url, {"Content-Type": "application/json", "Content-Encoding": "gzip"}, b"not gzip", 400),
+                (
+                    "POST",
+                    url,
+                    {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+                    gzip.compress(data),
+                    200,
+                ),
+                ("POST", url, {"Content-Type": "application/json", "Content-Encoding": "deflate"}, b"not that", 400),
+                ("POST", url, {"Content-Type": "application/json", "Content-Encoding": "br"}, data, 415),
                 ("GET", url, {}, None, 405),
                 ("DELETE", server.v1 + "/models", {}, None, 405),
                 ("GET", server.url + "/v1/nothing", {}, None, 404),
@@ -619,6 +629,7 @@ def test_wrong_content_types_methods_paths_and_sizes(folder):
                     assert ("-H 'Content-Type: application/json'" in message) == is_another
 
     run(story())
+    assert "Traceback" not in caplog.text
 
 
 def test_bytes_that_are_no_http_leave_the_server_up(folder):
