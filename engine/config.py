@@ -194,6 +194,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {size} bytes, want at most {MAX_CONFIG_BYTES}")
     try:
         raw = json.loads(path.read_bytes())
+        # half a character, which JSON can spell, is in no text that is shown, logged or read by a tokenizer
+        json.dumps(raw, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {look_at(path) or f'not readable as JSON: {error}'}") from error
     if not isinstance(raw, dict):

@@ -352,6 +352,7 @@ def test_load_names_the_file(tmp_path):
     path = tmp_path / "config.json"
     for text, message in (
         ("{", "not readable as JSON"),
+        ('{"a": ["\\ud83d"]}', "not readable as JSON: .* surrogates not allowed"),
         ("[]", "want a JSON object, got list"),
         ("[" * 100_000, "not readable as JSON"),
         ('{"model_type": "qwen3_5_text"}', "config.json: num_hidden_layers: want"),
