@@ -239,5 +239,5 @@ def test_a_check_that_meets_a_fault_is_given_up_and_is_no_mismatch(tokenizer_fil
 
 def test_reasons_are_short_text():
     assert reason(ValueError("x" * 9999)) == f"ValueError: {'x' * 9999}"[:MAX_REASON]
-    assert reason(ValueError("\ud800")) == "ValueError: ?"
+    assert reason(ValueError("\ud800")) == "ValueError: \\ud800"
     assert reason(Wordless()) == "Wordless" and reason(Panic()) == "Panic"
