@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pilotfish.engine.bench import command
+from pilotfish.engine.bench import command, flags
 from pilotfish.engine.bench.admission import STREAMS, measure_admission
 from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.bench.profile import profile_prompt
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=8192)
     args, rest = parser.parse_known_args()
     shape = [f"--k={DEPTH}", f"--batch={args.many[0]}", f"--context={max(args.lengths)}", f"--admission={args.long}"]
-    bench = command.parse([args.model, *shape, "--tokens=64", *rest])
+    bench = flags.parse([args.model, *shape, "--tokens=64", *rest])
     began = perf_counter()
 
     def say(kind: str, **row: Any) -> None:

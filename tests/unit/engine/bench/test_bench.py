@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pilotfish.engine import ledger
-from pilotfish.engine.bench import admission, command, first, profile
+from pilotfish.engine.bench import admission, command, first, flags, profile
 from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.experts import ExpertCounts, count_experts
 from pilotfish.engine.bench.measure import Case, live_batch, live_tokens, random_prompts, run_batch
@@ -254,7 +254,7 @@ def test_a_batch_that_grows_and_shrinks_finds_a_graph_for_every_round(depth, end
     for whole in (True, False):
         loop = EngineLoop(fixed_engine("hv_gt_hk", depth, max_num_seqs=8, captured=False))
         shapes = loop.executor.shapes
-        args = command.parse(["model", "--batch", ",".join(map(str, ends))])
+        args = flags.parse(["model", "--batch", ",".join(map(str, ends))])
         own = {shapes.fit(batch, depth) for batch in ends}
         with torch.inference_mode():
             loop.executor.capture(command._shapes(args, shapes, depth) if whole else own, progress=False)
@@ -272,14 +272,14 @@ def test_a_batch_that_grows_and_shrinks_finds_a_graph_for_every_round(depth, end
 
 def test_shapes_of_a_bench_are_those_that_its_batches_may_become():
     def sizes(depth, *argv):
-        args = command.parse(["model", *argv])
+        args = flags.parse(["model", *argv])
         return [shape.num_sequences for shape in command._shapes(args, Shapes((0, depth), 16, max(args.batch)), depth)]
 
     assert sizes(3, "--batch", "1,8") == [1, 2, 3, 4, 8]
     assert sizes(3, "--batch", "2") == [1, 2] and sizes(0, "--batch", "16") == list(range(1, 17))
     # 128 sequences at k = 3 are more rows than a round takes: that row is left out
     assert sizes(3, "--batch", "4,128") == [1, 2, 3, 4]
-    args = command.parse(["model", "--batch", "1", "--admission", "100"])
+    args = flags.parse(["model", "--batch", "1", "--admission", "100"])
     assert command._shapes(args, Shapes((0, 3), 16, 5), 3) == [Shape(count, 3) for count in range(1, 6)]
 
 
