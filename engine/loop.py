@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 
 import msgspec
@@ -28,6 +26,7 @@ from pilotfish.engine.link.messages import (
 from pilotfish.engine.requests.checks import checked_sequence
 from pilotfish.engine.requests.loop_guard import LoopGuard
 from pilotfish.engine.requests.outputs import output_of
+from pilotfish.engine.requests.pace import Pace
 from pilotfish.engine.requests.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.requests.sequence import Sequence
 from pilotfish.engine.round.executor import LaunchedRound, RoundExecutor
@@ -36,14 +35,6 @@ from pilotfish.engine.round.reports import Batch, SequenceReport
 
 logger = logging.getLogger(__name__)
 
-ROUNDS_KEPT = 8
-"""The newest rounds, whose median says how long one takes."""
-PATIENCE_SHARE = 8
-"""A round is held up by grammars for at most this part of what one takes, before it is launched and after its trunk."""
-FIRST_ROUND_SECONDS = 0.03
-"""What one takes, until it is known."""
-LEAST_PATIENCE = 0.001
-"""Seconds that it may be held up however short rounds are."""
 IDLE_SECONDS = 0.005
 """Where every request waits for its grammar, new ones are looked for this often."""
 
@@ -83,8 +74,8 @@ class EngineLoop:
         self._in_flight: InFlight | None = None
         self.pauses_after: int | None = None
         self._reading: tuple[PrefillStep, Reading] | None = None
-        self._round_seconds: deque[float] = deque(maxlen=ROUNDS_KEPT)
-        self._last_was_round = False
+        self._pace = Pace()
+        self._num_sat_out = 0
         self._read_graph = False
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -202,7 +193,7 @@ class EngineLoop:
         """The sequences that the next round can take, so that no slow grammar holds it up, and what ends those whose
         grammars are broken."""
         outputs = []
-        ready = set(self.executor.grammars.settle([sequence.slot for sequence in sequences], self._patience))
+        ready = set(self.executor.grammars.settle([sequence.slot for sequence in sequences], self._pace.patience))
         for sequence in sequences:
             if sequence.constraint is not None and sequence.constraint.error is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
@@ -218,17 +209,11 @@ class EngineLoop:
         if not unread:
             return [], []
         outputs = []
-        unready = self.executor.grammars.unready([sequence.slot for sequence in unread], self._patience)
+        unready = self.executor.grammars.unready([sequence.slot for sequence in unread], self._pace.patience)
         for sequence in unread:
             if sequence.constraint is not None and sequence.constraint.overrun is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
         return [sequence for sequence in unread if sequence.slot in unready], outputs
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that a round may be held up."""
-        round_seconds = median(self._round_seconds) if self._round_seconds else FIRST_ROUND_SECONDS
-        return max(LEAST_PATIENCE, round_seconds / PATIENCE_SHARE)
 
     def _fail_grammar(self, sequence: Sequence, constraint: Guarded) -> list[RequestOutput]:
         outputs = self._fail(sequence, constraint.error or "")
@@ -268,7 +253,7 @@ class EngineLoop:
             outputs += self._round(step.sequences, phases)
         else:
             outputs += self._read(self._in_flight, phases)
-        self._time_round(step if phases else None, perf_counter() - started)
+        self._pace.note(bool(phases) and isinstance(step, RoundStep), perf_counter() - started)
         if not (phases or outputs):
             if held and step is None:
                 self.executor.grammars.steps.wait(held[0].slot, IDLE_SECONDS)
@@ -299,8 +284,9 @@ class EngineLoop:
             self._reading = step, self._begin(step)
         _, reading = self._reading
         num_steps = self.pauses_after if self.scheduler.has_others else None
-        if self.scheduler.has_others and num_steps is None and self._round_seconds:
-            num_steps = self.executor.steps_at_a_time(reading.num_rows, median(self._round_seconds))
+        round_seconds = self._pace.round_seconds
+        if self.scheduler.has_others and num_steps is None and round_seconds is not None:
+            num_steps = self.executor.steps_at_a_time(reading.num_rows, round_seconds)
         if not reading.advance(num_steps):
             self.scheduler.pause(step)
             return None
@@ -332,13 +318,6 @@ class EngineLoop:
             self.snapshots.save(snapshot, sequence.slot)
         return [] if report is None else self._outputs(sequence, report, after_round=False)
 
-    def _time_round(self, step: PrefillStep | RoundStep | None, seconds: float) -> None:
-        """Keeps what the last rounds took that followed another."""
-        is_round = isinstance(step, RoundStep)
-        if is_round and self._last_was_round:
-            self._round_seconds.append(seconds)
-        self._last_was_round = is_round
-
     def _round(self, sequences: list[Sequence], phases: dict[str, float]) -> list[RequestOutput]:
         """Launches a round and reads the one before it, or, where rounds are waited for, this one."""
         before, outputs = self._in_flight, []
@@ -364,7 +343,7 @@ class EngineLoop:
             tables=[sequence.pages for sequence in sequences],
             depth=max(sequence.own_k for sequence in sequences),
             logprobs=[sequence.request.sampling.logprobs for sequence in sequences],
-            patience=self._patience,
+            patience=self._pace.patience,
         )
         return self.executor.launch(batch, self.depth)
 
