@@ -200,7 +200,10 @@ class EngineLoop:
         going = [sequence for sequence in sequences if sequence in self.scheduler.running]
         if going and not ready and not outputs:
             self.executor.grammars.steps.wait(going[0].slot, IDLE_SECONDS)
-        return [sequence for sequence in going if sequence.slot in ready], outputs
+        taken = [sequence for sequence in going if sequence.slot in ready]
+        if taken:
+            self._num_sat_out += len(going) - len(taken)
+        return taken, outputs
 
     def _hold_prompts(self) -> tuple[list[Sequence], list[RequestOutput]]:
         """The sequences whose grammars have yet to say how a text may begin: their prompts are not read, for the first
@@ -355,6 +358,7 @@ class EngineLoop:
             self._in_flight = None
         reports, seconds = flight.round.collect()
         self._read_graph = flight.round.graph
+        self._num_sat_out += len(flight.round.missed)
         phases |= seconds
         outputs = [
             output
@@ -440,12 +444,14 @@ class EngineLoop:
     def _stats(self, phases: dict[str, float], seconds: float, num_prefilled: int) -> StepStats:
         scheduler = self.scheduler
         audited, mismatches = self.self_audit.take_counts()
+        sat_out, self._num_sat_out = self._num_sat_out, 0
         return StepStats(
             phases=phases,
             step_seconds=seconds,
             num_prefill_tokens=num_prefilled,
             graph=self._read_graph,
             num_compiled=self.executor.take_compiled(),
+            num_sat_out=sat_out,
             num_audited_tokens=audited,
             num_audit_mismatches=mismatches,
             memory_bytes=0 if self._sequences else ledger.used(self.executor.model.device),

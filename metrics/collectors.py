@@ -191,6 +191,7 @@ class Collector:
         if stats.num_prefill_tokens:
             series["prefill_tokens"].inc(stats.num_prefill_tokens)
         series["kernels_compiled"].inc(stats.num_compiled)
+        series["grammar_rounds_missed"].inc(stats.num_sat_out)
         series["exactness_checked_tokens"].inc(stats.num_audited_tokens)
         series["exactness_mismatched_requests"].inc(stats.num_audit_mismatches)
         if stats.step_seconds:

@@ -229,6 +229,11 @@ DEFINITIONS = (
         PREFIX + "key_generation_tokens_total", "counter", "Tokens of answers, by the API key's label.", ("key",)
     ),
     Definition(PREFIX + "kernels_compiled_total", "counter", "Kernels compiled while serving: rounds waited for them."),
+    Definition(
+        PREFIX + "grammar_rounds_missed_total",
+        "counter",
+        "Rounds that did not wait for a sequence's grammar and went on without it, once for each such sequence.",
+    ),
     Definition(PREFIX + "prompt_tokens_total", "counter", "Prompt tokens of ended sequences."),
     Definition(PREFIX + "prefill_tokens_total", "counter", "Prompt tokens that the engine has processed."),
     Definition(

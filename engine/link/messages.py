@@ -223,6 +223,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     while requests run.
     `graph` is True where a round replayed a captured graph, False where it was launched operator by operator.
     `num_compiled` kernels had to be compiled since the report before.
+    `num_sat_out`: rounds since then that went on without a sequence whose grammar's masks had not come, by sequence.
     `prefix_cache` is None where nothing of it has changed since the report before, or it is off.
     """
 
@@ -231,6 +232,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prefill_tokens: int = 0
     graph: bool = False
     num_compiled: int = 0
+    num_sat_out: int = 0
     num_audited_tokens: int = 0
     num_audit_mismatches: int = 0
     memory_bytes: int = 0

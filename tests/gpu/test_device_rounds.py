@@ -25,6 +25,8 @@ from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.prompt import PromptPass
 from pilotfish.kernels.cuda.linear import PackedLinear
 from tests.support.findings import assert_nothing_found
+from tests.support.grammars import MadeGrammars
+from tests.support.misses import SOME, Misses, Turns, counts, run_all
 from tests.support.naive_forward import naive_forward
 from tests.support.tiny_models import build_tiny
 from tests.support.windows import Windows
@@ -265,3 +267,34 @@ def test_the_kernels_say_what_the_formulas_say(tmp_path):
     for got, want in ((torch.cat(found), wanted[:at]), (torch.cat(said), logits[21:at])):
         error = (got - want).norm(dim=1) / want.norm(dim=1)
         assert float(error.median()) < 0.06 and float(error.mean()) < 0.1, error
+
+
+@pytest.mark.parametrize(("kv_dtype", "depth"), (("auto", 3), ("fp8", 3), ("auto", 0), ("auto", 1), ("auto", 5)))
+@torch.inference_mode()
+def test_rounds_sat_out_change_nothing(kv_dtype, depth, monkeypatch):
+    """Sequences whose masks have not come are replaced between the two captured parts of a round."""
+    loop = served(kv_dtype) if depth == 3 else loop_of(over(kv_dtype), depth)
+    monkeypatch.setattr(loop, "grammars", MadeGrammars(lambda: Turns(loop.ready.vocab_size)))
+    requests = [
+        msgspec.structs.replace(
+            request,
+            sampling=msgspec.structs.replace(
+                request.sampling,
+                grammar=SOME if number % 4 else None,
+                logprobs=(None, 0, 2)[number % 3],
+                presence_penalty=0.4 * (number % 5 == 1),
+            ),
+        )
+        for number, request in enumerate(REQUESTS[:11])
+    ]
+    found, before = [], loop.executor.num_missed
+    for misses in (Misses(0), Misses(1 / 2, 1), Misses(1 / 2, 2, every=True)):
+        with monkeypatch.context() as patched:
+            misses.patch(patched)
+            outputs, num_sat_out = run_all(loop, requests)
+        found.append(outputs)
+        assert num_sat_out == misses.num_missed and (misses.share == 0 or misses.num_first > 0)
+        assert not [output[6] for rounds in outputs.values() for output in rounds if output[6]]
+    assert found[1] == found[0] and found[2] == found[0]
+    assert misses.num_missed > 100 and (not depth or counts(found[0])[1] > 10)
+    assert loop.executor.num_missed == before

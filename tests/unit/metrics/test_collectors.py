@@ -152,6 +152,15 @@ def test_gauges_and_phases(registry):
     assert value(registry, "pilotfish_engine_up") == 0
 
 
+def test_rounds_that_a_sequence_sat_out_are_counted_and_are_no_rounds_of_its(registry):
+    collector = Collector(registry)
+    assert registry.get_sample_value("pilotfish_grammar_rounds_missed_total") == 0
+    for count in (2, 0, 3):
+        collector.on_report(StepReport(outputs=[], stats=StepStats(phases={"wait": 0.001}, num_sat_out=count)))
+    assert value(registry, "pilotfish_grammar_rounds_missed_total") == 5
+    assert value(registry, SPEC + "num_drafts_total") == 0
+
+
 def test_request_ends(registry):
     collector = Collector(registry)
     base = {"seconds": 2.0, "num_prompt_tokens": 5}

@@ -357,12 +357,12 @@ def test_a_scheduler_that_starves_the_streams_shows(monkeypatch):
     loop = admission_loop()
     scheduler, fair = loop.scheduler, loop.scheduler.next_step
 
-    def prompts_first():
-        step = fair()
+    def prompts_first(held):
+        step = fair(held)
         waiting = [sequence for sequence in scheduler.running if not sequence.is_prefilled]
         if isinstance(step, RoundStep) and waiting:
             scheduler._last_was_prefill = False
-            step = fair()
+            step = fair(held)
             assert isinstance(step, PrefillStep)
         return step
 
