@@ -28,6 +28,7 @@ from pilotfish.server.http.auth import NO_KEY
 from pilotfish.server.http.bodies import JSON, Bodies, read_body
 from pilotfish.server.http.limits import Limiter
 from pilotfish.server.http.request_log import note_choices, note_error
+from pilotfish.server.http.turns import Turns
 from pilotfish.server.lane import WorkLane, run_steps
 from pilotfish.server.messages import request as messages_request
 from pilotfish.server.messages.answer import MessagesFormat, TokenCount
@@ -88,6 +89,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     items: ItemMemory = msgspec.field(default_factory=ItemMemory)
     limiter: Limiter = msgspec.field(default_factory=Limiter)
     bodies: Bodies = msgspec.field(default_factory=lambda: Bodies(shared=False))
+    turns: Turns = msgspec.field(default_factory=Turns)
     lane: WorkLane = msgspec.field(default_factory=WorkLane)
 
     def engine(self) -> Ready:
@@ -291,11 +293,12 @@ async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context]
         service.check_place(label)
     with service.bodies.hold(label, on_end=service.lane.tidy_soon) as held:
         body = await read_body(request, held)
+        await service.turns.begin(request, label)
         context = service.context(arrived, label)
         request[NOTES] = context.notes
         if not generates:
             return await _worked_out(service, label, prepare, body, context)
-        # others may have come while it was read; who sends slowly holds none meanwhile
+        # others may have come while it was read and waited; it holds none meanwhile
         service.check_place(label)
         with service.limiter.hold_place(label):
             return await _worked_out(service, label, prepare, body, context)

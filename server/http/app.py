@@ -37,6 +37,7 @@ from pilotfish.server.http.page import PAGE, Page
 from pilotfish.server.http.request_log import REQUEST_ID, RequestLog, client_id, note_error
 from pilotfish.server.http.routing import check_target, guarded
 from pilotfish.server.http.throughput import ThroughputLog
+from pilotfish.server.http.turns import Turns
 from pilotfish.server.messages.answer import error_body
 from pilotfish.server.model_files import ModelFiles
 from pilotfish.server.protocol import encode
@@ -115,7 +116,7 @@ def make_app(
         timeout=options.engine_timeout,
     )
     keys = Keys(options.api_keys, options.api_key_file)
-    drain = Drain()
+    drain, turns = Drain(), Turns()
     has_keys = bool(options.api_keys) or options.api_key_file is not None
     page = Page(keys=has_keys) if options.page else None
     cors = msgspec.structs.replace(options.cors, keyless=not has_keys)
@@ -126,6 +127,7 @@ def make_app(
         _errors(metrics, options.root_path),
         cors.guard(),
         _auth(keys, options.root_path, public),
+        turns.middleware(handlers.KEY.get),
         drain.middleware(),
     ]
     if options.log_requests:
@@ -149,6 +151,7 @@ def make_app(
         isolates_keys=options.isolates_keys,
         limiter=Limiter(keys.limits),
         bodies=Bodies(shared=has_keys),
+        turns=turns,
     )
     app[status.SCRAPE] = status.Shared(metrics.exposition)
     app[DRAIN] = drain

@@ -34,7 +34,7 @@ RESERVED_FILES = 128
 """Descriptors that connections leave for all else: the engine's socket, the key file, libraries."""
 BACKLOG = 1024
 """Connections that wait to be accepted: a burst of clients meets our queue and its 503, not the kernel's."""
-ACCEPTED_AT_ONCE = 16
+ACCEPTED_AT_ONCE = 4
 """Connections that are accepted at once; then running streams have their turn."""
 HANDSHAKE_SECONDS = 10.0
 

@@ -30,12 +30,20 @@ class Pace:
         self._due: dict[str, float] = {}
 
     def delay(self, label: str) -> float:
-        """The seconds that this refusal of the key has to wait, 0 for most."""
+        """Counts this refusal of the key: the seconds that it has to wait, 0 for most."""
+        self.count(label)
+        return self.seconds(label)
+
+    def count(self, label: str) -> None:
         now = self._clock()
         earliest = now - REFUSALS_AT_ONCE / REFUSALS_PER_SECOND
         due = max(self._due.get(label, earliest), earliest) + 1 / REFUSALS_PER_SECOND
         self._due[label] = min(due, now + MOST_SECONDS)
-        return max(0.0, self._due[label] - now)
+
+    def seconds(self, label: str) -> float:
+        """The seconds until what was counted last is due, 0 for most."""
+        due = self._due.get(label)
+        return 0.0 if due is None else max(0.0, due - self._clock())
 
     def middleware(self, label: Callable[[], str], exempt: Container[str]) -> Callable:
         """`label` is the key of the request at hand. Probes, the paths that are `exempt`, never wait for others'

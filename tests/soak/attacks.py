@@ -36,6 +36,7 @@ LEAST_GAP = 0.050
 """The undisturbed gap is taken as at least this: on a machine that others use, shorter ones are luck."""
 MAX_GROWTH_MIB = 200.0
 MAX_LOG_BYTES = 1 << 20
+JSON = {"Content-Type": "application/json"}
 CONTEXT = 8192
 
 
@@ -54,9 +55,8 @@ class Target:
         return host, int(port)
 
     async def post(self, path: str, body: bytes, allowed: tuple[int, ...] = (200, 400, 413, 429, 503)) -> None:
-        headers = {"Content-Type": "application/json"}
         try:
-            async with self.session.post(self.running.url + path, data=io.BytesIO(body), headers=headers) as response:
+            async with self.session.post(self.running.url + path, data=io.BytesIO(body), headers=JSON) as response:
                 text = await response.read()
                 self.answers[str(response.status)] += 1
                 if response.status not in allowed:
@@ -160,6 +160,9 @@ repeated(
 )
 
 
+repeated("small counts", "/tokenize", lambda: _json(prompt=WORDS * 20), at_once=32)
+
+
 def polled(name: str, path: str, at_once: int = 32) -> None:
     """An attack that asks for a page over and over."""
 
@@ -180,6 +183,24 @@ polled("scrapes", "/metrics")
 polled("watchers", "/v1/watch")
 polled("who asks for what was read", "/v1/cache")
 polled("who asks for the schema", "/openapi.json")
+polled("who asks for the models", "/v1/models")
+polled("probes", "/health")
+
+
+@attack("streams left after their first event")
+async def left_streams(target: Target) -> None:
+    body = _json(prompt="a", max_tokens=2000, stream=True, ignore_eos=True)
+
+    async def client() -> None:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with target.session.post(
+                    target.running.url + "/v1/completions", data=body, headers=JSON
+                ) as response:
+                    target.answers[str(response.status)] += 1
+                    await response.content.readany()
+
+    await asyncio.gather(*(client() for _ in range(32)))
 
 
 @attack("pipelined requests")
