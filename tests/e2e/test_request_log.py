@@ -103,7 +103,7 @@ def test_choices_and_chats_are_one_line_each(server, log):
     [
         ({"key": "wrong", "prompt": "x"}, 401, "invalid_api_key", "none"),
         ({"prompt": "x", "model": "other"}, 404, "model_not_found", "1"),
-        ({"prompt": "x", "max_tokens": -1}, 400, "invalid_value", "1"),
+        ({"prompt": "x", "max_tokens": -2}, 400, "invalid_value", "1"),
     ],
 )
 def test_refusals_are_lines_too(server, log, wanted, code, error, key):
