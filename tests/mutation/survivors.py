@@ -15,15 +15,10 @@ SURVIVORS: dict[str, str] = {
     "Constraint._mask: self.error = first_words(fill.get_error()) -> pass": (
         "no matcher fails here, and no request can make a sound one fail"
     ),
-    "Constraint.forced: len(tokens) >= MIN_FORCED -> len(tokens) > MIN_FORCED": (
-        "a forced run of two is left to the head"
-    ),
-    "Constraint.forced: not self._active or self.error is not None or self._matcher.is_stopped() -> not self._active and self.error is not None and self._matcher.is_stopped()": (
+    "Constraint.forced: not self._active or self.error is not None -> not self._active and self.error is not None": (
         "what is forced is drafted, and a wrong draft refused"
     ),
-    "Constraint.forced: not self._active or self.error is not None or self._matcher.is_stopped() -> self._active or self.error is not None or self._matcher.is_stopped()": (
-        "nothing is drafted as forced: slower, the same text"
-    ),
+    "Constraint.forced: (1, num_words) -> (2, num_words)": ("a second row that nobody reads"),
     "LaunchedRound._report: any(is_nan[:committed]) -> all(is_nan[:committed])": ("no logits here hold NaN"),
     "MtpHead.reads_history: return False -> return True": ("positions are kept that nobody reads"),
     "MtpHead.record: round.mark('repair') -> pass": ("seconds of a phase"),

@@ -68,6 +68,9 @@ class Recorder:
             loop.executor.observers.append(self.observe)
 
     def observe(self, name: str, rows: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+        if not slots:
+            # all sequences sat this round out
+            return
         scheduler = self.loop.scheduler
         owners = {sequence.slot: sequence.request_id for sequence in (*scheduler.running, *scheduler.retired)}
         table = rows.detach().to("cpu").contiguous()
