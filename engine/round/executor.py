@@ -36,9 +36,9 @@ from pilotfish.spec.slots import EVERYTHING, FILTERED
 Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
 """Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
 
-ROUNDS_SHARE, HOST_ROUNDS_SHARE = 8, 2
+ROUNDS_SHARE, HOST_ROUNDS_SHARE = 8, 1
 """A piece of a prompt pauses before it has run longer than so many rounds: those beside it take a ninth of the time;
-without a GPU, where rounds are longer and a pause costs nothing, a third."""
+without a GPU, where rounds are longer and a pause costs nothing, half."""
 WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
 """Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
 for batches without them; the part before and the part after a grammar's masks."""

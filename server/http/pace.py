@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Container
 
 from aiohttp import web
 
-REFUSALS_PER_SECOND = 100
-REFUSALS_AT_ONCE = 64
+REFUSALS_PER_SECOND = 25
+REFUSALS_AT_ONCE = 32
 """So many come at once: a relay that tries the next server hears at once that this one is full."""
 MOST_SECONDS = 5.0
 """The longest time that an answer is held back: below the patience of clients."""

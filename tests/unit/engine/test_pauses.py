@@ -107,8 +107,8 @@ def test_without_a_gpu_a_chunk_is_timed_as_it_is_read_and_lets_more_rounds_in():
     assert executor.prompt.row_seconds > 0
     executor.prompt.row_seconds = 0.001
     executor.prompt.groups = (executor.prompt.groups * 17)[:17]
-    # of 100 ms each: never longer than 2 rounds
-    assert [executor.steps_at_a_time(100, time) for time in (0.01, 0.1, 0.31, 1.0)] == [1, 2, 6, 17]
+    # of 100 ms each: never longer than a round
+    assert [executor.steps_at_a_time(100, time) for time in (0.01, 0.1, 0.31, 1.0)] == [1, 1, 3, 9]
 
 
 def test_without_a_gpu_rounds_run_between_the_steps_of_one_chunk():
