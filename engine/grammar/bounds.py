@@ -56,8 +56,8 @@ MAX_ITEMS = 50_000
 CHOICE_LIMITS = {"choices": 1900}
 
 QUANTIFIER = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-RULE = re.compile(r"^[ \t]*[?!]?[\w.-]+(?:\[[^\]\n]{0,99}\])?[ \t]*(?:::=|:)", re.MULTILINE)
-NAME = re.compile(r"[A-Za-z_][\w.-]*")
+RULE = re.compile(r"^[ \t]*[?!]?([\w.-]+)(?:\[[^\]\n]{0,99}\])?[ \t]*(?:::=|:)", re.MULTILINE)
+NAME = re.compile(r"[\w.-]+")
 GRAMMAR_PART = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?|[|()\[\]{}]|~[ \t]*\d+(?:\.\.\d+)?')
 
 
@@ -275,7 +275,7 @@ def _written_out(text: str) -> int:
     rule that comes back to itself is written out as often as the library takes it."""
     heads = list(RULE.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)] * bool(heads)
-    bodies = {NAME.findall(head[0])[0]: text[head.end() : end] for head, end in zip(heads, ends, strict=True)}
+    bodies = {head[1]: text[head.end() : end] for head, end in zip(heads, ends, strict=True)}
     parts = {name: _parts_of(body, bodies) for name, body in bodies.items()}
     sizes: dict[str, int] = {}
     for first in parts:

@@ -143,6 +143,8 @@ BEGINNING = "start: /[ab]{40}/ "
         BEGINNING + "a\na: b a\nb: " + LONG,
         BEGINNING + "a\na: b\nb: c\nc: T a\nT: /x{300}/",
         "root ::= [ab]{40} x{50}\nx ::= y{50}\ny ::= " + LONG,
+        # names as GBNF has them
+        "root ::= [ab]{40} 1-a{50}\n1-a ::= -{50}\n- ::= " + LONG,
     ],
 )
 def test_what_must_come_is_bounded_behind_any_beginning(source):
