@@ -14,6 +14,9 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 
 # A shell's job in the background ignores Ctrl-C, and so would all that tests start and send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# So it is with nohup, which is kept for this process alone: a handler is no part of what a child is given.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # Tiny models on shared cores: two threads that wait for each other cost far more than they bring.
 torch.set_num_threads(1)

@@ -42,7 +42,7 @@ async def _client(http: aiohttp.ClientSession, url: str, number: int, until: flo
         if time.monotonic() > until:
             return
         prompt = prompts[turn % len(prompts)]
-        fields = {"max_tokens": -1 if turn % 10 == 9 else 60 + 30 * (turn % 4), "temperature": 0.6 * (turn % 2)}
+        fields = {"max_tokens": -2 if turn % 10 == 9 else 60 + 30 * (turn % 4), "temperature": 0.6 * (turn % 2)}
         chat = {"messages": [{"role": "user", "content": prompt.chat}]}
         path, body = ("chat/completions", chat) if turn % 3 else ("completions", {"prompt": prompt.completion})
         async with http.post(f"{url}/v1/{path}", json=body | fields, headers=headers) as response:

@@ -64,7 +64,7 @@ async def load(url):
     bodies = [
         {"prompt": "The quick brown fox", "max_tokens": 40, "ignore_eos": True, "temperature": 0},
         {"prompt": "one", "max_tokens": 12, "temperature": 0, "stream": True},
-        {"prompt": "bad", "max_tokens": -1},
+        {"prompt": "bad", "max_tokens": -2},
     ]
 
     async def client(http, key, number):
