@@ -26,7 +26,7 @@ from pilotfish.engine.link.messages import (
 from pilotfish.engine.requests.checks import checked_sequence
 from pilotfish.engine.requests.loop_guard import LoopGuard
 from pilotfish.engine.requests.outputs import output_of
-from pilotfish.engine.requests.pace import Pace
+from pilotfish.engine.requests.round_times import RoundTimes
 from pilotfish.engine.requests.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.requests.sequence import Sequence
 from pilotfish.engine.round.executor import LaunchedRound, RoundExecutor
@@ -74,7 +74,7 @@ class EngineLoop:
         self._in_flight: InFlight | None = None
         self.pauses_after: int | None = None
         self._reading: tuple[PrefillStep, Reading] | None = None
-        self._pace = Pace()
+        self._round_times = RoundTimes()
         self._num_sat_out = 0
         self._read_graph = False
 
@@ -193,7 +193,9 @@ class EngineLoop:
         """The sequences that the next round can take, so that no slow grammar holds it up, and what ends those whose
         grammars are broken."""
         outputs = []
-        ready = set(self.executor.grammars.settle([sequence.slot for sequence in sequences], self._pace.patience))
+        ready = set(
+            self.executor.grammars.settle([sequence.slot for sequence in sequences], self._round_times.patience)
+        )
         for sequence in sequences:
             if sequence.constraint is not None and sequence.constraint.error is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
@@ -212,7 +214,7 @@ class EngineLoop:
         if not unread:
             return [], []
         outputs = []
-        unready = self.executor.grammars.unready([sequence.slot for sequence in unread], self._pace.patience)
+        unready = self.executor.grammars.unready([sequence.slot for sequence in unread], self._round_times.patience)
         for sequence in unread:
             if sequence.constraint is not None and sequence.constraint.overrun is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
@@ -256,7 +258,7 @@ class EngineLoop:
             outputs += self._round(step.sequences, phases)
         else:
             outputs += self._read(self._in_flight, phases)
-        self._pace.note(bool(phases) and isinstance(step, RoundStep), perf_counter() - started)
+        self._round_times.note(bool(phases) and isinstance(step, RoundStep), perf_counter() - started)
         if not (phases or outputs):
             if held and step is None:
                 self.executor.grammars.steps.wait(held[0].slot, IDLE_SECONDS)
@@ -287,7 +289,7 @@ class EngineLoop:
             self._reading = step, self._begin(step)
         _, reading = self._reading
         num_steps = self.pauses_after if self.scheduler.has_others else None
-        round_seconds = self._pace.round_seconds
+        round_seconds = self._round_times.round_seconds
         if self.scheduler.has_others and num_steps is None and round_seconds is not None:
             num_steps = self.executor.steps_at_a_time(reading.num_rows, round_seconds)
         if not reading.advance(num_steps):
@@ -346,7 +348,7 @@ class EngineLoop:
             tables=[sequence.pages for sequence in sequences],
             depth=max(sequence.own_k for sequence in sequences),
             logprobs=[sequence.request.sampling.logprobs for sequence in sequences],
-            patience=self._pace.patience,
+            patience=self._round_times.patience,
         )
         return self.executor.launch(batch, self.depth)
 

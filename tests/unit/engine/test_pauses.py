@@ -83,7 +83,7 @@ def test_nothing_pauses_before_a_round_has_been_timed():
     driver.ask("long", 60, seed=2, max_tokens=2)
     while driver.loop.has_work():
         driver.step()
-        assert driver.loop.scheduler._paused is None or driver.loop._pace.round_seconds
+        assert driver.loop.scheduler._paused is None or driver.loop._round_times.round_seconds
 
 
 def test_how_often_follows_from_what_a_step_and_a_round_take():

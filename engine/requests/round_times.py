@@ -15,7 +15,7 @@ LEAST_PATIENCE = 0.001
 """Seconds that it may be held up however short rounds are."""
 
 
-class Pace:
+class RoundTimes:
     """Of the rounds that followed another: the first one after something else waits for that, too."""
 
     def __init__(self) -> None:
