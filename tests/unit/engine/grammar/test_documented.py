@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from pilotfish.engine.grammar import bounds, library, steps, threads, trial, worker
-from pilotfish.engine.requests import pace
+from pilotfish.engine.requests import round_times
 
 TEXT = (Path(__file__).resolve().parents[4] / "docs" / "SECURITY.md").read_text()
 SECTION = TEXT[TEXT.index("## Grammars") : TEXT.index("## The way in")]
@@ -32,6 +32,6 @@ def test_times_and_memory_stand_there():
         f"{steps.LIMIT_SECONDS:g} s; a round waits for it for an eighth of its own time",
     ):
         assert words in PROSE, words
-    assert pace.PATIENCE_SHARE == 8
+    assert round_times.PATIENCE_SHARE == 8
     assert quick.num_places == slow.num_places == 1
     assert (trial.NUM_WALKS, trial.WALK_TOKENS) == (2, 12) and "walks two texts of twelve tokens" in PROSE
