@@ -33,6 +33,9 @@ from pilotfish.spec.slots import (
 
 See = Callable[[str, torch.Tensor], None]
 
+FEW = 128
+"""Up to this top_k the first tokens are found without sorting all."""
+
 
 def choose(
     logits_RV: torch.Tensor,
@@ -117,7 +120,21 @@ def keep_probable(scaled: torch.Tensor, min_p_R: torch.Tensor) -> torch.Tensor:
 
 def keep_first(scaled: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     """Scores of the top_k likeliest tokens (V: all), and of these the fewest that have top_p of the mass (1: all)."""
-    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    if scaled.device.type != "cpu" or not bool((few := top_k_R <= FEW).any()):
+        return _keep_first(scaled, top_k_R, top_p_R, _in_order(scaled))
+    if bool(few.all()):
+        return _keep_first(scaled, top_k_R, top_p_R, _first_in_order(scaled, int(top_k_R.max())))
+    kept = torch.empty_like(scaled)
+    for rows in (few, ~few):
+        kept[rows] = keep_first(scaled[rows], top_k_R[rows], top_p_R[rows])
+    return kept
+
+
+def _keep_first(
+    scaled: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, order: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """`order`: the rows' scores in descending order, [R, V], and the ids of as many of them as are ever kept."""
+    ordered, ids = order
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)
     ordered = ordered.masked_fill(ranks >= top_k_R[:, None], float("-inf"))
     probabilities = ordered.softmax(-1)
@@ -125,4 +142,27 @@ def keep_first(scaled: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tenso
     # the most likely token stays whatever top_p is
     dropped = (before >= top_p_R[:, None]) & (ranks > 0)
     ordered = ordered.masked_fill(dropped & (top_p_R < 1)[:, None], float("-inf"))
-    return torch.empty_like(ordered).scatter_(-1, ids, ordered)
+    return torch.full_like(ordered, float("-inf")).scatter_(-1, ids, ordered[:, : ids.shape[1]])
+
+
+def _in_order(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest first, of equals the lower id."""
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    return ordered, ids
+
+
+def _first_in_order(scaled: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, but -inf from rank `most` on, where nothing is kept: without a sort of the whole vocabulary, which on a
+    CPU takes more than everything else about a choice."""
+    if 2 * most >= scaled.shape[-1]:
+        return _in_order(scaled)
+    ids = scaled.topk(2 * most).indices.sort(dim=-1).values
+    first, places = scaled.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    # if the last kept one has equals that were left out, others may be the lower ids; not so with NaN, nor where it is
+    # -inf, for then the order does not matter
+    last_kept, last = first[:, most - 1], first[:, -1]
+    if not bool(((last < last_kept) | (last_kept == float("-inf"))).all()):
+        return _in_order(scaled)
+    ordered = torch.full_like(scaled, float("-inf"))
+    ordered[:, :most] = first[:, :most]
+    return ordered, ids.gather(-1, places[:, :most])

@@ -43,10 +43,10 @@ SURVIVORS: dict[str, str] = {
     ),
     "TorchOperators.take_compiled: return 0 -> return 1": ("what is told of compilations"),
     "_choose_freely: flags & BIASED -> flags | BIASED": ("a bias of 0 is added"),
+    "_keep_first: before >= top_p_R[:, None] -> before > top_p_R[:, None]": ("no sum of probabilities is top_p itself"),
     "banned_rows: flags & bit -> flags | bit": ("rules are looked at that no request of the batch has"),
     "commit: flags & PENALISED -> flags | PENALISED": ("histories are kept that no request reads"),
     "early_stops: vocab + 1 -> vocab + 2": ("one more column is cut off"),
-    "keep_first: before >= top_p_R[:, None] -> before > top_p_R[:, None]": ("no sum of probabilities is top_p itself"),
     "keep_history: counts > 0 -> counts > 1": ("what was generated is seen by its count"),
     "keep_history: state.seen[slots_B] |= (counts > 0).view(torch.uint8) -> pass": (
         "what was generated is seen by its count"

@@ -282,6 +282,42 @@ def test_a_row_without_bias_keeps_its_tokens_beside_one_with():
     assert torch.equal(sampling.bias(logits, bias, None)[0], logits[0])
 
 
+def scores_with_equals(kind, generator):
+    """Scores [6, 1000] of which some are equal, or banned, or no numbers."""
+    scaled = torch.randn(6, 1000, generator=generator) * 3
+    if kind == "rounded":
+        return scaled.bfloat16().float()
+    if kind == "equal in hundreds":
+        return scaled.round() + 0.0
+    if kind == "most banned":
+        return scaled.masked_fill(torch.rand(6, 1000, generator=generator) < 0.99, float("-inf"))
+    if kind == "zeros of both signs":
+        return scaled.clamp(max=0.0) * torch.tensor([1.0, -0.0]).repeat(500)
+    if kind == "NaN":
+        return scaled.masked_fill(torch.rand(6, 1000, generator=generator) < 0.01, float("nan"))
+    return scaled
+
+
+@pytest.mark.parametrize(
+    "kind", ("unequal", "rounded", "equal in hundreds", "most banned", "zeros of both signs", "NaN")
+)
+def test_first_tokens_found_without_a_sort_are_those_of_the_sort(kind, monkeypatch):
+    scaled = scores_with_equals(kind, torch.Generator().manual_seed(3))
+    top_p = torch.tensor([1.0, 0.9, 0.5, 0.2, 1.0, 0.99])
+    for top_k in (torch.arange(1, 7) * 10, torch.tensor([1, 128, 129, 1000, 20, 20]), torch.full((6,), 20)):
+        quick = sampling.keep_first(scaled, top_k, top_p)
+        monkeypatch.setattr(sampling, "FEW", 0)
+        assert torch.equal(quick.view(torch.int32), sampling.keep_first(scaled, top_k, top_p).view(torch.int32))
+        monkeypatch.undo()
+
+
+def test_a_small_top_k_sorts_no_vocabulary(monkeypatch):
+    monkeypatch.setattr(sampling, "_in_order", None)
+    scaled = torch.randn(4, 1000, generator=torch.Generator().manual_seed(3))
+    kept = sampling.keep_first(scaled, torch.tensor([1, 2, 100, 128]), torch.ones(4))
+    assert (kept > float("-inf")).sum(1).tolist() == [1, 2, 100, 128]
+
+
 def test_a_filtered_row_keeps_its_bits_beside_any_others():
     logits = torch.randn(40, 333, generator=torch.Generator().manual_seed(2)) * 3
     top_k, top_p = torch.arange(40) * 8 + 1, torch.linspace(0.05, 1.0, 40)
