@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from pilotfish.engine.guard import Guarded
 from pilotfish.engine.ledger import tensor_bytes
-from pilotfish.engine.link.messages import SamplingParams
+from pilotfish.engine.link.messages import SamplingParams, TokenLogprob
 from pilotfish.engine.model.build import Model
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.body import RoundBody, unmarked
@@ -35,6 +35,9 @@ from pilotfish.spec.slots import EVERYTHING, FILTERED
 
 Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
 """Sees (name, rows, slot of each row, position of each row), in the order things are computed."""
+
+ReadLogprobs = Callable[[list[int]], list[TokenLogprob]]
+"""Log-probabilities of the tokens that a sequence's window committed."""
 
 ROUNDS_SHARE, HOST_ROUNDS_SHARE = 8, 1
 """A piece of a prompt pauses before it has run longer than so many rounds: those beside it take a ninth of the time;
@@ -173,15 +176,23 @@ class RoundExecutor:
         phases = {"launch": clock.elapsed} if self.ops.fixed_shapes else clock.seconds
         return LaunchedRound(self, batch, shape, fetched, logprobs, forced, frozenset(missed), graph, phases)
 
-    def _logprobs(self, batch: Batch, shape: Shape) -> dict[int, RowLogprobs]:
+    def _logprobs(self, batch: Batch, shape: Shape) -> dict[int, ReadLogprobs]:
         """Of each window row of the sequences that asked for them, by place in the batch, before the next round
         overwrites the logits."""
-        if all(wanted is None for wanted in batch.logprobs):
+        asked = [(place, wanted) for place, wanted in enumerate(batch.logprobs) if wanted is not None]
+        if not asked:
             return {}
         b, width = self.body.buffers, shape.width
-        logits, chosen = (rows[: shape.num_rows].unflatten(0, (-1, width)) for rows in (b.logits, b.chosen))
-        asked = {place: wanted for place, wanted in enumerate(batch.logprobs) if wanted is not None}
-        return {place: RowLogprobs(logits[place], chosen[place], wanted) for place, wanted in asked.items()}
+        logits, chosen = (
+            torch.cat([rows[place * width : (place + 1) * width] for place, _ in asked]) if len(asked) > 1
+            else rows[asked[0][0] * width : (asked[0][0] + 1) * width]
+            for rows in (b.logits, b.chosen)
+        )  # fmt: skip
+        rows = RowLogprobs(logits, chosen, max(wanted for _, wanted in asked))
+        return {
+            place: partial(rows.read, first=number * width, wanted=wanted)
+            for number, (place, wanted) in enumerate(asked)
+        }
 
     def _verified(self) -> Callable[[], bool]:
         """Whether what has been launched has ended."""
@@ -346,7 +357,7 @@ class LaunchedRound:
     batch: Batch
     shape: Shape
     fetched: HostCopy
-    logprobs: dict[int, RowLogprobs]
+    logprobs: dict[int, ReadLogprobs]
     forced: list[list[int]]
     missed: frozenset[int]
     graph: bool
@@ -371,7 +382,7 @@ class LaunchedRound:
     def _report(self, b: int, slot: int, values: list[int], tokens: list[int], is_nan: list[int]) -> SequenceReport:
         accepted, committed, offered, stopped, done = values
         kept, rows = tokens[:committed], self.logprobs.get(b)
-        logprobs = None if rows is None else rows.read(kept)
+        logprobs = None if rows is None else rows(kept)
         has_nan = any(is_nan[:committed])
         return SequenceReport(
             slot, kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs,

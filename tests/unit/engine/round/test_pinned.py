@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pilotfish.engine.round.pinned import PinnedRing, Placement
-from pilotfish.engine.round.reports import RowLogprobs
+from pilotfish.engine.round.reports import RowLogprobs, likeliest
 
 CPU = torch.device("cpu")
 
@@ -46,3 +46,23 @@ def test_log_probabilities_are_of_the_committed_rows_and_outlive_the_logits(want
     # of two that are equal the lower id comes first
     assert first.top == [(1, table[0][1]), (2, table[0][2])][:wanted]
     assert second.top == [(0, table[1][0]), (1, table[1][1])][:wanted]
+
+
+def test_the_likeliest_are_sorted_the_first_of_equals_first():
+    draw = torch.Generator().manual_seed(1)
+    # few values, and some that are impossible: whole runs of equals
+    logits = torch.randint(-3, 3, (5, 700), generator=draw).float()
+    logits[1, :650] = float("-inf")
+    table = logits.log_softmax(-1)
+    for wanted in (0, 1, 20, 60):
+        found = likeliest(table, wanted)
+        assert torch.equal(found, table.sort(dim=-1, descending=True, stable=True).indices[:, :wanted])
+
+
+def test_rows_of_several_sequences_are_read_apart():
+    logits, chosen = torch.randn(6, 40, generator=torch.Generator().manual_seed(1)), torch.arange(6)
+    together = RowLogprobs(logits, chosen, 3)
+    for first in (0, 2, 4):
+        alone = RowLogprobs(logits[first : first + 2], chosen[first : first + 2], 2)
+        assert together.read([first], first, 2) == alone.read([first])
+        assert together.read([first, first + 1], first, 3)[1].top[:2] == alone.read([first, first + 1])[1].top
