@@ -61,6 +61,12 @@ class Admission:
         rule = self.params.thinking
         return len(self.prompt) - 1 if rule is not None and rule.start_token_id is None else NEVER
 
+    @property
+    def closing(self) -> list[int]:
+        """What closes a thinking block whose budget is spent."""
+        rule = self.params.thinking
+        return [] if rule is None else list(rule.closing)
+
 
 def stop_ids_of(params: Any) -> list[int]:
     """Ids that end the request: its own, and the model's unless ignore_eos. A grammar's text ends with the model's."""
@@ -78,11 +84,6 @@ def banned_sequences(params: Any) -> list[tuple[int, ...]]:
     return [sequence for sequence in params.bad_words_token_ids if len(sequence) > 1]
 
 
-def _closing(admission: Admission) -> tuple[int, ...] | list[int]:
-    rule = admission.params.thinking
-    return [] if rule is None else list(rule.closing)
-
-
 Number = Callable[[Admission], float | None]
 """What an admission writes; None stands for the field's `fill`."""
 
@@ -92,7 +93,8 @@ class Field:
     """A buffer [S, *shape] of a slot's state. Names in `shape` stand for sizes known when buffers are made.
 
     `fill`: what stands there before the first request, and in the unused places of `row`. `number` (of a field of one
-    value) and `row` (of one axis): what an admission writes; fields with neither are written by name.
+    value) and `row` (of one axis): what an admission writes; fields with neither are written by name. `only`: a row
+    that is written, and read, for requests with this flag alone.
     """
 
     dtype: torch.dtype = torch.int64
@@ -100,6 +102,7 @@ class Field:
     fill: int = 0
     number: Number | None = None
     row: Callable[[Admission], list[int]] | None = None
+    only: int = 0
 
 
 def _whole(number: Number, fill: int = 0) -> Field:
@@ -155,8 +158,8 @@ class SlotState(NamedTuple):
     think_opened: Annotated[torch.Tensor, _whole(lambda a: a.opened, NEVER)]
     """The position of the first start id, NEVER while there is none; `think_closed` of the first end id."""
     think_closed: Annotated[torch.Tensor, _whole(lambda a: NEVER, NEVER)]
-    num_closing: Annotated[torch.Tensor, _whole(lambda a: len(_closing(a)))]
-    closing: Annotated[torch.Tensor, Field(shape=(MAX_CLOSING,), fill=NO_TOKEN, row=lambda a: _closing(a))]
+    num_closing: Annotated[torch.Tensor, _whole(lambda a: len(a.closing))]
+    closing: Annotated[torch.Tensor, Field(shape=(MAX_CLOSING,), fill=NO_TOKEN, row=lambda a: a.closing, only=THINKING)]
     history: Annotated[torch.Tensor | None, Field(torch.int32, ("positions",))] = None
     """Committed tokens by position, for heads that read them."""
 

@@ -105,8 +105,8 @@ class RecurrentState:
 
     def reset(self, slot: int) -> None:
         """The state before the first token: zero. There is no hidden row yet, and none is read."""
-        self.s[:, slot] = 0
-        self.conv[:, slot] = 0
+        self.s[:, slot].zero_()
+        self.conv[:, slot].zero_()
 
     def replay(self, slots: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Brings s and conv of `slots` to the accepted prefix, stores them once, and returns them [L, B, ...].

@@ -19,10 +19,13 @@ from pilotfish.engine.round.synthetic import SyntheticAcceptance
 from pilotfish.spec import accept
 from pilotfish.spec.slots import (
     ANY,
+    BAD_SEQUENCES,
+    BIASED,
     FIELDS,
     MAX_BAD_LENGTH,
     NO_TOKEN,
     NUMBERS,
+    PENALISED,
     ROWS,
     Admission,
     Field,
@@ -89,38 +92,45 @@ class BatchState:
 
     def admit(self, slot: int, prompt: list[int], params: SamplingParams, limit: int, own_k: int) -> None:
         """Writes a slot for a new request whose tokens may number `limit` in all: one copy to the device, and no wait
-        for it. Raises ValueError for more stop ids than a slot has places."""
+        for it. Raises ValueError for more stop ids than a slot has places.
+
+        What the request does not use stays as it was, unless the slot's last request has left there what would count.
+        """
         admission = Admission(prompt, params, limit, own_k, self.vocab_size)
-        state, flags, biases = self.fields, flags_of(admission), _biases(params)
-        banned = [token for row in _banned_rows(params) for token in row]
-        rows = [_row(name, field, admission) for name, field in ROWS.items()]
-        values = [value_of(FIELDS[name], admission) for name in WHOLE_NUMBERS]
-        (sent_values, *sent_rows, sent_ids, sent_banned, sent_prompt), (sent_factors, sent_biases) = parcel.send(
-            ([values, *rows, list(biases), banned, prompt], torch.int64),
-            ([[value_of(FIELDS[name], admission) for name in FACTORS], list(biases.values())], torch.float32),
+        state, flags = self.fields, flags_of(admission)
+        left = flags | self.host_flags[slot]
+        rows = {name: _row(name, field, admission) for name, field in ROWS.items() if flags & field.only == field.only}
+        biases = _biases(params) if flags & BIASED else {}
+        banned = [token for row in _banned_rows(params) for token in row] if flags & BAD_SEQUENCES else []
+        text = prompt if flags & PENALISED or state.history is not None else []
+        (values, *sent_rows, bias_ids, sent_banned, sent_prompt), (factors, sent_biases) = parcel.send(
+            ([_values(WHOLE_NUMBERS, admission), *rows.values(), list(biases), banned, text], torch.int64),
+            ([_values(FACTORS, admission), list(biases.values())], torch.float32),
             device=self.device,
         )
         self.host_flags[slot] = flags
         state.flags[slot].fill_(flags)
         state.done[slot].fill_(0)
-        self._ints[:, slot] = sent_values
-        self._floats[:, slot] = sent_factors
-        for name, row in zip(ROWS, sent_rows, strict=True):
+        self._ints[:, slot] = values
+        self._floats[:, slot] = factors
+        for name, row in zip(rows, sent_rows, strict=True):
             getattr(state, name)[slot] = row
-        state.counts[slot].zero_()
-        state.seen[slot].zero_().index_fill_(0, sent_prompt, 1)
+        if flags & PENALISED:
+            state.counts[slot].zero_()
+            state.seen[slot].zero_().index_fill_(0, sent_prompt, 1)
         if state.history is not None:
             state.history[slot, : len(prompt)] = sent_prompt
-        state.bias[slot].fill_(0.0 if params.allowed_token_ids is None else float("-inf"))
+        if left & BIASED:
+            state.bias[slot].fill_(0.0 if params.allowed_token_ids is None else float("-inf"))
         if biases:
-            state.bias[slot].index_copy_(0, sent_ids, sent_biases)
-        state.bad_prefixes[slot].fill_(ANY)
-        state.bad_lasts[slot].fill_(NO_TOKEN)
-        state.recent[slot].fill_(NO_TOKEN)
-        if banned:
+            state.bias[slot].index_copy_(0, bias_ids, sent_biases)
+        if left & BAD_SEQUENCES:
+            state.bad_lasts[slot].fill_(NO_TOKEN)
+        if flags & BAD_SEQUENCES:
             table = sent_banned.view(-1, MAX_BAD_LENGTH)
             state.bad_prefixes[slot, : len(table)] = table[:, :-1]
             state.bad_lasts[slot, : len(table)] = table[:, -1]
+            state.recent[slot].fill_(NO_TOKEN)
         if self.oracle is not None:
             self.oracle.admit(slot, prompt)
         if self.synthetic is not None:
@@ -156,6 +166,10 @@ class BatchState:
 def _buffer(field: Field, num_slots: int, sizes: dict[str, int], device: torch.device) -> torch.Tensor:
     shape = (sizes[axis] if isinstance(axis, str) else axis for axis in field.shape)
     return torch.empty((num_slots, *shape), dtype=field.dtype, device=device)
+
+
+def _values(names: list[str], admission: Admission) -> list[float]:
+    return [value_of(FIELDS[name], admission) for name in names]
 
 
 def _row(name: str, field: Field, admission: Admission) -> list[int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 
+NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 ALIGNMENT = 16
 """Bytes; where each group begins in the block."""
 
@@ -19,18 +21,19 @@ def send(*groups: Group, device: torch.device) -> list[tuple[torch.Tensor, ...]]
 
     On a GPU the block is pinned memory of torch's own pool, which gives it to nobody before the copy has ended.
     """
-    arrays = [torch.tensor(list(chain.from_iterable(lists)), dtype=dtype) for lists, dtype in groups]
+    arrays = [np.array([*chain.from_iterable(group)], dtype=NUMPY[dtype]) for group, dtype in groups]
     starts, total = [], 0
     for array in arrays:
         starts.append(total)
         total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     block = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    written = block.numpy()
     for array, start in zip(arrays, starts, strict=True):
-        block[start : start + array.nbytes].view(array.dtype).copy_(array)
+        written[start : start + array.nbytes] = array.view(np.uint8)
     sent = block.to(device, non_blocking=True)
     return [
-        sent[start : start + array.nbytes].view(array.dtype).split([len(numbers) for numbers in lists])
-        for (lists, _), array, start in zip(groups, arrays, starts, strict=True)
+        sent[start : start + array.nbytes].view(dtype).split([len(numbers) for numbers in group])
+        for (group, dtype), array, start in zip(groups, arrays, starts, strict=True)
     ]
 
 

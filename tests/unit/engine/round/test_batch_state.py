@@ -392,26 +392,60 @@ def admit_field_by_field(state, slot, prompt, params, limit, own_k):
         state.closing[slot, : len(rule.closing)] = torch.tensor(rule.closing)
 
 
-def tensors_of(state):
-    return state.fields._asdict()
+def read_of(state, slot, flags):
+    """What a slot's request with these flags reads, in the definition or a kernel: of a batch where others use it all,
+    too."""
+    read = {name: tensor[slot] for name, tensor in state.fields._asdict().items()}
+    lasts = read["bad_lasts"]
+    read["bad_prefixes"] = read["bad_prefixes"][lasts != NO_TOKEN]
+    for names, used in ((("counts", "seen"), slots.PENALISED), (("recent",), slots.BAD_SEQUENCES)):
+        for name in names if not flags & used else ():
+            del read[name]
+    if not flags & slots.THINKING:
+        del read["closing"]
+    return read
 
 
-def test_an_admission_writes_every_field_of_its_slot_and_no_other_slot():
+def test_an_admission_writes_every_field_that_its_slot_reads_and_no_other_slot():
     generator = random.Random(0)
     state, twin = (BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"), history_length=40) for _ in range(2))
     for number in range(60):
         fields = {"temperature": 0} | generator.choice(ADMITTED)
         slot, prompt = generator.randrange(1, SLOTS), generator.choices(range(VOCAB), k=generator.randint(1, 20))
         request = (slot, prompt, SamplingParams(**fields), 20 + number, number % (DEPTH + 1))
+        before = {name: tensor.clone() for name, tensor in state.fields._asdict().items()}
         state.admit(*request)
         admit_field_by_field(twin, *request)
-        wanted = tensors_of(twin)
-        for name, value in tensors_of(state).items():
+        flags = state.host_flags[slot]
+        wanted = read_of(twin, slot, flags)
+        for name, value in read_of(state, slot, flags).items():
             assert torch.equal(value, wanted[name]), (number, name, fields)
+        for name, tensor in state.fields._asdict().items():
+            others = [other for other in range(SLOTS) if other != slot]
+            assert torch.equal(tensor[others], before[name][others]), (number, name)
         for each in (state, twin):
             # what decoding leaves behind must not stay
             each.pending_count[slot], each.num_offered[slot], each.done[slot] = 3, 2, True
             each.counts[slot, 1], each.think_closed[slot], each.recent[slot] = 4, 5, 6
+
+
+def test_what_a_request_does_not_use_changes_no_token_though_its_slot_had_another_before():
+    generator = random.Random(1)
+    for number in range(40):
+        state = BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"))
+        fresh = BatchState(SLOTS, DEPTH, VOCAB, torch.device("cpu"))
+        for _ in range(3):
+            admit(state, 1, [1, 2], SamplingParams(**{"temperature": 0.5} | generator.choice(ADMITTED)))
+            commit(state, [1], [generator.choices(range(VOCAB), k=3)], [3])
+        params = SamplingParams(**{"temperature": 0} | generator.choice(ADMITTED))
+        logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(number))
+        chosen = []
+        for each in (state, fresh):
+            admit(each, 1, [3, 4], params)
+            rows = rows_of(each, [1], [2], [[5]], 2)
+            # a neighbour may use whatever there is
+            chosen.append(sampling.choose(logits, rows, EVERYTHING & ~slots.MASKED).tolist())
+        assert chosen[0] == chosen[1], (number, params)
 
 
 class Copies(TorchDispatchMode):
