@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -246,7 +247,7 @@ class EngineLoop:
         if isinstance(step, PrefillStep):
             # on its way before the round that was launched before it is waited for
             began = perf_counter()
-            reading = self._read_on(step)
+            reading = self._read_on(step, started)
             launched = perf_counter()
             outputs += self._read(self._in_flight, phases)
             finishing = perf_counter()
@@ -283,16 +284,18 @@ class EngineLoop:
             return self._fail(sequence, tell(error, sequence.request_id))
         return []
 
-    def _read_on(self, step: PrefillStep) -> Reading | None:
-        """Launches a chunk, or what is left of it after a pause; None where it pauses for a round of the others."""
+    def _read_on(self, step: PrefillStep, started: float) -> Reading | None:
+        """Launches a chunk, or what is left of it after a pause; None where it pauses for a round of the others, who
+        have waited since this step was `started`."""
         if self._reading is None or self._reading[0] is not step:
             self._reading = step, self._begin(step)
         _, reading = self._reading
-        num_steps = self.pauses_after if self.scheduler.has_others else None
+        num_steps, until = self.pauses_after if self.scheduler.has_others else None, math.inf
         round_seconds = self._round_times.round_seconds
         if self.scheduler.has_others and num_steps is None and round_seconds is not None:
             num_steps = self.executor.steps_at_a_time(reading.num_rows, round_seconds)
-        if not reading.advance(num_steps):
+            until = started + self.executor.seconds_at_a_time(round_seconds)
+        if not reading.advance(num_steps, until):
             self.scheduler.pause(step)
             return None
         self._reading = None

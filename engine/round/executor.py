@@ -7,6 +7,7 @@ launched. A batch with a grammar runs in two parts: masks are computed on the ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ ReadLogprobs = Callable[[list[int]], list[TokenLogprob]]
 
 ROUNDS_SHARE, HOST_ROUNDS_SHARE = 8, 1
 """A piece of a prompt pauses before it has run longer than so many rounds: those beside it take a ninth of the time;
-without a GPU, where rounds are longer and a pause costs nothing, half."""
+where steps are not captured, and rounds are longer and a pause costs nothing, half."""
 WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
 """Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
 for batches without them; the part before and the part after a grammar's masks."""
@@ -108,16 +109,19 @@ class RoundExecutor:
         return Reading(self, Piece(slot, table, prompt, start, end, depth, logprobs, prompt_logprobs, generates))
 
     def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
-        """Steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None: all of
-        them. Changes no bit."""
-        on_host = self.model.device.type == "cpu" and not self.ops.fixed_shapes
-        seconds = num_rows * self.prompt.row_seconds if on_host else self.prompt.step_seconds.get(num_rows)
+        """Captured steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None:
+        all of them. Changes no bit."""
+        seconds = self.prompt.step_seconds.get(num_rows)
         if not seconds:
             return None
-        share = HOST_ROUNDS_SHARE if on_host else ROUNDS_SHARE
-        total, most = len(self.prompt.groups), max(1, int(share * round_seconds / seconds))
+        total, most = len(self.prompt.groups), max(1, int(ROUNDS_SHARE * round_seconds / seconds))
         # as many pauses as that takes, evenly
         return -(-total // -(-total // most))
+
+    def seconds_at_a_time(self, round_seconds: float) -> float:
+        """Seconds of a piece between two such rounds, where steps end before they return. Changes no bit."""
+        on_host = self.model.device.type == "cpu" and not self.ops.fixed_shapes
+        return HOST_ROUNDS_SHARE * round_seconds if on_host else math.inf
 
     def run_once(self, once: Once) -> None:
         """What follows a prompt, for the one sequence in place."""

@@ -33,8 +33,6 @@ END = -1
 """The part after the last group."""
 TIMED = 2
 """Reads that are timed together at the start."""
-LONG_ROWS = 64
-"""Of fewer rows a step takes more for each."""
 MOST_ROWS = 64
 """Rows of hidden states that become logits in one product."""
 
@@ -64,8 +62,8 @@ class PromptPass:
         self._taken: tuple[SpanRows, Span] | None = None
         # of a captured step, by number of rows, attention to what stands before left out
         self.step_seconds: dict[int, float] = {}
-        # of a step of the newest long piece, by row, where steps are not captured and end before they return
-        self.row_seconds = 0.0
+        # of what follows the newest prompt, its first token and drafts, where steps end before they return
+        self.first_token_seconds = 0.0
 
     def span(self, slot: int, start: int, length: int, table: list[int] | torch.Tensor) -> Span:
         return Span.build(slot, start, length, table, self.model.inv_freq, self.ops.prompt_rows(length))
@@ -89,25 +87,20 @@ class PromptPass:
 
     def steps(self, rows: SpanRows, span: Span) -> Iterator[None]:
         """The trunk over a span, into rows.hidden, in steps between which anything may run that leaves its slot, its
-        pages and `rows` alone. The slot's state and the pages hold the span after the last one."""
+        pages and `rows` alone: a group of layers if it has been captured, else a layer. The slot's state and the pages
+        hold the span after the last one."""
         caches = iter(self.model.trunk.kv)
         for number, group in enumerate(self.groups):
-            began = perf_counter()
-            self._run(number, rows, span)
+            if number:
+                yield
+            key = (span.num_rows, number)
+            if self._is_captured(key, rows):
+                self._replay(key)
+            else:
+                yield from self._layers(number, rows, span)
             if group.begun is not None:
                 assert isinstance(group.begun.mixer, GatedAttention)
                 self.ops.attend_prompt(group.begun.mixer, rows.q, rows.projected, span, next(caches), rows.mixed)
-            if span.num_rows >= LONG_ROWS:
-                self.row_seconds = (perf_counter() - began) / span.num_rows
-            yield
-
-    def _run(self, number: int, rows: SpanRows, span: Span) -> None:
-        """A group's own work, replayed if it has been captured."""
-        key = (span.num_rows, number)
-        if self._is_captured(key, rows):
-            self._replay(key)
-        else:
-            self._work(number, rows, span)
 
     def _is_captured(self, key: tuple[int, int], rows: SpanRows) -> bool:
         """Whether there is a graph of it, and it would work on these rows."""
@@ -119,7 +112,8 @@ class PromptPass:
         assert self._graphs is not None
         self._graphs.replay(key)
 
-    def _work(self, number: int, rows: SpanRows, span: Span) -> None:
+    def _layers(self, number: int, rows: SpanRows, span: Span) -> Iterator[None]:
+        """A group's own work, in a step for each layer that ends in it and one for what is left."""
         trunk, ops, group = self.model.trunk, self.ops, self.groups[number]
         caches = sum(earlier.begun is not None for earlier in self.groups[:number])
         linear = sum(len(earlier.linear) for earlier in self.groups[:number])
@@ -130,11 +124,13 @@ class PromptPass:
         else:
             layer, after = group.ended
             normed = self._end(rows.x, ops.product(layer.mixer.output, rows.mixed), layer, after)
+            yield
         for place, (layer, after) in enumerate(group.linear, linear):
             assert isinstance(layer.mixer, GatedDeltaNet)
             projected = ops.product(layer.mixer.in_proj, normed)
             mixed = ops.gdn_prompt(layer.mixer, place, projected, span, trunk.state)
             normed = self._end(rows.x, ops.product(layer.mixer.output, mixed), layer, after)
+            yield
         if group.begun is None:
             rows.hidden.copy_(normed)
         else:
@@ -199,7 +195,8 @@ class PromptPass:
 
     def _work_taken(self, number: int) -> None:
         assert self._taken is not None
-        self._work(number, *self._taken)
+        for _ in self._layers(number, *self._taken):
+            pass
 
     def _end_taken(self, head_on: bool) -> None:
         assert self._taken is not None

@@ -3,14 +3,18 @@ head's first drafts, captured as rounds are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.engine.round.buffers import read_report
 from pilotfish.engine.round.pinned import HostCopy
+from pilotfish.engine.round.prompt import MOST_ROWS
 from pilotfish.engine.round.reports import RowLogprobs, SequenceReport, num_forced
 from pilotfish.engine.round.spans import Span, SpanRows
 from pilotfish.spec.slots import FILTERED
@@ -18,6 +22,7 @@ from pilotfish.spec.slots import FILTERED
 if TYPE_CHECKING:
     from pilotfish.engine.round.executor import RoundExecutor
 
+END = object()
 FIRST, HEAD = "first", "head"
 """What follows a prompt: the choice of the first token, and the head's part."""
 
@@ -57,53 +62,91 @@ class Reading:
     def __init__(self, executor: RoundExecutor, piece: Piece):
         self.executor, self.piece = executor, piece
         self._taken: tuple[SpanRows, Span] | None = None
-        self._steps: Iterator[None] = iter(())
         if piece.start < piece.end:
             tokens = piece.prompt[piece.start : piece.end]
             self._taken = executor.prompt.take(piece.slot, piece.start, tokens, piece.table)
-            self._steps = executor.prompt.steps(*self._taken)
-        self._left = len(executor.prompt.groups) if self._taken else 0
+        self._logprobs: list[TokenLogprob] | None = None
+        self._steps = self._all_steps()
+        self._is_read, self._longest_step = False, 0.0
 
-    def advance(self, num_steps: int | None = None) -> bool:
-        """Runs so many of the steps that are left, all if not given; whether none is left. Waits for nothing where
+    def advance(self, num_steps: int | None = None, until: float = math.inf) -> bool:
+        """Runs steps that are left: all, or so many, or as many as should end before `until` by perf_counter(), but one
+        at least. Whether nothing is left but `finish`, which should end before then too. Waits for nothing where
         launches do not."""
-        for _ in range(self._left if num_steps is None else min(num_steps, self._left)):
-            next(self._steps)
-            self._left -= 1
-        return self._left == 0
+        count = 0
+        while not self._is_read:
+            began = perf_counter()
+            if count and (count == num_steps or began + self._longest_step > until):
+                return False
+            count += 1
+            self._is_read = next(self._steps, END) is END
+            self._longest_step = max(self._longest_step, perf_counter() - began)
+        return not count or not self._ends or perf_counter() + self.executor.prompt.first_token_seconds <= until
+
+    def _all_steps(self) -> Iterator[None]:
+        if self._taken is not None:
+            yield from self.executor.prompt.steps(*self._taken)
+        if not self.executor.ops.fixed_shapes:
+            # no round and no first token is waiting to be read behind these
+            yield
+            yield from self._read_logprobs()
+            self._end_span()
+
+    def _read_logprobs(self) -> Iterator[None]:
+        piece, wanted = self.piece, self.piece.prompt_logprobs
+        if wanted is None:
+            return
+        self._logprobs, hidden, following = [], self._hidden, piece.prompt[piece.start + 1 : piece.end + 1]
+        for start in range(0, len(following), MOST_ROWS):
+            tokens = following[start : start + MOST_ROWS]
+            self._logprobs += self.executor.prompt.logprobs(hidden[start : start + len(tokens)], tokens, wanted)
+            yield
+
+    def _end_span(self) -> None:
+        if self._taken is not None:
+            self.executor.prompt.end_span(*self._taken, self.executor.head_on)
 
     @property
     def num_rows(self) -> int:
         return 0 if self._taken is None else self._taken[1].num_rows
 
+    @property
+    def _ends(self) -> bool:
+        """Whether a first token follows."""
+        return self.piece.generates and self.piece.end == len(self.piece.prompt)
+
+    @property
+    def _hidden(self) -> torch.Tensor:
+        """Its rows [n, H]: of a prompt that was found whole the last one, which came with its state."""
+        if self._taken is None:
+            return self.executor.model.trunk.state.last_hidden[self.piece.slot, None]
+        rows, span = self._taken
+        return rows.hidden[: span.length]
+
     def finish(self) -> SequenceReport | None:
         """Runs what is left. The piece that ends the prompt has a report: with the first token, unless nothing is to be
         generated; so has one whose tokens' log-probabilities were asked for."""
         self.advance()
-        executor, piece = self.executor, self.piece
-        if self._taken is None:
-            # of a prompt that was found whole the last hidden row came with its state
-            hidden = executor.model.trunk.state.last_hidden[piece.slot, None]
-        else:
-            rows, span = self._taken
-            hidden = rows.hidden[: span.length]
-        read = None
-        if piece.prompt_logprobs is not None:
-            following = piece.prompt[piece.start + 1 : piece.end + 1]
-            read = executor.prompt.logprobs(hidden, following, piece.prompt_logprobs)
-        ends = piece.end == len(piece.prompt)
-        first = self._choose_first(hidden[-1]) if ends and piece.generates else None
+        executor, piece, began = self.executor, self.piece, perf_counter()
+        launches = executor.ops.fixed_shapes
+        if launches:
+            for _ in self._read_logprobs():
+                pass
+        first = self._choose_first(self._hidden[-1]) if self._ends else None
         # where launches are not waited for, the head reads before the first token is looked at
-        report = first.collect() if first is not None and not executor.ops.fixed_shapes else None
-        if self._taken is not None:
-            executor.prompt.end_span(rows, span, executor.head_on)
+        report = first.collect() if first is not None and not launches else None
+        if launches:
+            self._end_span()
         if first is None:
+            ends, read = piece.end == len(piece.prompt), self._logprobs
             return SequenceReport.of_prompt(piece.slot, read, done=ends) if ends or read is not None else None
         if executor.head_on and not (report is not None and report.done):
             self._start_head()
         report = report or first.collect()
         executor.grammars.advance([report])
-        return replace(report, prompt_logprobs=read)
+        if not launches:
+            executor.prompt.first_token_seconds = perf_counter() - began
+        return replace(report, prompt_logprobs=self._logprobs)
 
     def _choose_first(self, hidden: torch.Tensor) -> FirstToken:
         """Launches the choice of the token that follows the prompt, from its last hidden row [H], and its commit."""

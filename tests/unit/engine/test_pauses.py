@@ -3,8 +3,12 @@ leaves meanwhile leaves nothing behind."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from pilotfish.engine.link.messages import SamplingParams
+from pilotfish.engine.round import reading as reading_module
 from tests.support.fixed_shapes import FixedDriver
 from tests.support.loops import LoopDriver, assert_alone, assert_seen_alone
 
@@ -98,23 +102,72 @@ def test_how_often_follows_from_what_a_step_and_a_round_take():
     assert executor.steps_at_a_time(rows + 1, 0.001) is None
 
 
-def test_without_a_gpu_a_chunk_is_timed_as_it_is_read_and_lets_more_rounds_in():
-    driver = LoopDriver(depth=2, agreeing="own")
-    executor = driver.loop.executor
-    assert executor.steps_at_a_time(64, 1.0) is None
-    driver.ask("first", 130, seed=1, max_tokens=1)
-    driver.run()
-    assert executor.prompt.row_seconds > 0
-    executor.prompt.row_seconds = 0.001
-    executor.prompt.groups = (executor.prompt.groups * 17)[:17]
-    # of 100 ms each: never longer than a round
-    assert [executor.steps_at_a_time(100, time) for time in (0.01, 0.1, 0.31, 1.0)] == [1, 1, 3, 9]
+class Clock:
+    """In place of perf_counter: a step of a prompt takes a second, what follows it three."""
+
+    def __init__(self, reading, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(reading_module, "perf_counter", lambda: self.now)
+        reading._steps = self._slowly(reading._steps)
+        reading.executor.prompt.first_token_seconds = 3.0
+
+    def _slowly(self, steps):
+        while True:
+            self.now += 1.0
+            try:
+                next(steps)
+            except StopIteration:
+                return
+            yield
+
+
+@pytest.fixture
+def read_by_clock(monkeypatch):
+    """Reads a whole prompt, 9 steps, up to so many seconds at a time; how many seconds each time took."""
+
+    def read(seconds, **fields):
+        executor = LoopDriver(depth=2, agreeing="own").loop.executor
+        executor.state.admit(1, [5] * 30, SamplingParams(), 31, 2)
+        reading = executor.prefill(1, [1, 2], [5] * 30, 0, 30, 2, None, **fields)
+        clock, took, is_done = Clock(reading, monkeypatch), [], False
+        while not is_done:
+            before = clock.now
+            is_done = reading.advance(until=before + seconds)
+            took.append(clock.now - before)
+        return took
+
+    return read
+
+
+def test_without_a_gpu_a_chunk_pauses_before_it_has_run_longer_than_it_may(read_by_clock):
+    (whole,) = read_by_clock(100.0)
+    assert read_by_clock(whole + 3) == [whole]
+    # one step at least; what follows a prompt waits for a turn of its own if it would end too late
+    assert read_by_clock(whole + 2) == [whole, 0]
+    assert read_by_clock(0.5) == [1] * int(whole) + [0]
+    assert read_by_clock(2.5) == [2] * int(whole // 2) + [1] * int(whole % 2) + [0]
+
+
+def test_nothing_is_left_to_wait_for_behind_a_prompt_that_nothing_follows(read_by_clock):
+    (whole,) = read_by_clock(100.0)
+    assert read_by_clock(whole, generates=False) == [whole]
+
+
+def test_log_probabilities_of_a_prompt_are_steps_of_their_own(read_by_clock):
+    (whole,) = read_by_clock(100.0)
+    assert read_by_clock(100.0, prompt_logprobs=1) == [whole + 1]
+
+
+def test_without_a_gpu_a_piece_runs_for_the_time_of_a_round():
+    assert LoopDriver(depth=2, agreeing="own").loop.executor.seconds_at_a_time(0.25) == 0.25
+    # launches do not tell when they end: steps are counted
+    assert pausing().loop.executor.seconds_at_a_time(0.25) == math.inf
 
 
 def test_without_a_gpu_rounds_run_between_the_steps_of_one_chunk():
     driver = LoopDriver(depth=0, agreeing="own")
-    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds: 1
-    beside = driver.ask("a", 21, max_tokens=20)
+    driver.loop.executor.seconds_at_a_time = lambda seconds: 0.0
+    beside = driver.ask("a", 21, max_tokens=24)
     for _ in range(5):
         driver.step()
     long = driver.ask("long", 60, seed=2, max_tokens=2)
@@ -122,9 +175,24 @@ def test_without_a_gpu_rounds_run_between_the_steps_of_one_chunk():
     while not long.tokens:
         driver.step()
         paused += driver.loop.scheduler._paused is not None
-    # seen after the step that paused, and after the round
-    pauses = len(driver.loop.executor.prompt.groups) - 1
-    assert paused == 2 * pauses > 0 and len(beside.tokens) >= before + pauses
+    # one for each layer at least, seen after the step that paused, and after the round
+    pauses = paused // 2
+    assert pauses >= len(driver.loop.executor.model.trunk.layers) and len(beside.tokens) >= before + pauses
     driver.run()
     assert_alone(beside)
     assert_alone(long)
+
+
+def test_without_a_gpu_others_requests_change_no_log_probability_of_a_prompt():
+    def ask(beside):
+        driver = LoopDriver(depth=2, agreeing="own")
+        driver.loop.executor.seconds_at_a_time = lambda seconds: 0.0
+        if beside:
+            driver.ask("a", 21, max_tokens=60)
+            for _ in range(5):
+                driver.step()
+        asked = driver.ask("asks", 150, seed=2, max_tokens=2, prompt_logprobs=2)
+        driver.run()
+        return [found for output in asked.outputs for found in output.prompt_logprobs or ()]
+
+    assert ask(True) == ask(False) != []
