@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,54 +71,78 @@ def run_with(monkeypatch, misses: Misses, loop: EngineLoop, requests: list[Submi
         return run_all(loop, requests, **options)
 
 
-def assert_the_same(monkeypatch, make: Any, requests: list[Submit], seed: int, every: bool = False) -> Any:
-    wanted, _ = run_with(monkeypatch, Misses(0), make(), requests)
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[Any, Any]:
+    """What requests get where none sits a round out: the same in every way, so each kind runs once."""
+    return {}
+
+
+def wanted_of(
+    monkeypatch, undisturbed: dict[Any, Any], make: partial, requests: list[Submit], seed: int
+) -> dict[str, list[Any]]:
+    key = (*make.args, seed)
+    if key not in undisturbed:
+        undisturbed[key], _ = run_with(monkeypatch, Misses(0), make(way="free"), requests)
+    return undisturbed[key]
+
+
+def assert_the_same(
+    monkeypatch, undisturbed: dict[Any, Any], make: partial, way: str, requests: list[Submit], seed: int, every=False
+) -> Any:
+    wanted = wanted_of(monkeypatch, undisturbed, make, requests, seed)
     misses = Misses(1 / 2, seed, every)
-    got, num_sat_out = run_with(monkeypatch, misses, make(), requests)
+    got, num_sat_out = run_with(monkeypatch, misses, make(way=way), requests)
     assert got == wanted
     assert not [output[6] for outputs in got.values() for output in outputs if output[6]]
     assert misses.num_missed > 20 and misses.num_first > 0 and num_sat_out == misses.num_missed
     return wanted, misses
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "depth"), (("moe", 0), ("moe", 1), ("moe", 3), ("moe", 5), ("hv_gt_hk", 3)))
-def test_rounds_sat_out_change_nothing(monkeypatch, kind, depth, way):
-    wanted, misses = assert_the_same(
-        monkeypatch, lambda: loop_of(kind, depth, way), requests_of(depth), seed=20 + depth, every=kind == "moe"
-    )
+@pytest.mark.parametrize(
+    ("kind", "depth", "way"),
+    (
+        *(("moe", 3, way) for way in WAYS),
+        *(("moe", depth, way) for depth in (0, 5) for way in ("free, ahead", "captured")),
+        *(("moe", 1, way) for way in ("free", "not captured")),
+        *(("hv_gt_hk", 3, way) for way in ("free, ahead", "not captured")),
+    ),
+)
+def test_rounds_sat_out_change_nothing(monkeypatch, undisturbed, kind, depth, way):
+    make, every = partial(loop_of, kind, depth), kind == "moe"
+    wanted, misses = assert_the_same(monkeypatch, undisturbed, make, way, requests_of(depth), 20 + depth, every)
     offered, accepted, forced = counts(wanted)
     assert misses.num_whole > 0 and forced > 10
     assert (accepted > 10 and offered > accepted) if depth else offered == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nor_under_a_look_up_which_reads_all_tokens(monkeypatch, way):
+def test_nor_under_a_look_up_which_reads_all_tokens(monkeypatch, undisturbed, way):
     """Few ids may come, so that text repeats itself."""
-    wanted, _ = assert_the_same(
-        monkeypatch, lambda: loop_of("hv_gt_hk", 4, way, LookupHead(4, 2)), requests_of(4, logit_bias=FEW), seed=1
-    )
+    make = partial(loop_of, "hv_gt_hk", 4, look_up=LookupHead(4, 2))
+    wanted, _ = assert_the_same(monkeypatch, undisturbed, make, way, requests_of(4, logit_bias=FEW), seed=1)
     assert counts(wanted)[1] > 20
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nor_where_prompts_begin_with_snapshots_and_pages_of_others(monkeypatch, way):
+def test_nor_where_prompts_begin_with_snapshots_and_pages_of_others(monkeypatch, undisturbed, way):
     shared = random_prompt(130, 9)
     requests = [
         request(f"{i}", [*shared, *random_prompt(5 * i, i)], "sampled", grammar=SOME, max_tokens=24) for i in range(6)
     ]
-    assert_the_same(monkeypatch, lambda: loop_of("hv_gt_hk", 3, way, num_snapshots=4), requests, seed=2)
+    make = partial(loop_of, "hv_gt_hk", 3, num_snapshots=4)
+    assert_the_same(monkeypatch, undisturbed, make, way, requests, seed=2)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nor_for_whoever_gets_the_place_of_one_that_left_meanwhile(monkeypatch, way):
+def test_nor_for_whoever_gets_the_place_of_one_that_left_meanwhile(monkeypatch, undisturbed, way):
     """Every third round that is sat out, the sequence that has run longest is hung up on."""
     requests = [
         request(f"{i}", random_prompt(20 + i, i), ("greedy", "sampled")[i % 2], grammar=SOME, max_tokens=24, logprobs=0)
         for i in range(8)
     ]
-    wanted, _ = run_with(monkeypatch, Misses(0), loop_of("moe", 3, way), requests)
-    loop, misses, left, calls = loop_of("moe", 3, way), Misses(1 / 3, 5), set(), []
+    make = partial(loop_of, "moe", 3)
+    wanted = wanted_of(monkeypatch, undisturbed, make, requests, seed=5)
+    loop, misses, left, calls = make(way=way), Misses(1 / 3, 5), set(), []
     misses.on_miss = lambda: calls.append(None)
 
     def leave() -> None:
