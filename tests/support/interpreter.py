@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def run_interpreted(beside: str, name: str) -> None:
@@ -17,3 +18,20 @@ def run_interpreted(beside: str, name: str) -> None:
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+def stay_patched() -> None:
+    """For a process that runs kernels in the interpreter alone. Before each call of a function, Triton patches the
+    language that the function sees, over again, which is half of what a test takes: here it is once, and for good."""
+    from triton.runtime import interpreter
+
+    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+    seen: set[Any] = set()
+
+    def patch_once(function: Any) -> Any:
+        if function not in seen:
+            seen.add(function)
+            patch(function)
+        return nothing
+
+    interpreter._patch_lang = patch_once
