@@ -38,9 +38,12 @@ serve: $(VENV)/.installed
 chat: $(VENV)/.installed  ## talk with the model in the terminal, without a server beside it
 	$(BIN)/pilotfish chat $(MODEL) -- --num-speculative-tokens $(K)
 
+# a worker takes the next file, in the order of tests/conftest.py
+PYTEST := -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile tests/unit
-	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile --ignore tests/unit
+	$(BIN)/python $(PYTEST) tests/unit
+	$(BIN)/python $(PYTEST) --ignore tests/unit
 
 # OLDEST_TORCH='torch==2.13.0+cpu' for another torch than the lowest, UV_FIND_LINKS=DIR for its wheel
 test-oldest:  ## unit and protocol tests with the lowest version of each dependency, in a venv of its own
@@ -51,7 +54,7 @@ test-oldest:  ## unit and protocol tests with the lowest version of each depende
 	  --override $(OLDEST)/overrides.txt -r pyproject.toml --extra dev
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --no-deps -e .
 	$(OLDEST)/bin/uv pip list --python $(OLDEST)/bin/python
-	$(OLDEST)/bin/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile $(OLDEST_TESTS)
+	$(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -22,6 +22,29 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 torch.set_num_threads(1)
 
 
+LONGEST = (
+    "unit/kernels/cuda/test_compile_rounds.py",
+    "unit/engine/check/test_mutation.py",
+    "unit/engine/round/test_compiles.py",
+    "unit/engine/check/test_audit.py",
+    "unit/kernels/cuda/test_small_operators.py",
+    "unit/kernels/cuda/test_run_products.py",
+    "unit/engine/round/test_sit_out.py",
+    "unit/engine/test_guard.py",
+    "unit/engine/test_prefix_histories.py",
+    "unit/kernels/cuda/test_run_delta_net.py",
+    "unit/kernels/cuda/test_run_attention.py",
+    "unit/kernels/cuda/test_moe_prompt.py",
+)
+"""The files that take longest, in this order: a file is one worker's (`make test`), and none of these is to begin when
+the others have no more to do."""
+
+
+def pytest_collection_modifyitems(items):
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def pytest_collection_finish():
     """What was imported is not looked at again by each collection that a fixture below asks for."""
     gc.collect()
@@ -30,6 +53,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def file_tells_what_it_left_open():
-    """A socket that nobody closed is an error of this file's, not of the test during which it is collected."""
+    """A socket that nobody closed is an error of this file's, not of the test during which it is collected. What is
+    left then is modules, which no later collection looks at."""
     yield
     gc.collect()
+    gc.freeze()
