@@ -46,6 +46,8 @@ PROBE = {"prompt": "one two three one two three one two", "max_tokens": 24, "tem
 PROMPT_CHARS = 120
 EXACT_TOKENS = 32
 BAD_CHARS = 8
+BAD_BYTES = 31
+"""Of a forbidden word, at most: with a space before it, it has no more tokens than the 32 that a request may forbid."""
 
 
 def ask(subject: Subject) -> None:
@@ -205,11 +207,13 @@ def exactness(subject: Subject) -> Found:
 
 
 def bad_words(text: str) -> tuple[str, ...]:
-    """Two neighbouring words of a text and a piece of its middle: sequences of several tokens that it holds."""
+    """Two neighbouring words of a text and a piece of its middle, sequences of several tokens that it holds, as far as
+    a request may forbid them: where nothing stands between words, one is a whole text."""
     words = text.split()
     pair = words[len(words) // 3 :][:2]
     middle = text[len(text) // 2 :][:BAD_CHARS].strip()
-    return tuple(dict.fromkeys(word for word in (" ".join(pair), middle) if word))
+    pieces = (word.encode()[:BAD_BYTES].decode(errors="ignore").strip() for word in (" ".join(pair), middle))
+    return tuple(dict.fromkeys(piece for piece in pieces if piece))
 
 
 @dataclass(frozen=True)

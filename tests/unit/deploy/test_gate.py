@@ -9,6 +9,7 @@ import pytest
 from pilotfish.deploy.gate import after, audit, command, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Found, Subject, Wanted
 from pilotfish.deploy.gate.server import Metrics, Refused, Unreachable
+from pilotfish.spec.slots import MAX_BAD_LENGTH
 
 PACKED, FALLBACK = "mkldnn::_linear_pointwise bfloat16", "aten::linear bfloat16"
 GIB = 1 << 30
@@ -470,6 +471,13 @@ def test_bad_words_that_do_not_see_drafts_are_seen():
 
     found = requests.exactness(exact_server(blind))
     assert not found.passed and "without 'the old', " in found.came and "token 2" in found.came
+
+
+@pytest.mark.parametrize("text", ["\u542c\u9528" * 16, "\U00013000" * 9, "\ufffd" * 32, "x" * 90])
+def test_words_of_a_text_without_spaces_may_be_forbidden(text):
+    """No tokenizer of bytes makes more tokens of a text than it has bytes."""
+    words = requests.bad_words(text)
+    assert words and all(len(f" {word}".encode()) <= MAX_BAD_LENGTH and word in text for word in words)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
