@@ -60,7 +60,6 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     num_needed: float
     drafted_at: list[float]
     accepted_at: list[float]
-    num_queried: float
     num_cached: float
     first_token: list[int]
     first_token_bounds: tuple[float, ...]
@@ -112,7 +111,6 @@ class Collector:
             num_needed=self._series["spec_decode_break_even_tokens"].labels().value,
             drafted_at=drafted_at,
             accepted_at=accepted_at,
-            num_queried=self._series["prefix_cache_queries"].labels().value,
             num_cached=self._series["prefix_cache_hits"].labels().value,
             first_token=list(first_token.counts),
             first_token_bounds=first_token.bounds,

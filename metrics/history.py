@@ -34,7 +34,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     `acceptance_length`: committed tokens a round and sequence, of rounds that offered drafts; `accepted` by the draft's
     place: the share of the drafts offered there. `break_even`: tokens that a round would have had to commit to a
     sequence to be as fast as k = 0, by the rounds timed at the start; `speedup`: what was committed beside that.
-    `cached_share` of the admitted prompts' tokens were not read again.
+    `cached_share` of the prompts' tokens that were passed over: those that the cache had, the others were read.
     """
 
     time: float
@@ -80,11 +80,13 @@ class History:
 def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
     num_rounds = after.num_drafts - before.num_drafts
     num_needed = after.num_needed - before.num_needed
+    num_read = after.num_prompt_tokens - before.num_prompt_tokens
+    num_cached = after.num_cached - before.num_cached
     offered, accepted = _growth(before.drafted_at, after.drafted_at), _growth(before.accepted_at, after.accepted_at)
     return Point(
         time=round(at, 3),
         tokens_per_second=round((after.num_tokens - before.num_tokens) / seconds, DIGITS),
-        prompt_tokens_per_second=round((after.num_prompt_tokens - before.num_prompt_tokens) / seconds, DIGITS),
+        prompt_tokens_per_second=round(num_read / seconds, DIGITS),
         acceptance_length=_share(num_rounds + sum(accepted), num_rounds),
         accepted=[_share(*pair) for pair in zip(accepted, offered, strict=True)],
         break_even=_share(num_needed, after.num_committing - before.num_committing) or None,
@@ -93,7 +95,7 @@ def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
         num_waiting=after.num_waiting,
         kv_pages_used=after.kv_pages_used,
         state_slots_used=after.state_slots_used,
-        cached_share=_share(after.num_cached - before.num_cached, after.num_queried - before.num_queried),
+        cached_share=_share(num_cached, num_cached + num_read),
         first_token=_latency(after.first_token_bounds, _growth(before.first_token, after.first_token)),
         inter_token=_latency(after.inter_token_bounds, _growth(before.inter_token, after.inter_token)),
     )

@@ -60,6 +60,17 @@ def test_a_point_says_what_happened_since_the_one_before(watched):
     assert (second.num_running, second.num_waiting, second.kv_pages_used, second.cached_share) == (1, 0, 0, 0.75)
 
 
+def test_what_the_cache_had_is_a_share_of_what_prompts_came_on_by(watched):
+    """A prompt may be admitted in one interval, and find in a later one what another has read by then."""
+    collector, clock, history = watched
+    for queried, hit, read in ((1000, 0, 100), (1, 300, 0), (0, 300, 300)):
+        cache = PrefixCacheStats(num_queried_tokens=queried, num_hit_tokens=hit)
+        collector.on_report(report(prefix_cache=cache, num_prefill_tokens=read))
+        clock.now += 1
+        history.sample()
+    assert [point.cached_share for point in history.points] == [0, 1, 0.5]
+
+
 def test_nothing_is_said_of_what_did_not_happen(watched):
     _, clock, history = watched
     clock.now += 1
