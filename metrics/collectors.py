@@ -48,16 +48,18 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """What has been counted so far, and the gauges now. Lists go by draft position or by bucket; a histogram's counts
     have one entry more than its bounds.
 
-    `num_committing`: rounds of a sequence that added tokens, `num_committed` in all; with `num_needed` they would have
-    been as fast as k = 0, by the rounds that were timed at the start: 0 where none were.
+    Rounds committed `num_committed` tokens, and had to commit `num_needed` to be as fast as k = 0, by the rounds that
+    were timed at the start: 0 where none were. Of these `num_needed_drafting` in rounds with drafts, in which sequences
+    took part `num_drafting` times.
     """
 
     num_tokens: float
     num_prompt_tokens: float
     num_drafts: float
-    num_committing: int
     num_committed: float
     num_needed: float
+    num_drafting: int
+    num_needed_drafting: float
     drafted_at: list[float]
     accepted_at: list[float]
     num_cached: float
@@ -82,6 +84,7 @@ class Collector:
         self._phases = {name: self._series["round_seconds"].labels(name) for name in PHASES}
         self._break_even: list[tuple[int, float]] = []
         """Sequences at once, and tokens a round must commit to each of them; empty where no rounds were timed."""
+        self._num_drafting, self._num_needed_drafting = 0, 0.0
         self._paths = {name: self._series["rounds"].labels(name) for name in ROUND_PATHS}
         self._first_token = self._series["time_to_first_token_seconds"]
         self._inter_token = self._series["inter_token_latency_seconds"]
@@ -106,9 +109,10 @@ class Collector:
             num_tokens=self._series["generation_tokens"].labels().value,
             num_prompt_tokens=self._series["prefill_tokens"].labels().value,
             num_drafts=self._series["spec_decode_num_drafts"].labels().value,
-            num_committing=sum(committed.counts),
             num_committed=committed.sum,
             num_needed=self._series["spec_decode_break_even_tokens"].labels().value,
+            num_drafting=self._num_drafting,
+            num_needed_drafting=self._num_needed_drafting,
             drafted_at=drafted_at,
             accepted_at=accepted_at,
             num_cached=self._series["prefix_cache_hits"].labels().value,
@@ -207,8 +211,12 @@ class Collector:
     def _on_round(self, outputs: list[RequestOutput]) -> None:
         """What the round's sequences had to commit; a round without drafts is plain decoding."""
         drafting = any(output.num_drafted for output in outputs)
-        needed = _between(self._break_even, len(outputs)) if drafting else 1.0
-        self._series["spec_decode_break_even_tokens"].inc(needed * sum(bool(o.token_ids) for o in outputs))
+        committing = sum(bool(output.token_ids) for output in outputs)
+        needed = committing * (_between(self._break_even, len(outputs)) if drafting else 1.0)
+        self._series["spec_decode_break_even_tokens"].inc(needed)
+        if drafting:
+            self._num_drafting += committing
+            self._num_needed_drafting += needed
 
     def _on_prefix_cache(self, cache: PrefixCacheStats) -> None:
         series = self._series

@@ -32,8 +32,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """`time` is Unix time, at the end of the interval. None: nothing happened of which it could be said.
 
     `acceptance_length`: committed tokens a round and sequence, of rounds that offered drafts; `accepted` by the draft's
-    place: the share of the drafts offered there. `break_even`: tokens that a round would have had to commit to a
-    sequence to be as fast as k = 0, by the rounds timed at the start; `speedup`: what was committed beside that.
+    place: the share of the drafts offered there. `break_even`: tokens that a round with drafts had to commit to a sequence
+    to be as fast as k = 0, by the rounds timed at the start; `speedup`: what all rounds committed over what they had to.
+    In a round with drafts it counts sequences that asked for none, too: they wait for the others' and gain nothing.
     `cached_share` of the prompts' tokens that were passed over: those that the cache had, the others were read.
     """
 
@@ -89,7 +90,9 @@ def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
         prompt_tokens_per_second=round(num_read / seconds, DIGITS),
         acceptance_length=_share(num_rounds + sum(accepted), num_rounds),
         accepted=[_share(*pair) for pair in zip(accepted, offered, strict=True)],
-        break_even=_share(num_needed, after.num_committing - before.num_committing) or None,
+        break_even=_share(
+            after.num_needed_drafting - before.num_needed_drafting, after.num_drafting - before.num_drafting
+        ),
         speedup=_share(after.num_committed - before.num_committed, num_needed),
         num_running=after.num_running,
         num_waiting=after.num_waiting,

@@ -60,11 +60,12 @@ function paying(watch, { speculation }) {
   if (!speculation?.enabled) return [];
   const point = latest(watch, (one) => one.acceptance_length);
   if (!point) return [["note", "No round in the last minute."]];
-  const length = `A round commits ${point.acceptance_length.toFixed(2)} tokens`;
+  const length = `A round commits ${point.acceptance_length.toFixed(2)} tokens to a sequence that drafts`;
   if (point.speedup === null) return [["note", `${length}. Whether that pays was not timed at the start.`]];
-  const times = `${point.speedup.toFixed(2)} × as fast as k = 0, by rounds timed at the start`;
-  if (point.speedup < 1) return [["warn", `${length}: ${times}. A smaller k, or 0, would be faster.`]];
-  return [["good", `${length}: ${times}.`]];
+  const times = `${length}: in all ${point.speedup.toFixed(2)} × as fast as k = 0, by rounds timed at the start.`;
+  if (point.speedup >= 1) return [["good", times]];
+  if (point.acceptance_length < point.break_even) return [["warn", `${times} A smaller k, or 0, would be faster.`]];
+  return [["note", `${times} Sequences without drafts share those rounds and gain nothing.`]];
 }
 
 function room(watch, { binding_limit: limit, max_num_seqs: most }) {

@@ -192,7 +192,7 @@ def test_plots_move(opened, demo):
 
 HEALTH = {"status": "ok", "version": "1", "engine": {}, "speculation": None, "trunk_check": None, "slow": []}
 DRAFTS = {"enabled": True, "num_speculative_tokens": 3, "draft_head": "an MTP head", "head_check": None}
-POINT = {"time": 90, "acceptance_length": 2.5, "speedup": 1.2, "num_waiting": 0, "kv_pages_used": 1}
+POINT = {"time": 90, "acceptance_length": 2.5, "break_even": 2.6, "speedup": 1.2, "num_waiting": 0, "kv_pages_used": 1}
 WORDS = [
     ({"status": "loading"}, {}, "note", "The model is loading."),
     ({"status": "failed", "engine": {"part": "round", "message": "no"}}, {}, "bad", "has failed (round): no."),
@@ -203,8 +203,9 @@ WORDS = [
     ({"speculation": {**DRAFTS, "head_check": {"verdict": "dead", "reason": "x"}}}, {}, "bad", "found dead: x."),
     ({"trunk_check": {"verdict": "failed", "reason": "noise"}}, {}, "bad", "The model failed its test: noise."),
     ({"slow": ["no fla-core"]}, {}, "warn", "no fla-core"),
-    ({"speculation": DRAFTS}, {}, "good", "2.50 tokens: 1.20 × as fast as k = 0"),
+    ({"speculation": DRAFTS}, {}, "good", "2.50 tokens to a sequence that drafts: in all 1.20 × as fast"),
     ({"speculation": DRAFTS}, {"speedup": 0.9}, "warn", "A smaller k, or 0, would be faster."),
+    ({"speculation": DRAFTS}, {"speedup": 0.9, "break_even": 2.2}, "note", "Sequences without drafts share"),
     ({"speculation": DRAFTS}, {"speedup": None}, "note", "Whether that pays was not timed"),
     ({"speculation": DRAFTS}, {"time": 20}, "note", "No round in the last minute."),
     ({}, {"num_waiting": 2}, "note", "2 wait: 4 may run at once, by slots."),

@@ -122,6 +122,21 @@ def test_break_even_and_what_it_brought_are_of_the_rounds_that_ran(watched):
     assert after.speedup == near((3 + 4 + 1) / (1.5 + 2 + 2))
 
 
+def test_plain_rounds_and_sequences_count_for_the_speedup_alone(watched):
+    """Break-even is held against the acceptance length, which rounds without drafts are no part of."""
+    collector, clock, history = watched
+    execution = Execution(num_layers=1, kv_dtype="", state_dtype="", break_even={1: 1.5, 2: 2.0})
+    collector.on_ready(ready(execution=execution))
+    # one that drafts beside one that was asked for at k = 0, which then goes on alone
+    collector.on_report(report((3, 3, 2), (1, 0, 0)))
+    collector.on_report(report((1, 0, 0)))
+    clock.now += 1
+    history.sample()
+    (point,) = history.points
+    assert (point.acceptance_length, point.break_even) == (3, 2)
+    assert point.speedup == near((3 + 1 + 1) / (2 + 2 + 1))
+
+
 def test_latencies_are_of_the_interval(watched):
     collector, clock, history = watched
     for seconds in (100.0, 100.0):
