@@ -124,18 +124,19 @@ async function write() {
   byId("panes").replaceChildren(...panes.map((pane) => pane.element));
   busy(true);
   announce(panes.length > 1 ? `Writing at k = 0 and k = ${k}.` : "Writing.");
-  const typed = field("prompt").value;
-  if (asked.messages) {
-    showTurns(asked.messages);
-    field("prompt").value = "";
-  }
+  const typed = field("prompt").value,
+    chat = turns;
+  // the last answer leaves the panes
+  showTurns(asked.messages ?? turns);
+  if (asked.messages) field("prompt").value = "";
   const race = new Race(panes);
   running = panes.map(() => new AbortController());
   await Promise.all(panes.map((pane, i) => run(pane, path, asked, running[i], race)));
   running = [];
   busy(false);
   race.finish();
-  if (!asked.messages) return;
+  // a completion is no turn, and a new chat may have been begun meanwhile
+  if (!asked.messages || turns !== chat) return;
   if (panes.every((pane) => !pane.error.textContent)) {
     turns.push(asked.messages.at(-1), { role: "assistant", content: panes.at(-1).content });
   } else {
@@ -160,7 +161,9 @@ function showTurns(messages) {
 
 /** A new chat, at hand with what was asked last. */
 function startAnew() {
-  field("prompt").value ||= turns.findLast(({ role }) => role === "user")?.content ?? "";
+  stop();
+  const asked = [...byId("turns").children].findLast((turn) => turn.dataset.role === "user");
+  field("prompt").value ||= asked?.textContent ?? "";
   turns = [];
   showTurns(turns);
   field("prompt").focus();

@@ -382,3 +382,28 @@ def test_a_chat_goes_on(opened, scripted):
     assert page.locator("#turns li").nth(1).inner_text() == "One"
     page.click("#new-chat")
     assert page.locator("#turns").is_hidden() and page.input_value("#prompt") == script(reply="Two")
+
+
+def test_a_new_chat_leaves_nothing_of_one_that_still_writes(opened, scripted):
+    page = ready(opened(scripted.url, PREFIX + "/"))
+    unlock(page)
+    slow = script(reply="abcdefgh", times=500, delay=0.05)
+    ask(page, slow, max_tokens=4000)
+    both_write(page)
+    page.click("#new-chat")
+    page.locator("#go:enabled").wait_for()
+    none_open(scripted)
+    assert page.locator("#turns").is_hidden() and page.input_value("#prompt") == slow
+    with page.expect_request("**/v1/chat/completions") as asked:
+        write(page, script(reply="One"))
+    assert [one["role"] for one in asked.value.post_data_json["messages"]] == ["user"]
+
+
+def test_a_completion_in_between_leaves_the_chat_whole(opened, scripted):
+    page = ready(opened(scripted.url, PREFIX + "/"))
+    unlock(page)
+    write(page, script(reply="One"))
+    write(page, script(reply="Two"), api="completions")
+    assert page.locator("#turns").is_hidden()
+    page.locator("input[value=chat]").check(force=True)
+    assert page.locator("#turns li").all_inner_texts() == [script(reply="One"), "One"]
