@@ -38,6 +38,8 @@ from pilotfish.server.text.structured import GUIDED_FIELDS, check_format, gramma
 from pilotfish.server.text.token_rules import bad_words_ids, closable_thinking, loop_rule, thinking_budget
 
 DEFAULT_COMPLETION_TOKENS = 16
+DRAWN_SEED_BITS = 53
+"""Clients send a drawn seed back for the same text, and JavaScript reads JSON's numbers exactly to 2**53."""
 SHARED_FIELDS = frozenset(SamplingFields.__struct_fields__) & frozenset(SamplingParams.__struct_fields__)
 """Fields that the engine knows by the API's name; those whose value is read in another way are set anew."""
 
@@ -305,7 +307,7 @@ def _sampling(
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         stop_token_ids=stop_ids,
         eos_token_ids=tuple(token_id for token_id in context.files.eos_token_ids if 0 <= token_id < vocab_size),
-        seed=request.seed if request.seed is not None else secrets.randbits(63),
+        seed=request.seed if request.seed is not None else secrets.randbits(DRAWN_SEED_BITS),
         logprobs=logprobs,
         grammar=grammar,
         bad_words_token_ids=bad_words_ids(request.bad_words or [], context.files.tokenizer, vocab_size),
