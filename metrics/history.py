@@ -32,9 +32,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """`time` is Unix time, at the end of the interval. None: nothing happened of which it could be said.
 
     `acceptance_length`: committed tokens a round and sequence, of rounds that offered drafts; `accepted` by the draft's
-    place: the share of the drafts offered there. `break_even`: tokens that a round with drafts had to commit to a sequence
-    to be as fast as k = 0, by the rounds timed at the start; `speedup`: what all rounds committed over what they had to.
-    In a round with drafts it counts sequences that asked for none, too: they wait for the others' and gain nothing.
+    place: the share of the drafts offered there. `break_even`: tokens that a round with drafts had to commit to a
+    sequence to be as fast as k = 0, by the rounds timed at the start; `speedup`: what all rounds committed over what
+    they had to. There a sequence without drafts counts, too: in a round with drafts it waits and gains nothing.
     `cached_share` of the prompts' tokens that were passed over: those that the cache had, the others were read.
     """
 
