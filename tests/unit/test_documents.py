@@ -131,6 +131,22 @@ def test_links_lead_somewhere():
     assert not wrong
 
 
+def test_a_name_that_is_said_to_be_in_a_file_of_ours_is_there():
+    """`NAME` in some/file.py, or the two the other way round, with its folder or without. Tests are not ours here."""
+    ours = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in (".venv", "tests")]
+    said = []
+    for page in PAGES:
+        text = page.read_text()
+        said += [(page.name, *pair) for pair in re.findall(r"`([\w.]+)` in `?([\w/]+\.py)", text)]
+        said += [(page.name, name, path) for path, name in re.findall(r"`([\w/]+\.py)`\s`(\w+)`", text)]
+    assert len(said) > 20
+    wrong = []
+    for where, name, path in said:
+        named = [one for one in ours if f"/{one.relative_to(ROOT).as_posix()}".endswith(f"/{path}")]
+        wrong += [] if any(name in one.read_text() for one in named) else [f"{where}: {name} in {path}"]
+    assert not wrong
+
+
 def test_every_page_is_linked_from_the_first_one():
     reached, todo = set(), [ROOT / "README.md"]
     while todo:
