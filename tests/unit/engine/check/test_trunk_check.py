@@ -63,8 +63,10 @@ SPECULATION = [{}, {"num_speculative_tokens": 0}, {"speculative_method": "ngram"
 
 @pytest.mark.parametrize("options", SPECULATION, ids=["head", "k = 0", "look-up"])
 def test_the_trunk_is_tested_whatever_drafts(tmp_path, counting, monkeypatch, caplog, options):
-    sound = start(tmp_path, counting, monkeypatch, **options).trunk_check
+    with caplog.at_level(logging.INFO):
+        sound = start(tmp_path, counting, monkeypatch, **options).trunk_check
     assert sound == TrunkCheck(verdict="ok", num_positions=118, top1=1.0)
+    assert sum("the trunk ranks 100% first" in message for message in caplog.messages) == 1
     with caplog.at_level(logging.WARNING):
         failed = start(tmp_path, counting, monkeypatch, random_output, **options).trunk_check
     assert failed.verdict == "failed" and failed.top1 < 0.05 and failed.reason.startswith(CAUSES)
