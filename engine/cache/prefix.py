@@ -11,8 +11,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.misses import miss_of
 from pilotfish.engine.cache.pool import Pool
@@ -51,7 +49,7 @@ class PrefixCache:
         self._readers: dict[Sequence, Reader] = {}
         self._misses: list[CacheMiss] = []
         self._num_queried = self._num_hit = self._num_evictions = 0
-        self._told = PrefixCacheStats()
+        self._told = (0, 0, 0)
 
     @property
     def is_on(self) -> bool:
@@ -214,21 +212,23 @@ class PrefixCache:
 
     def take_stats(self) -> PrefixCacheStats | None:
         """Counts since the last call, and gauges; None where nothing has changed."""
+        gauges = self.tree.num_kept, self.num_bytes, self.capacity_bytes
+        num_evictions = self.tree.num_evictions - self._num_evictions
+        if gauges == self._told and not (self._num_queried or self._num_hit or num_evictions or self._misses):
+            return None
         stats = PrefixCacheStats(
             num_queried_tokens=self._num_queried,
             num_hit_tokens=self._num_hit,
-            num_evictions=self.tree.num_evictions - self._num_evictions,
+            num_evictions=num_evictions,
             misses=tuple(self._misses),
-            num_snapshots=self.tree.num_kept,
-            num_bytes=self.num_bytes,
-            capacity_bytes=self.capacity_bytes,
+            num_snapshots=gauges[0],
+            num_bytes=gauges[1],
+            capacity_bytes=gauges[2],
         )
+        self._told = gauges
         self._num_queried = self._num_hit = 0
         self._num_evictions, self._misses = self.tree.num_evictions, []
-        # two requests alike count twice
-        before = msgspec.structs.replace(self._told, num_queried_tokens=0, num_hit_tokens=0, num_evictions=0, misses=())
-        self._told = stats
-        return stats if stats != before and self.is_on else None
+        return stats if self.is_on else None
 
     @property
     def capacity_bytes(self) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
+import msgspec
 import torch
 from tqdm import tqdm
 
@@ -351,8 +351,7 @@ class RoundExecutor:
         return tensor_bytes(self.body.buffers) - self.pending_bytes + self.prompt.num_bytes
 
 
-@dataclass(frozen=True)
-class LaunchedRound:
+class LaunchedRound(msgspec.Struct, frozen=True, eq=False):
     """A launched round. `graph`: it was replayed, not launched operator by operator. `logprobs` has the rows of those
     that asked for log-probabilities, by place in the batch; `forced` what each sequence's grammar said must come;
     `missed` the places of those that sit the round out."""
@@ -373,23 +372,24 @@ class LaunchedRound:
         began = perf_counter()
         counts, chosen, nans = read_report(self.fetched.read(), self.executor.body.buffers.sizes)
         waited = perf_counter() - began
-        tokens = chosen[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()
-        is_nan = nans[: self.shape.num_rows].reshape(-1, self.shape.width).tolist()
+        num_rows, verdicts = self.shape.num_rows, counts[:, : len(self.batch.slots)].T.tolist()
+        tokens, is_nan = chosen[:num_rows].tolist(), nans[:num_rows].tolist()
         reports = [
-            None if b in self.missed else self._report(b, slot, values, tokens[b], is_nan[b])
-            for b, (slot, values) in enumerate(zip(self.batch.slots, counts.T.tolist(), strict=False))
+            None if b in self.missed else self._report(b, verdict, tokens, is_nan) for b, verdict in enumerate(verdicts)
         ]
         self.executor.grammars.advance([report for report in reports if report is not None])
         last = {"wait": waited} if self.executor.ops.fixed_shapes else {"report": perf_counter() - began}
         return reports, self.phases | last
 
-    def _report(self, b: int, slot: int, values: list[int], tokens: list[int], is_nan: list[int]) -> SequenceReport:
-        accepted, committed, offered, stopped, done = values
-        kept, rows = tokens[:committed], self.logprobs.get(b)
+    def _report(self, b: int, verdict: list[int], tokens: list[int], is_nan: list[int]) -> SequenceReport:
+        """Of place b, from all rows' tokens."""
+        accepted, committed, offered, stopped, done = verdict
+        first = b * self.shape.width
+        kept, rows = tokens[first : first + committed], self.logprobs.get(b)
         logprobs = None if rows is None else rows(kept)
-        has_nan = any(is_nan[:committed])
+        has_nan = any(is_nan[first : first + committed])
         return SequenceReport(
-            slot, kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs,
+            self.batch.slots[b], kept, offered, min(accepted, committed), bool(stopped), bool(done), has_nan, logprobs,
             num_forced=num_forced(kept, self.forced[b]),
         )  # fmt: skip
 

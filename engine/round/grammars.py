@@ -40,6 +40,8 @@ class SlotGrammars:
 
     def forced(self, slots: list[int]) -> list[list[int]]:
         """The tokens that each of these settled slots must write next by its grammar."""
+        if not self.constraints:
+            return [[] for _ in slots]
         return [self.steps.forced(slot) if slot in self.constraints else [] for slot in slots]
 
     def start_masks(self, slots: list[int], depth: int) -> Masks | None:
@@ -57,8 +59,9 @@ class SlotGrammars:
         going = [report for report in reports if not report.done and report.slot in self.constraints]
         if not going:
             return
-        drafts = self.state.drafts[[report.slot for report in going]].tolist()
-        for report, own in zip(going, drafts, strict=True):
+        # all slots' in one copy: to pick some takes another one, of their numbers
+        drafts = self.state.drafts.tolist()
+        for report in going:
             constraint = self.constraints[report.slot]
             if constraint.error is None:
-                self.steps.begin(report.slot, constraint, report.token_ids, own)
+                self.steps.begin(report.slot, constraint, report.token_ids, drafts[report.slot])

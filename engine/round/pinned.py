@@ -14,7 +14,8 @@ class PinnedRing:
         self.on_gpu = device.type == "cuda"
         self._buffers = [torch.zeros(shape, dtype=dtype, pin_memory=self.on_gpu) for _ in range(count)]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._events: list[torch.cuda.Event | None] = [None] * count
+        # each says when the last copy to or from its buffer has ended
+        self._events = [torch.cuda.Event() if self.on_gpu else None for _ in range(count)]
         self._next = 0
 
     def _take(self) -> tuple[int, torch.Tensor]:
@@ -25,10 +26,8 @@ class PinnedRing:
         return index, self._buffers[index]
 
     def _mark(self, index: int) -> None:
-        if self.on_gpu:
-            event = torch.cuda.Event()
+        if (event := self._events[index]) is not None:
             event.record()
-            self._events[index] = event
 
     def send(self, values: list[int], target: torch.Tensor) -> None:
         """Copies the values to the front of a device tensor of this ring's dtype, in stream order."""

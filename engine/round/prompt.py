@@ -82,7 +82,7 @@ class PromptPass:
         if self._static is None or num_rows > self._static.num_rows:
             padded = torch.tensor(padded_tokens(tokens, num_rows), device=self.model.device)
             return SpanRows.empty(self.model, num_rows, padded), self.span(slot, start, len(tokens), table)
-        self._taken = self._static.rows.first(num_rows), self._static.take(slot, start, tokens, table, num_rows)
+        self._taken = self._static.first(num_rows), self._static.take(slot, start, tokens, table, num_rows)
         return self._taken
 
     def steps(self, rows: SpanRows, span: Span) -> Iterator[None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from pilotfish.engine.link.messages import TokenLogprob
@@ -146,14 +147,14 @@ class Reading:
         executor.grammars.advance([report])
         if not launches:
             executor.prompt.first_token_seconds = perf_counter() - began
-        return replace(report, prompt_logprobs=self._logprobs)
+        return msgspec.structs.replace(report, prompt_logprobs=self._logprobs)
 
     def _choose_first(self, hidden: torch.Tensor) -> FirstToken:
         """Launches the choice of the token that follows the prompt, from its last hidden row [H], and its commit."""
         executor, piece = self.executor, self.piece
         slot, b = piece.slot, executor.body.buffers
         executor.place([slot], [piece.table], 1)
-        executor.state.length[slot] = piece.end - 1
+        executor.state.length[slot].fill_(piece.end - 1)
         b.hidden[0] = hidden
         forced = executor.grammars.forced([slot])
         masks = executor.grammars.start_masks([slot], 0)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from pilotfish.engine.link.messages import TokenLogprob
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """Sequences of one round. `logprobs` holds what each asked for (None: nothing). `patience`: seconds after the trunk
     that the round waits for grammars' masks; then it goes on without the sequences whose masks have not come."""
 
@@ -22,8 +21,7 @@ class Batch:
     patience: float = math.inf
 
 
-@dataclass(frozen=True)
-class SequenceReport:
+class SequenceReport(msgspec.Struct, frozen=True):
     """What a round added to one sequence. Drafts that were accepted but lie past a stop are not counted.
 
     `has_nan`: a committed token was chosen from logits with a NaN, so it means nothing. `looped`: the host ends the
@@ -52,7 +50,7 @@ class SequenceReport:
         """The first `count` tokens, with which the text has begun to loop."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         accepted, forced = min(self.num_accepted, count), min(self.num_forced, count)
-        return replace(
+        return msgspec.structs.replace(
             self, token_ids=self.token_ids[:count], num_accepted=accepted, num_forced=forced, logprobs=logprobs,
             done=True, stopped=False, looped=True,
         )  # fmt: skip
@@ -60,6 +58,8 @@ class SequenceReport:
 
 def num_forced(tokens: list[int], forced: list[int]) -> int:
     """How many of the first tokens are those that had to come."""
+    if not forced:
+        return 0
     same = [token == other for token, other in zip(tokens, forced, strict=False)]
     return same.index(False) if False in same else len(same)
 

@@ -54,6 +54,7 @@ class Shapes:
     def __init__(self, depths: Iterable[int], fast_rows: int, max_num_seqs: int):
         self.depths = sorted(set(depths))
         self._sizes = {depth: sizes(depth, fast_rows, max_num_seqs) for depth in self.depths}
+        self._fitting: dict[tuple[int, int], Shape | None] = {}
 
     def __iter__(self) -> Iterator[Shape]:
         return (Shape(size, depth) for depth in self.depths for size in self._sizes[depth])
@@ -61,6 +62,12 @@ class Shapes:
     def fit(self, num_sequences: int, depth: int) -> Shape | None:
         """The smallest shape that holds the batch; None if none does. Rows past a sequence's own k match nothing, so
         a larger depth is exact too."""
+        batch = num_sequences, depth
+        if batch not in self._fitting:
+            self._fitting[batch] = self._smallest(num_sequences, depth)
+        return self._fitting[batch]
+
+    def _smallest(self, num_sequences: int, depth: int) -> Shape | None:
         deep = next((known for known in self.depths if known >= depth), None)
         if deep is None:
             return None

@@ -148,6 +148,13 @@ class StaticSpan:
         self._positions = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
         self._cos, self._sin = (torch.zeros((num_rows, 1, half), device=model.device) for _ in range(2))
         self._first: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._first_rows: dict[int, SpanRows] = {}
+
+    def first(self, num_rows: int) -> SpanRows:
+        """Views of the first rows, made once."""
+        if num_rows not in self._first_rows:
+            self._first_rows[num_rows] = self.rows.first(num_rows)
+        return self._first_rows[num_rows]
 
     def take(self, slot: int, start: int, tokens: Sequence[int], table: Sequence[int], num_rows: int) -> Span:
         """Brings a piece's tokens and place to the device; its positions follow by `Span.place`. Waits for nothing."""
