@@ -429,23 +429,33 @@ class Generation:
         Raises ApiError when a choice fails.
         """
         clock = asyncio.get_running_loop()
-        last = clock.time()
-        while True:
-            try:
-                async with asyncio.timeout_at(None if patience is None else last + patience):
-                    await self._news.wait()
-            except TimeoutError:
-                yield []
-                last = clock.time()
-                continue
-            self._news.clear()
-            batch = [(choice, piece) for choice in self.choices if (piece := choice.take()) is not None]
-            if batch or (patience is not None and clock.time() >= last + patience):
-                yield batch
-                last = clock.time()
-            self._raise_errors()
-            if all(choice.ended for choice in self.choices) and not self._news.is_set():
-                return
+        last, alarm = clock.time(), None
+
+        def ring() -> None:
+            # one alarm for many pieces: to set one for each costs as much as the rest of waiting for it
+            nonlocal alarm
+            alarm = None
+            if patience is not None and clock.time() < last + patience:
+                alarm = clock.call_at(last + patience, ring)
+            else:
+                self._news.set()
+
+        try:
+            while True:
+                if patience is not None and alarm is None:
+                    alarm = clock.call_at(last + patience, ring)
+                await self._news.wait()
+                self._news.clear()
+                batch = [(choice, piece) for choice in self.choices if (piece := choice.take()) is not None]
+                if batch or (patience is not None and clock.time() >= last + patience):
+                    yield batch
+                    last = clock.time()
+                self._raise_errors()
+                if all(choice.ended for choice in self.choices) and not self._news.is_set():
+                    return
+        finally:
+            if alarm is not None:
+                alarm.cancel()
 
     def _raise_errors(self) -> None:
         for choice in self.choices:
