@@ -31,7 +31,7 @@ from pilotfish.engine.requests.round_times import RoundTimes
 from pilotfish.engine.requests.scheduler import PrefillStep, QueueFull, RoundStep, Scheduler
 from pilotfish.engine.requests.sequence import Sequence
 from pilotfish.engine.round.executor import LaunchedRound, RoundExecutor
-from pilotfish.engine.round.reading import Reading
+from pilotfish.engine.round.reading import FirstToken, Reading
 from pilotfish.engine.round.reports import Batch, SequenceReport
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ class InFlight:
 class EngineLoop:
     """See EngineCore. A request that fails its checks is answered in the next report.
 
-    Where rounds are `asynchronous`, a round is launched before the one before it is read, so that the device never
-    waits for the host. A sequence that ended in the round being read commits nothing in the one already launched, and
-    keeps its pages and slot until that one has been read too.
+    Where rounds are `asynchronous`, a round is launched before the one before it is read, or the first token of the
+    prompt before it, so that the device never waits for the host. A sequence that ended in what is being read commits
+    nothing in the round already launched, and keeps its pages and slot until that one has been read too.
 
     `pauses_after`: steps of a chunk after which it pauses for the others, in place of what follows from times; no bit
     depends on it, which audits and tests show.
@@ -73,6 +73,7 @@ class EngineLoop:
         self._leaving: dict[str, Ticket] = {}
         self._ended: list[RequestOutput] = []
         self._in_flight: InFlight | None = None
+        self._first: tuple[Sequence, FirstToken] | None = None
         self.pauses_after: int | None = None
         self._reading: tuple[PrefillStep, Reading] | None = None
         self._round_times = RoundTimes()
@@ -126,13 +127,19 @@ class EngineLoop:
             or self._leaving
             or self._ended
             or self._in_flight
+            or self._first
             or self.self_audit.has_work
         )
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence in self.scheduler.running:
             self.executor.grammars.release(sequence.slot)
-        self.scheduler.finish(sequence, self._in_flight is not None and sequence in self._in_flight.sequences)
+        self.scheduler.finish(sequence, self._is_launched(sequence))
+
+    def _is_launched(self, sequence: Sequence) -> bool:
+        """Whether something launched has yet to be read of it."""
+        is_first = self._first is not None and self._first[0] is sequence
+        return is_first or (self._in_flight is not None and sequence in self._in_flight.sequences)
 
     def _refuse(self, request_id: str, error: str, code: ErrorCode | None) -> None:
         self._ended.append(
@@ -249,16 +256,16 @@ class EngineLoop:
             began = perf_counter()
             reading = self._read_on(step, started)
             launched = perf_counter()
-            outputs += self._read(self._in_flight, phases)
+            outputs += self._read_first(phases) + self._read(self._in_flight, phases)
             finishing = perf_counter()
             if reading is not None:
                 outputs += self._finish_reading(step, reading)
                 num_prefilled = step.end - step.start
-            phases["prefill"] = launched - began + perf_counter() - finishing
+            phases["prefill"] = phases.get("prefill", 0.0) + launched - began + perf_counter() - finishing
         elif isinstance(step, RoundStep):
             outputs += self._round(step.sequences, phases)
         else:
-            outputs += self._read(self._in_flight, phases)
+            outputs += self._read_first(phases) + self._read(self._in_flight, phases)
         self._round_times.note(bool(phases) and isinstance(step, RoundStep), perf_counter() - started)
         if not (phases or outputs):
             if held and step is None:
@@ -319,12 +326,30 @@ class EngineLoop:
         )
 
     def _finish_reading(self, step: PrefillStep, reading: Reading) -> list[RequestOutput]:
-        sequence, report = step.sequence, reading.finish()
+        sequence, ended = step.sequence, reading.end()
         sequence.num_prefilled = step.end
         if (snapshot := self.scheduler.prefix.publish(sequence)) is not None:
             assert self.snapshots is not None
             self.snapshots.save(snapshot, sequence.slot)
-        return [] if report is None else self._outputs(sequence, report, after_round=False)
+        if not isinstance(ended, FirstToken):
+            return [] if ended is None else self._outputs(sequence, ended, after_round=False)
+        self._first = sequence, ended
+        # what a grammar allows depends on it
+        return [] if self.executor.asynchronous and sequence.constraint is None else self._read_first({})
+
+    def _read_first(self, phases: dict[str, float]) -> list[RequestOutput]:
+        """What a prompt's first token, launched before, gave to its sequence, unless that has ended; waits for it."""
+        if self._first is None:
+            return []
+        (sequence, first), self._first = self._first, None
+        began = perf_counter()
+        report = first.collect()
+        phases["prefill"] = phases.get("prefill", 0.0) + perf_counter() - began
+        if sequence not in self.scheduler.retired:
+            return self._outputs(sequence, report, after_round=False)
+        if not self._is_launched(sequence):
+            self.scheduler.release(sequence)
+        return []
 
     def _round(self, sequences: list[Sequence], phases: dict[str, float]) -> list[RequestOutput]:
         """Launches a round and reads the one before it, or, where rounds are waited for, this one."""
@@ -334,16 +359,19 @@ class EngineLoop:
             outputs = self._read(before, phases)
             before = None
             sequences = [sequence for sequence in sequences if sequence in self.scheduler.running]
+        if not self.executor.asynchronous:
+            outputs += self._read_first(phases)
+            sequences = [sequence for sequence in sequences if sequence in self.scheduler.running]
         if any(sequence.constraint is not None for sequence in sequences):
             sequences, failed = self._with_masks(sequences)
             outputs = outputs + failed
         if not sequences:
-            return outputs + self._read(before, phases)
+            return outputs + self._read_first(phases) + self._read(before, phases)
         launched = InFlight(sequences, self._launch(sequences))
         if not self.executor.asynchronous:
             return outputs + self._read(launched, phases)
         self._in_flight = launched
-        return outputs + self._read(before, phases)
+        return outputs + self._read_first(phases) + self._read(before, phases)
 
     def _launch(self, sequences: list[Sequence]) -> LaunchedRound:
         batch = Batch(
@@ -371,9 +399,8 @@ class EngineLoop:
             if report is not None and sequence not in self.scheduler.retired
             for output in self._outputs(sequence, report, after_round=True)
         ]
-        still_read = self._in_flight.sequences if self._in_flight is not None else []
         for sequence in flight.sequences:
-            if sequence in self.scheduler.retired and sequence not in still_read:
+            if sequence in self.scheduler.retired and not self._is_launched(sequence):
                 self.scheduler.release(sequence)
         return outputs
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import torch
 
 from pilotfish.engine.link.messages import TokenLogprob
@@ -125,8 +125,14 @@ class Reading:
         return rows.hidden[: span.length]
 
     def finish(self) -> SequenceReport | None:
+        """`end`, and waits for the first token."""
+        ended = self.end()
+        return ended.collect() if isinstance(ended, FirstToken) else ended
+
+    def end(self) -> FirstToken | SequenceReport | None:
         """Runs what is left. The piece that ends the prompt has a report: with the first token, unless nothing is to be
-        generated; so has one whose tokens' log-probabilities were asked for."""
+        generated; so has one whose tokens' log-probabilities were asked for. Where launches are not waited for, neither
+        is the first token: a round of its sequence may be launched before it is collected."""
         self.advance()
         executor, piece, began = self.executor, self.piece, perf_counter()
         launches = executor.ops.fixed_shapes
@@ -135,19 +141,17 @@ class Reading:
                 pass
         first = self._choose_first(self._hidden[-1]) if self._ends else None
         # where launches are not waited for, the head reads before the first token is looked at
-        report = first.collect() if first is not None and not launches else None
+        is_done = first is not None and not launches and first.report.done
         if launches:
             self._end_span()
         if first is None:
             ends, read = piece.end == len(piece.prompt), self._logprobs
             return SequenceReport.of_prompt(piece.slot, read, done=ends) if ends or read is not None else None
-        if executor.head_on and not (report is not None and report.done):
+        if executor.head_on and not is_done:
             self._start_head()
-        report = report or first.collect()
-        executor.grammars.advance([report])
         if not launches:
             executor.prompt.first_token_seconds = perf_counter() - began
-        return msgspec.structs.replace(report, prompt_logprobs=self._logprobs)
+        return first
 
     def _choose_first(self, hidden: torch.Tensor) -> FirstToken:
         """Launches the choice of the token that follows the prompt, from its last hidden row [H], and its commit."""
@@ -164,7 +168,7 @@ class Reading:
         executor.run_once(Once(FIRST, piece.depth, executor.state.host_flags[slot]))
         executor.observe("prefill.logits", b.logits[:1], [slot], [piece.end - 1])
         rows = None if piece.logprobs is None else RowLogprobs(b.logits[:1], b.chosen[:1], piece.logprobs)
-        return FirstToken(self, executor.fetch_report(), rows, forced[0])
+        return FirstToken(executor, piece, executor.fetch_report(), rows, forced[0], self._logprobs)
 
     def _start_head(self) -> None:
         """The head's part of a round whose only row was the prompt's last one. At depth 0 too: a later round may draft,
@@ -177,22 +181,30 @@ class Reading:
             executor.observe("draft", executor.state.drafts[slot : slot + 1, :1], [slot], [piece.end])
 
 
-@dataclass(frozen=True)
 class FirstToken:
     """The token after a prompt, launched; its row, if log-probabilities were asked for. `forced`: what the grammar said
-    must come."""
+    must come. `prompt_logprobs`: what was asked for of the prompt's tokens."""
 
-    reading: Reading
-    fetched: HostCopy
-    logprobs: RowLogprobs | None
-    forced: list[int]
+    def __init__(
+        self, executor: RoundExecutor, piece: Piece, fetched: HostCopy, logprobs: RowLogprobs | None, forced: list[int],
+        prompt_logprobs: list[TokenLogprob] | None,
+    ):  # fmt: skip
+        self._executor, self._piece, self._fetched, self._logprobs = executor, piece, fetched, logprobs
+        self._forced, self._prompt_logprobs = forced, prompt_logprobs
 
     def collect(self) -> SequenceReport:
+        """Waits for it; the sequence's grammar goes on from it."""
+        self._executor.grammars.advance([self.report])
+        return self.report
+
+    @cached_property
+    def report(self) -> SequenceReport:
         """Waits for it."""
-        executor, piece = self.reading.executor, self.reading.piece
-        counts, chosen, nans = read_report(self.fetched.read(), executor.body.buffers.sizes)
+        counts, chosen, nans = read_report(self._fetched.read(), self._executor.body.buffers.sizes)
         _, committed, _, stopped, done = counts[:, 0].tolist()
         tokens = chosen[:committed].tolist()
-        found = None if self.logprobs is None else self.logprobs.read(tokens)
-        has_nan, forced = bool(nans[:committed].any()), num_forced(tokens, self.forced)
-        return SequenceReport(piece.slot, tokens, 0, 0, bool(stopped), bool(done), has_nan, found, num_forced=forced)
+        return SequenceReport(
+            self._piece.slot, tokens, 0, 0, bool(stopped), bool(done), bool(nans[:committed].any()),
+            None if self._logprobs is None else self._logprobs.read(tokens),
+            prompt_logprobs=self._prompt_logprobs, num_forced=num_forced(tokens, self._forced),
+        )  # fmt: skip

@@ -80,7 +80,7 @@ PARTS: tuple[tuple[str, str, type, tuple[str, ...]], ...] = (
     (REQUEST, "admission: the slot's state", BatchState, ("admit",)),
     (REQUEST, "prompt: its piece taken", Reading, ("__init__",)),
     (REQUEST, "prompt: steps of layers", Reading, ("advance",)),
-    (REQUEST, "prompt: its end", Reading, ("finish",)),
+    (REQUEST, "prompt: its end", Reading, ("finish", "end")),
     (REQUEST, "first token: launched", Reading, ("_choose_first", "_start_head")),
     (REQUEST, "first token: read", FirstToken, ("collect",)),
     (REQUEST, "sequence ended", Scheduler, ("finish", "release", "check")),

@@ -3,10 +3,7 @@
 
 SURVIVORS: dict[str, str] = {
     "Reading.__init__: piece.start < piece.end -> piece.start <= piece.end": ("no prompt here is found whole"),
-    "Reading.finish: report or first.collect() -> report and first.collect()": (
-        "what has been collected is collected again, the same"
-    ),
-    "FirstToken.collect: SequenceReport(piece.slot, tokens, 0, 0, bool(stopped), bool(done), has_nan, found, num_forced=forced) -> SequenceReport(piece.slot, tokens, 1, 0, bool(stopped), bool(done), has_nan, found, num_forced=forced)": (
+    "FirstToken.report: SequenceReport(self._piece.slot, tokens, 0, 0, bool(stopped), bool(done), bool(nans[:committed].any()), None if self._logprobs is None else self._logprobs.read(tokens), prompt_logprobs=self._prompt_logprobs, num_forced=num_forced(tokens, self._forced)) -> SequenceReport(self._piece.slot, tokens, 1, 0, bool(stopped), bool(done), bool(nans[:committed].any()), None if self._logprobs is None else self._logprobs.read(tokens), prompt_logprobs=self._prompt_logprobs, num_forced=num_forced(tokens, self._forced))": (
         "what is told of drafts after a prompt"
     ),
     "RoundExecutor.graph_bytes: self.graphs.counts.num_bytes + self.prompt_graphs.counts.num_bytes -> self.graphs.counts.num_bytes - self.prompt_graphs.counts.num_bytes": (
@@ -19,7 +16,9 @@ SURVIVORS: dict[str, str] = {
         "what is forced is drafted, and a wrong draft refused"
     ),
     "Constraint.forced: (1, num_words) -> (2, num_words)": ("a second row that nobody reads"),
-    "LaunchedRound._report: any(is_nan[:committed]) -> all(is_nan[:committed])": ("no logits here hold NaN"),
+    "LaunchedRound._report: any(is_nan[first:first + committed]) -> all(is_nan[first:first + committed])": (
+        "no logits here hold NaN"
+    ),
     "MtpHead.reads_history: return False -> return True": ("positions are kept that nobody reads"),
     "MtpHead.record: round.mark('repair') -> pass": ("seconds of a phase"),
     "RoundExecutor._fit: if not self.ops.fixed_shapes: return Work(Shape(count, batch.depth), next_depth if self.head_on else None, flags) -> if self.ops.fixed_shapes: return Work(Shape(count, batch.depth), next_depth if self.head_on else None, flags)": (

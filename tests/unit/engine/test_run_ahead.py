@@ -40,11 +40,25 @@ def test_the_next_round_is_launched_before_the_one_before_is_read():
     driver = LoopDriver(depth=2, agreeing=1, run_ahead=True)
     request = driver.ask("a", 21, max_tokens=9)
     driver.step()
-    assert len(request.tokens) == 1
+    assert len(request.tokens) == 0 and driver.loop.has_work()
     driver.step()
     assert len(request.tokens) == 1 and driver.loop.has_work()
     driver.step()
     assert len(request.tokens) == 3
+
+
+def test_a_first_token_that_ends_its_request_is_read_behind_a_round_that_keeps_its_slot():
+    driver = LoopDriver(depth=2, agreeing=1, max_num_seqs=2, run_ahead=True)
+    other = driver.ask("other", 21, max_tokens=20)
+    driver.run(3)
+    one = driver.ask("one", 21, max_tokens=1)
+    while one.finish is None:
+        driver.run(1)
+    assert driver.loop._in_flight is not None and len(driver.loop.scheduler.retired) == 1
+    driver.run()
+    assert_alone(one)
+    assert_alone(other)
+    assert_idle(driver)
 
 
 def test_pages_and_slot_are_kept_until_the_last_launched_round_is_read():
