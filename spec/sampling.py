@@ -123,7 +123,8 @@ def keep_first(scaled: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tenso
     if scaled.device.type != "cpu" or not bool((few := top_k_R <= FEW).any()):
         return _keep_first(scaled, top_k_R, top_p_R, _in_order(scaled))
     if bool(few.all()):
-        return _keep_first(scaled, top_k_R, top_p_R, _first_in_order(scaled, int(top_k_R.max())))
+        # the null slot, which takes the place of sequences that sit a round out, has a top_k of 0
+        return _keep_first(scaled, top_k_R, top_p_R, _first_in_order(scaled, max(1, int(top_k_R.max()))))
     kept = torch.empty_like(scaled)
     for rows in (few, ~few):
         kept[rows] = keep_first(scaled[rows], top_k_R[rows], top_p_R[rows])

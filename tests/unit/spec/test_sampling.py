@@ -325,3 +325,13 @@ def test_a_filtered_row_keeps_its_bits_beside_any_others():
     for i in range(40):
         own = make_rows(1, top_k=top_k[i : i + 1], top_p=top_p[i : i + 1], min_p=0.01)
         assert same_bits(filtered(logits[i : i + 1], own)[0], together[i]), i
+
+
+def test_rows_of_the_null_slot_alone_keep_nothing_and_change_no_other():
+    scaled = torch.randn(3, 900, generator=torch.Generator().manual_seed(3))
+    top_k, top_p = torch.tensor([0, 900, 5]), torch.tensor([0.0, 0.9, 1.0])
+    kept = sampling.keep_first(scaled, top_k, top_p)
+    for row in (1, 2):
+        assert torch.equal(kept[row], sampling.keep_first(scaled[row, None], top_k[row, None], top_p[row, None])[0])
+    sampling.keep_first(scaled[:1], top_k[:1], top_p[:1])
+    sampling.keep_first(scaled[:2], top_k[:2], top_p[:2])
