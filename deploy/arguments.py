@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -19,6 +21,13 @@ def add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model", metavar="NAME", help="which of the server's models (default: its first)")
     key = os.environ.get("PILOTFISH_API_KEY")
     parser.add_argument("--api-key", default=key, metavar="KEY", help="default: $PILOTFISH_API_KEY")
+
+
+def is_address(parser: argparse.ArgumentParser, target: str) -> bool:
+    """Whether a server is meant, not a checkpoint. `host:8000` alone is neither, and ends the program with a word."""
+    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", target) and not Path(target).exists():
+        parser.error(f"want the address of a server with its scheme, http://{target}, or a checkpoint")
+    return target.startswith(("http://", "https://"))
 
 
 def words(text: str) -> list[str]:

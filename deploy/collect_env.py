@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pilotfish
+from pilotfish.deploy.arguments import is_address
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.engine.command_line.parser import Parser
 from pilotfish.engine.errors import PilotfishError
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Facts] = {"pilotfish": own(), "machine": machine(), "packages": packages(), "torch": torch_facts()}
     found["environment"] = environment(os.environ)
     found["servers on this machine"] = servers()
-    if args.target and args.target.startswith(("http://", "https://")):
+    if args.is_url:
         found["server"] = server(Server(args.target, args.api_key))
     elif args.target:
         found["checkpoint"] = checkpoint(args.target)
@@ -211,4 +212,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     key = os.environ.get("PILOTFISH_API_KEY")
     parser.add_argument("--api-key", default=key, metavar="KEY", help="of the server (default: $PILOTFISH_API_KEY)")
-    return parser.parse_args(list(argv))
+    args = parser.parse_args(list(argv))
+    args.is_url = args.target is not None and is_address(parser, args.target)
+    return args

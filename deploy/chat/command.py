@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pilotfish.deploy.arguments import add_endpoint_flags, split_flags
+from pilotfish.deploy.arguments import add_endpoint_flags, is_address, split_flags
 from pilotfish.deploy.chat.screen import Screen, printable
 from pilotfish.deploy.chat.talk import Talk
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
@@ -141,7 +141,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-thinking", action="store_true", help="ask the model to answer at once")
     add_endpoint_flags(parser)
     args = parser.parse_args(own)
-    args.is_url = args.target.startswith(("http://", "https://"))
+    args.is_url = is_address(parser, args.target)
     args.server_flags = flags
     if args.is_url and flags:
         parser.error("flags after -- are for a server that is started: want a MODEL")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pilotfish.deploy.arguments import add_endpoint_flags, aligned, split_flags, words
+from pilotfish.deploy.arguments import add_endpoint_flags, aligned, is_address, split_flags, words
 from pilotfish.deploy.evaluate import harness, quality
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
 from pilotfish.deploy.sweep.target import StartError, started
@@ -108,7 +108,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write scores and answers there")
     add_endpoint_flags(parser)
     args = parser.parse_args(own)
-    args.is_url = args.target.startswith(("http://", "https://"))
+    args.is_url = is_address(parser, args.target)
     if args.tokenizer is None and not args.is_url:
         args.tokenizer = Path(args.target)
     args.server_flags = flags

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pilotfish
-from pilotfish.deploy.arguments import add_endpoint_flags, some_of, split_flags
+from pilotfish.deploy.arguments import add_endpoint_flags, is_address, some_of, split_flags
 from pilotfish.deploy.gate import after, audit, facts, quality, requests
 from pilotfish.deploy.gate.gate import CannotRun, Found, Gate, Subject, Wanted
 from pilotfish.deploy.gate.server import Refused, Server, Unreachable
@@ -254,7 +254,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="log of the server that is started (default: not kept)")
     add_endpoint_flags(parser)
     args = parser.parse_args(own)
-    args.is_url = args.target.startswith(("http://", "https://"))
+    args.is_url = is_address(parser, args.target)
     args.server_flags = flags
     if args.is_url and (flags or args.port):
         parser.error("flags after -- and --port are for a server that is started: want a MODEL")

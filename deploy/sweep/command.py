@@ -26,7 +26,7 @@ import msgspec
 from tqdm import tqdm
 
 import pilotfish
-from pilotfish.deploy.arguments import add_endpoint_flags, numbers, some_of, split_flags, words
+from pilotfish.deploy.arguments import add_endpoint_flags, is_address, numbers, some_of, split_flags, words
 from pilotfish.deploy.prompts import domains
 from pilotfish.deploy.sweep import plots
 from pilotfish.deploy.sweep.cell import CellRun, work_of
@@ -269,6 +269,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(own)
     args.server_flags = flags
+    if args.url and not is_address(parser, args.url):
+        parser.error(f"--url: want an http:// or https:// address, got {args.url}")
     if (args.model is None) == (args.url is None):
         parser.error("want either MODEL or --url")
     if args.relay and not (args.port or args.url):
