@@ -306,9 +306,8 @@ PREFIX_CACHE = Row(
             "none",
             (
                 Query(PANEL.rate("prefix_cache_hits_total"), "kept/s"),
-                Query(
-                    PANEL.rate("prefix_cache_queries_total") + " - " + PANEL.rate("prefix_cache_hits_total"), "read/s"
-                ),
+                # not those looked for less those kept: a prompt finds some long after it was admitted
+                Query(PANEL.rate("prefill_tokens_total"), "read/s"),
             ),
             stacked=True,
         ),
