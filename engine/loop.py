@@ -77,6 +77,7 @@ class EngineLoop:
         self.pauses_after: int | None = None
         self._reading: tuple[PrefillStep, Reading] | None = None
         self._round_times = RoundTimes()
+        self._mask_seconds = 0.0
         self._num_sat_out = 0
         self._read_graph = False
 
@@ -200,10 +201,11 @@ class EngineLoop:
     def _with_masks(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[RequestOutput]]:
         """The sequences that the next round can take, so that no slow grammar holds it up, and what ends those whose
         grammars are broken."""
-        outputs = []
+        outputs, began = [], perf_counter()
         ready = set(
             self.executor.grammars.settle([sequence.slot for sequence in sequences], self._round_times.patience)
         )
+        self._mask_seconds += perf_counter() - began
         for sequence in sequences:
             if sequence.constraint is not None and sequence.constraint.error is not None:
                 outputs += self._fail_grammar(sequence, sequence.constraint)
@@ -266,7 +268,9 @@ class EngineLoop:
             outputs += self._round(step.sequences, phases)
         else:
             outputs += self._read_first(phases) + self._read(self._in_flight, phases)
-        self._round_times.note(bool(phases) and isinstance(step, RoundStep), perf_counter() - started)
+        # a wait for masks is a share of a round's time, which must not grow with it
+        waited, self._mask_seconds = self._mask_seconds + phases.get("mask", 0.0), 0.0
+        self._round_times.note(bool(phases) and isinstance(step, RoundStep), perf_counter() - started - waited)
         if not (phases or outputs):
             if held and step is None:
                 self.executor.grammars.steps.wait(held[0].slot, IDLE_SECONDS)

@@ -191,3 +191,22 @@ def test_a_round_with_a_miss_that_is_not_undone_would_be_found(monkeypatch):
     monkeypatch.setattr(executor, "_sit_out", broken)
     got, _ = run_with(monkeypatch, Misses(1 / 3, 3), loop, requests_of(3))
     assert got != wanted
+
+
+def test_what_masks_are_waited_for_is_no_part_of_what_a_round_takes(monkeypatch):
+    """A round may wait for a share of it: each wait would make the next one longer."""
+    loop, now = loop_of("moe", 1, "free"), [0.0]
+    grammars, waits = loop.executor.grammars, []
+    settle = grammars.settle
+
+    def slowly(slots: list[int], patience: float) -> list[int]:
+        now[0] += 100.0
+        waits.append(patience)
+        return settle(slots, 60.0)
+
+    monkeypatch.setattr("pilotfish.engine.loop.perf_counter", lambda: now[0])
+    monkeypatch.setattr(grammars, "settle", slowly)
+    loop.submit(request("asks", random_prompt(21), "greedy", grammar=SOME, max_tokens=23))
+    while loop.has_work():
+        loop.step()
+    assert len(waits) > 3 and (loop._round_times.round_seconds or 0.0) < 100.0 and max(waits) < 100.0 / 8
