@@ -5,7 +5,8 @@
 
 Starts `pilotfish serve` and measures the stream alone, then beside each attack. A fault: a gap of more than 3 times the
 longest one of the stream alone, a stream that breaks off, an engine that was started again, an answer that must not be,
-anything held at the end, memory that does not come back, a log that grows without bound.
+anything held at the end, memory that does not come back, a log that grows without bound. A run of all legs ends with
+its tables as docs/soak.md has them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ LEAST_GAP = 0.050
 """The undisturbed gap is taken as at least this: on a machine that others use, shorter ones are luck."""
 MAX_GROWTH_MIB = 200.0
 MAX_LOG_BYTES = 1 << 20
+LEGS_A_ROW = 3
 JSON = {"Content-Type": "application/json"}
 CONTEXT = 8192
 
@@ -311,10 +313,35 @@ class Outcome:
     def longest(self) -> float:
         return max(self.gaps, default=float("inf"))
 
+    @property
+    def middle(self) -> float:
+        return statistics.median(self.gaps) if self.gaps else float("nan")
+
     def row(self) -> str:
         told = ", ".join(f"{count} {answer}" for answer, count in self.answers.most_common(4))
-        middle = statistics.median(self.gaps) if self.gaps else float("nan")
-        return f"| {self.name} | {self.longest * 1e3:.0f} | {middle * 1e3:.0f} | {self.memory:.0f} | {told} |"
+        return f"| {self.name} | {self.longest * 1e3:.0f} | {self.middle * 1e3:.0f} | {self.memory:.0f} | {told} |"
+
+
+def documented(alone: Outcome, outcomes: list[Outcome], bound: float) -> str:
+    """What docs/soak.md says of a run of all legs: its sentence and its two tables. `bound` in seconds."""
+    over = [outcome for outcome in outcomes if outcome.longest > bound]
+    told = f"of {len(outcomes)} legs {len(over)} are over it"
+    if over:
+        told += f" ({', '.join(f'{outcome.name} {outcome.longest * 1e3:.0f}' for outcome in over)})"
+    longest = statistics.median(outcome.longest for outcome in outcomes)
+    lines = [
+        f"The stream alone: {alone.longest * 1e3:.0f} ms, median {alone.middle * 1e3:.0f}; so the bound is "
+        f"{bound * 1e3:.0f} ms; {told}; the median of all longest gaps is {longest * 1e3:.0f} ms."
+    ]
+    for is_grammar in (True, False):
+        legs = [outcome for outcome in outcomes if (outcome.name in GRAMMAR_ATTACKS) is is_grammar]
+        lines += ["", "| beside | longest gap, ms | median |", "|---|---|---|"]
+        for start in range(0, len(legs), LEGS_A_ROW):
+            row = legs[start : start + LEGS_A_ROW]
+            names = "; ".join(outcome.name for outcome in row)
+            gaps = "; ".join(f"{outcome.longest * 1e3:.0f}" for outcome in row)
+            lines.append(f"| {names} | {gaps} | {'; '.join(f'{outcome.middle * 1e3:.0f}' for outcome in row)} |")
+    return "\n".join(lines)
 
 
 async def beside(target: Target, victim: bytes, name: str, seconds: float) -> Outcome:
@@ -376,8 +403,10 @@ async def campaign(names: list[str], seconds: float, model: Path | None, show: C
         show("| beside | longest gap, ms | median | memory, MiB | answers |\n|---|---|---|---|---|")
         show(alone.row())
         bound = TIMES * max(alone.longest, LEAST_GAP)
+        outcomes = []
         for name in names:
             outcome = await beside(target, victim, name, seconds)
+            outcomes.append(outcome)
             show(outcome.row())
             faults += [f"{name}: {error}" for error in outcome.errors]
             if outcome.longest > bound:
@@ -394,6 +423,8 @@ async def campaign(names: list[str], seconds: float, model: Path | None, show: C
             faults.append(f"the HTTP process holds {grown:.0f} MiB more than before")
         if log.stat().st_size > MAX_LOG_BYTES:
             faults.append(f"the log has {log.stat().st_size} bytes")
+        if names == list(ATTACKS):
+            show(f"\n{documented(alone, outcomes, bound)}")
     return faults
 
 
