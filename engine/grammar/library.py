@@ -34,6 +34,9 @@ MAX_KEPT_BYTES = 256 << 20
 """Memory of compiled grammars that nobody waits for, as trials measured it; one of over a quarter is not kept."""
 NICE = 10
 """The compiling thread leaves the processors to rounds."""
+QUICK_SECONDS = 0.005
+"""CPU time below which a thread compiles that does not: where processors are busy, one that leaves them keeps the
+interpreter's lock meanwhile, and rounds wait for it longer than compiling takes."""
 
 
 @dataclass(eq=False)
@@ -81,6 +84,7 @@ class GrammarLibrary:
         self._numbered: dict[int, Entry] = {}
         self._trials = trials or Trials(tokenizer_file, vocab_size)
         self._compiler = Threads(1, "grammar-compiler", NICE)
+        self._quick_compiler = Threads(1, "grammar-compiler-quick")
         self._copier = Threads(1, "grammar-copier")
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._read = threading.Event()
@@ -178,7 +182,8 @@ class GrammarLibrary:
             if verdict.error is not None:
                 self._settle(entry, verdict.error)
                 return
-        self._compiler.submit(lambda: self._compile(entry, verdict.form), verdict.seconds)
+        threads = self._quick_compiler if verdict.seconds < QUICK_SECONDS else self._compiler
+        threads.submit(lambda: self._compile(entry, verdict.form), verdict.seconds)
 
     def _compile(self, entry: Entry, form: str) -> None:
         with self._news:
@@ -207,6 +212,10 @@ class GrammarLibrary:
             self.num_compiled += 1
             entry.matcher = matcher
             self._numbered.pop(entry.number, None)
+        # this thread gives way to others, and whoever waits for the interpreter's lock gives way with it
+        self._copier.submit(lambda: self._hand_out_new(entry))
+
+    def _hand_out_new(self, entry: Entry) -> None:
         self._hand_out(entry)
         with self._news:
             self._shrink(entry)

@@ -65,7 +65,10 @@ def test_copies_do_not_move_each_other(library):
     assert first._matcher.is_stopped() and not second._matcher.is_stopped()
 
 
-def test_nothing_is_compiled_by_who_asks(library, monkeypatch):
+@pytest.mark.parametrize(("seconds", "compiler"), [(0.0, "grammar-compiler"), (60.0, "grammar-compiler-quick")])
+def test_nothing_is_compiled_by_who_asks(library, monkeypatch, seconds, compiler):
+    """What costs little by one that has the interpreter's lock no longer than it must."""
+    monkeypatch.setattr(library_module, "QUICK_SECONDS", seconds)
     threads = set()
 
     def watched(name):
@@ -81,7 +84,7 @@ def test_nothing_is_compiled_by_who_asks(library, monkeypatch):
         monkeypatch.setattr(library_module, name, watched(name))
     for _ in range(2):
         library.constraint(regex("a{3}"), EOS)
-    assert threads == {"grammar-compiler", "grammar-copier"}
+    assert threads == {compiler, "grammar-copier"}
 
 
 def test_refusals_are_kept(library, trials):
