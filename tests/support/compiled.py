@@ -6,8 +6,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 class _NoDevice:
     """A driver that says for which device to compile, and can run nothing."""
 
-    def __init__(self, arch: int):
+    def __init__(self, arch: int, later: bool = False):
         self.target = GPUTarget("cuda", arch, 32)
+        self.later = later
 
     def get_current_device(self) -> int:
         # Triton keeps what it has compiled by this number, and would give one architecture's kernels for another's
-        return int(self.target.arch)
+        return int(self.target.arch) + 1000 * self.later
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -36,24 +38,51 @@ class _NoDevice:
         return self.target
 
 
+class _Later:
+    """A kernel that is compiled when it is looked at. hash: of all that it is made of."""
+
+    def __init__(self, src: Any, options: dict[str, Any], compile: Callable[[], Any]):
+        self.src, self._compile = src, compile
+        self.hash = f"{src.hash()} {sorted(options.items())}"
+
+    def __getattr__(self, name: str) -> Any:
+        if "_kernel" not in self.__dict__:
+            self._kernel = self._compile()
+        return getattr(self._kernel, name)
+
+
 @contextmanager
-def compiling(arch: int = 90) -> Iterator[list[Any]]:
-    """Within it launches compile and run nothing; the list takes the kernels, in the order of their launches."""
+def compiling(arch: int = 90, later: bool = False) -> Iterator[list[Any]]:
+    """Within it launches compile and run nothing; the list takes the kernels, in the order of their launches. `later`:
+    they are compiled when more of them is looked at than what they are made of, `src` and `hash`."""
     kernels: list[Any] = []
-    run = JITFunction.run
+    run, do_compile = JITFunction.run, JITFunction._do_compile
 
     def compile_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
         return kernels[-1]
 
+    def compile_later(self: Any, *args: Any) -> Any:
+        def keep(src: Any, target: GPUTarget, options: dict[str, Any]) -> _Later:
+            return _Later(src, options, lambda: compile(src, target=target, options=options))
+
+        compile = self.compile
+        self.compile = keep
+        try:
+            return do_compile(self, *args)
+        finally:
+            self.compile = compile
+
     # not by reset_active, which looks for a device
     before = driver._active
-    driver.set_active(_NoDevice(arch))
+    driver.set_active(_NoDevice(arch, later))
     JITFunction.run = compile_kernel
+    if later:
+        JITFunction._do_compile = compile_later
     try:
         yield kernels
     finally:
-        JITFunction.run = run
+        JITFunction.run, JITFunction._do_compile = run, do_compile
         driver._active = before
 
 
@@ -61,11 +90,8 @@ class Code:
     """A kernel's machine code, by its disassembly."""
 
     def __init__(self, kernel: Any):
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            self.text = _run(CUOBJDUMP, "-sass", file.name)
-            used = re.search(r"REG:(\d+) STACK:(\d+)", _run(CUOBJDUMP, "-res-usage", file.name))
+        self.text = _disassembled(kernel.asm["cubin"])
+        used = re.search(r"REG:(\d+) STACK:(\d+)", self.text)
         assert used is not None
         self.registers, self.stack = int(used[1]), int(used[2])
         self.instructions = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", self.text, re.M)
@@ -84,5 +110,10 @@ class Code:
         return sum(op.startswith(first) for op in self.instructions[:end])
 
 
-def _run(*command: Any) -> str:
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+@cache
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

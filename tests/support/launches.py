@@ -20,9 +20,9 @@ Numbers = tuple[tuple[str, int], ...]
 class Launch:
     """A launch, by all that decides what is compiled for it.
 
-    kernel: module and function, of which two have one name. hash: of what was compiled, from its source, constants,
-    warps, and which arguments are 1 or begin at multiples of 16. numbers: the integers that were looked at for that;
-    where they differ there may be one binary today, and two for other values.
+    kernel: module and function, of which two have one name. hash: of what is compiled, its source, constants, warps,
+    and which arguments are 1 or begin at multiples of 16. numbers: the integers that were looked at for that; where
+    they differ there may be one binary today, and two for other values.
     """
 
     kernel: str
@@ -37,8 +37,8 @@ class Launch:
 
 
 def launches_of(work: Callable[[], object]) -> list[Launch]:
-    """What `work` launches, in order; nothing runs."""
-    with _numbers_looked_at() as numbers, torch.inference_mode(), compiling() as kernels:
+    """What `work` launches, in order; nothing runs, and nothing is compiled before its code is looked at."""
+    with _numbers_looked_at() as numbers, torch.inference_mode(), compiling(later=True) as kernels:
         work()
     return [_launch(kernel, given) for kernel, given in zip(kernels, numbers, strict=True)]
 

@@ -66,7 +66,8 @@ def test_no_length_of_a_prompt_chooses_a_kernel():
         )  # type: ignore[misc]
         for rows in LENGTHS
     ]
-    names = {launch.kernel.partition(".")[2] for launch in found[0]}
+    # each compiles
+    names = {launch.compiled.metadata.name for launch in found[0]}
     kinds = {
         "_mix_kernel",
         "_state_kernel",
