@@ -138,10 +138,18 @@ def test_what_is_being_compiled_is_waited_for(library, monkeypatch):
     end(library, [ticket])
 
 
+def shrunk(library):
+    """Whoever asked may have its constraint before what is kept has shrunk for it: the compiling thread's next job."""
+    done = threading.Event()
+    library._compiler.submit(done.set)
+    assert done.wait(60)
+
+
 def test_the_longest_unused_goes_first(library, monkeypatch):
     monkeypatch.setattr(library_module, "MAX_KEPT", 3)
     for source in ("a", "b", "c", "a", "d"):
         library.constraint(regex(source), EOS)
+    shrunk(library)
     end(library, [library.ask(regex("a"), EOS)])
     assert library.num_compiled == 4
     library.constraint(regex("b"), EOS)
@@ -151,6 +159,7 @@ def test_the_longest_unused_goes_first(library, monkeypatch):
 def test_what_is_kept_has_a_size(library, monkeypatch):
     monkeypatch.setattr(library_module, "MAX_KEPT_BYTES", 0)
     library.constraint(Grammar(kind="json_object"), EOS)
+    shrunk(library)
     library.constraint(Grammar(kind="json_object"), EOS)
     assert library.num_compiled == 2
 
