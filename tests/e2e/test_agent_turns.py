@@ -174,7 +174,7 @@ def test_totals_add_up_to_what_answers_told(served):
     post(server, *claude_turn(0))
 
     def get(path):
-        with urllib.request.urlopen(server.url + path, timeout=30) as response:
+        with urllib.request.urlopen(server.url + path, timeout=120) as response:
             return response.read().decode()
 
     status, capacity = json.loads(get("/v1/cache")), json.loads(get("/v1/capacity"))

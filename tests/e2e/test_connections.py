@@ -247,7 +247,7 @@ def test_an_answer_without_chunks_has_an_end(server, stream):
             answer = await reader.readuntil(b"\r\n\r\n")
             if stream:
                 # long before a connection that is kept is closed for being idle
-                return answer, await asyncio.wait_for(reader.read(), 20)
+                return answer, await asyncio.wait_for(reader.read(), 60)
             (length,) = (int(line[15:]) for line in answer.splitlines() if line.lower().startswith(b"content-length:"))
             return answer, await reader.readexactly(length)
 

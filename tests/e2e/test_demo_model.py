@@ -173,7 +173,7 @@ def test_prompt_and_text_are_those_of_transformers(values):
 def test_metrics_and_usage_count_the_same_drafts(speculated, answers):
     import urllib.request
 
-    with urllib.request.urlopen(speculated.url + "/metrics", timeout=30) as response:
+    with urllib.request.urlopen(speculated.url + "/metrics", timeout=TIMEOUT) as response:
         lines = response.read().decode().splitlines()
     series = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
     drafted = series["pilotfish_spec_decode_num_draft_tokens_total"]

@@ -191,5 +191,6 @@ def test_wrong_flags_are_explained(args, words, capsys):
 def test_help_needs_no_torch():
     code = "import sys, pilotfish.server.cli as c\ntry: c.main(['sweep', '--help'])\n"
     code += "finally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE, "env": os.environ}
+    done = subprocess.run([sys.executable, "-c", code], **options)
     assert done.returncode == 0 and "--max-num-seqs" in done.stdout

@@ -90,11 +90,12 @@ def test_a_name_that_is_no_leg_is_told(capsys):
 
 def test_what_a_leg_that_passed_left_running_ends_with_it(tmp_path):
     mark = tmp_path / "mark"
-    child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
-    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    child = "import time; time.sleep(600)"
+    code = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {child!r}])"
+    code += f"; open({str(mark)!r}, 'w').write(str(child.pid))"
     assert run(leg("leaves", code), tmp_path)["status"] == "passed"
-    time.sleep(3)
-    assert not mark.exists()
+    while is_running(mark.read_text()):
+        time.sleep(0.01)
 
 
 def test_a_measurement_waits_for_memory_and_names_who_holds_it(tmp_path, monkeypatch):

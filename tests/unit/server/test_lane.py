@@ -13,7 +13,7 @@ class Held:
         self.go, self.order = threading.Event(), []
 
     def __call__(self, name):
-        self.go.wait(20)
+        self.go.wait(120)
         self.order.append(name)
         return name
 

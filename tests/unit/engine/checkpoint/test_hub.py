@@ -91,7 +91,7 @@ def resolve(hub, home, name, *, revision=None, offline=False):
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
     environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     return subprocess.run(
-        [sys.executable, "-c", code, name, revision or ""], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, "-c", code, name, revision or ""], capture_output=True, text=True, timeout=120, env=environment
     )
 
 

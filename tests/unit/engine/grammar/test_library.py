@@ -110,7 +110,7 @@ def test_what_nobody_waits_for_is_given_up_and_nothing_is_kept_of_it(library, tr
 def test_a_drop_after_the_trial_leaves_nothing(library, monkeypatch):
     ticket = library.ask(regex("abc"), EOS)
     held = threading.Event()
-    monkeypatch.setattr(library_module, "compile_form", lambda *_: held.wait(30) and None)
+    monkeypatch.setattr(library_module, "compile_form", lambda *_: held.wait(60) and None)
     for _ in range(600):
         if not library._trials._open:
             break

@@ -69,7 +69,7 @@ def supervise(limit, *lives):
 
     async def story():
         supervisor = Supervisor(Client(*lives), RestartBudget(limit), on_ready=on_ready, on_restart=on_restart)
-        await asyncio.wait_for(supervisor.run(), 10)
+        await asyncio.wait_for(supervisor.run(), 120)
         try:
             await asyncio.wait_for(supervisor.wait_gave_up(), 0.01)
         except TimeoutError:

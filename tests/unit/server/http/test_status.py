@@ -10,7 +10,7 @@ def test_all_who_ask_meanwhile_share_one_call_that_began_after_they_asked():
 
         def scrape():
             calls.append(1)
-            go.wait(20)
+            go.wait(120)
             return b"%d" % len(calls)
 
         shared = Shared(scrape)
