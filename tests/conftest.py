@@ -23,10 +23,10 @@ torch.set_num_threads(1)
 
 
 LONGEST = (
-    "unit/kernels/cuda/test_compile_rounds.py",
     "unit/engine/check/test_mutation.py",
     "unit/engine/round/test_compiles.py",
     "unit/engine/check/test_audit.py",
+    "unit/kernels/cuda/test_compile_rounds.py",
     "unit/kernels/cuda/test_small_operators.py",
     "unit/kernels/cuda/test_run_products.py",
     "unit/engine/round/test_sit_out.py",
@@ -35,6 +35,14 @@ LONGEST = (
     "unit/kernels/cuda/test_run_delta_net.py",
     "unit/kernels/cuda/test_run_attention.py",
     "unit/kernels/cuda/test_moe_prompt.py",
+    "e2e/test_gate.py",
+    "e2e/test_command.py",
+    "e2e/test_sweep.py",
+    "e2e/test_release.py",
+    "e2e/test_release_gates.py",
+    "e2e/test_real_engine.py",
+    "e2e/test_routers.py",
+    "e2e/test_documents.py",
 )
 """The files that take longest, in this order: a file is one worker's (`make test`), and none of these is to begin when
 the others have no more to do."""
