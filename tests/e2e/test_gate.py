@@ -152,11 +152,11 @@ def test_a_model_is_served_gated_and_audited(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(audit, "subprocess", SimpleNamespace(run=run_short, PIPE=subprocess.PIPE))
     from byte_model import write_model
-    from tiny_models import build_tiny
+    from tiny_models import TWO_LAYERS, build_tiny
 
     folder = tmp_path / "tiny"
     folder.mkdir()
-    model = build_tiny(write_model(folder), "dense")
+    model = build_tiny(write_model(folder), "dense", **TWO_LAYERS)
     only = "k served,trunk,head rank,kernel routes,KV dtype,metrics,full audit"
     flags = ["--num-speculative-tokens", "1", "--max-num-seqs", "1", "--max-model-len", "1024", "--num-threads", "1"]
     flags += ["--kv-cache-dtype", "fp8"]

@@ -26,13 +26,10 @@ from pilotfish.engine.grammar.library import GrammarLibrary
 from pilotfish.engine.link.messages import Submit
 from pilotfish.engine.loop import EngineLoop
 from tests.mutation.mutants import files
-from tests.support.tiny_models import build_tiny
+from tests.support.tiny_models import TWO_LAYERS, build_tiny
 
 RUNS = ((3, 4, True), (5, 3, True), (2, 4, False), (1, 4, True))
 """Depth, batch and whether drafts are forced: of the audit, and of the comparison without it."""
-SMALL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-
-
 LEFT_OUT = ("0-greedy", "stop-2", "bad-words-2", "choice-1", "short-2", "json-schema")
 """Second requests of a kind: a mutant is judged in a second or two."""
 
@@ -59,7 +56,7 @@ class Subject:
 
     def __init__(self, folder: Path):
         flags = ["--max-depth", "8", "--max-batch", "4", "--num-prompts", "1", "--max-tokens", "9"]
-        made = make_auditor(parse([str(build_tiny(folder, "hv_gt_hk", **SMALL)), *flags]))
+        made = make_auditor(parse([str(build_tiny(folder, "hv_gt_hk", **TWO_LAYERS)), *flags]))
         made.run_reference()
         self.model, self.plan, self.rules = made.model, made.plan, made.rules
         self.requests = [request for request in made.requests if request.request_id not in LEFT_OUT]

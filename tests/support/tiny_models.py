@@ -22,6 +22,8 @@ from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight, quantize
 
 VOCAB_SIZE = 320
 KINDS = ("dense", "moe", "hv_gt_hk", "tied", "vl", "vl_moe")
+TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+"""Overrides of a config, for what takes long: one layer of each kind."""
 
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

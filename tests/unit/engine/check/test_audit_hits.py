@@ -18,7 +18,7 @@ from pilotfish.engine.link.messages import StepReport, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.kernels.attention import PAGE
 from tests.support.rounds import GREEDY, make_engine, random_prompt
-from tests.support.tiny_models import build_tiny
+from tests.support.tiny_models import TWO_LAYERS, build_tiny
 
 LOOK_UP = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
@@ -26,7 +26,7 @@ LOOK_UP = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max":
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Room for two boundaries."""
-    return build_tiny(tmp_path_factory.mktemp("hits") / "moe", "moe", max_position_embeddings=3 * PAGE)
+    return build_tiny(tmp_path_factory.mktemp("hits") / "moe", "moe", max_position_embeddings=3 * PAGE, **TWO_LAYERS)
 
 
 def auditor_of(folder, *more):
