@@ -292,6 +292,10 @@ class Choice:
         """The rest: an unfinished character becomes U+FFFD, held text was no stop string after all."""
         rest = self._detokenizer.flush()
         self._num_chars += len(rest)
+        if rest and self._unsettled:
+            # it is certain now that nothing came after it
+            last = self._unsettled[-1]
+            self._unsettled[-1] = msgspec.structs.replace(last, text=last.text + rest)
         shown, _ = self._stops.push((self._opening or "") + self._wrapper + rest, armed=False)
         self._wrapper = ""
         self._show(shown + self._stops.flush())

@@ -25,12 +25,12 @@ def token(text, number, origin=None):
 EXPECTED = [token(*entry) for entry in RUNS]
 
 
-def ask(client, api, prompt, **fields):
+def ask(client, api, prompt, *, max_tokens=100, **fields):
     if api == "chat":
         return client.chat.completions.create(
-            model="scripted", messages=[{"role": "user", "content": prompt}], max_tokens=100, **fields
+            model="scripted", messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, **fields
         )
-    return client.completions.create(model="scripted", prompt=prompt, max_tokens=100, **fields)
+    return client.completions.create(model="scripted", prompt=prompt, max_tokens=max_tokens, **fields)
 
 
 def of(choice):
@@ -80,6 +80,18 @@ def test_each_choice_has_its_own_rounds_and_a_character_comes_with_its_last_byte
     expected = [("a", 0), ("", 1), ("", 1), ("€", 2), ("b", 2)]
     for choice in answer.choices:
         assert [(entry["text"], entry["round"]) for entry in of(choice)] == expected
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_character_that_the_limit_cuts_is_in_the_trace_as_in_the_text(client, api, size):
+    prompt = script(reply="a€b", runs=[2])
+    choice = ask(client, api, prompt, extra_body=TRACE, max_tokens=size).choices[0]
+    text = choice.message.content if api == "chat" else choice.text
+    assert text == {2: "a\ufffd", 3: "a\ufffd", 4: "a€"}[size] and len(of(choice)) == size
+    assert "".join(entry["text"] for entry in of(choice)) == text
+    chunks = ask(client, api, prompt, extra_body=TRACE, max_tokens=size, stream=True)
+    assert [entry for chunk in chunks for one in chunk.choices for entry in of(one) or []] == of(choice)
 
 
 def test_a_stop_string_cuts_the_trace_as_it_cuts_the_tokens(client):
