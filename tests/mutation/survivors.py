@@ -2,9 +2,16 @@
 """Mutants that the audit does not name, and why that is right: they change no text, or nothing at all."""
 
 SURVIVORS: dict[str, str] = {
-    "Reading.__init__: piece.start < piece.end -> piece.start <= piece.end": ("no prompt here is found whole"),
-    "FirstToken.report: SequenceReport(self._piece.slot, tokens, 0, 0, bool(stopped), bool(done), bool(nans[:committed].any()), None if self._logprobs is None else self._logprobs.read(tokens), prompt_logprobs=self._prompt_logprobs, num_forced=num_forced(tokens, self._forced)) -> SequenceReport(self._piece.slot, tokens, 1, 0, bool(stopped), bool(done), bool(nans[:committed].any()), None if self._logprobs is None else self._logprobs.read(tokens), prompt_logprobs=self._prompt_logprobs, num_forced=num_forced(tokens, self._forced))": (
-        "what is told of drafts after a prompt"
+    "Reading.end: first is not None and (not launches) and first.report.done -> first is not None and launches and first.report.done": (
+        "the head reads for a sequence that its first token has ended"
+    ),
+    "LaunchedRound._report: first + committed -> first - committed": ("no logits here hold NaN"),
+    "SlotGrammars.forced: if not self.constraints: return [[] for _ in slots] -> if self.constraints: return [[] for _ in slots]": (
+        "what is told of forced tokens"
+    ),
+    "_keep_first: ranks > 0 -> ranks >= 0": ("nothing stands before the likeliest, and no top_p here is 0"),
+    "_keep_first: top_p_R < 1 -> top_p_R < 2": (
+        "no sum of probabilities here is rounded up to 1 before the last token"
     ),
     "RoundExecutor.graph_bytes: self.graphs.counts.num_bytes + self.prompt_graphs.counts.num_bytes -> self.graphs.counts.num_bytes - self.prompt_graphs.counts.num_bytes": (
         "what is told of memory"
@@ -16,9 +23,6 @@ SURVIVORS: dict[str, str] = {
         "what is forced is drafted, and a wrong draft refused"
     ),
     "Constraint.forced: (1, num_words) -> (2, num_words)": ("a second row that nobody reads"),
-    "LaunchedRound._report: any(is_nan[first:first + committed]) -> all(is_nan[first:first + committed])": (
-        "no logits here hold NaN"
-    ),
     "MtpHead.reads_history: return False -> return True": ("positions are kept that nobody reads"),
     "MtpHead.record: round.mark('repair') -> pass": ("seconds of a phase"),
     "RoundExecutor._fit: if not self.ops.fixed_shapes: return Work(Shape(count, batch.depth), next_depth if self.head_on else None, flags) -> if self.ops.fixed_shapes: return Work(Shape(count, batch.depth), next_depth if self.head_on else None, flags)": (
@@ -42,7 +46,6 @@ SURVIVORS: dict[str, str] = {
     ),
     "TorchOperators.take_compiled: return 0 -> return 1": ("what is told of compilations"),
     "_choose_freely: flags & BIASED -> flags | BIASED": ("a bias of 0 is added"),
-    "_keep_first: before >= top_p_R[:, None] -> before > top_p_R[:, None]": ("no sum of probabilities is top_p itself"),
     "banned_rows: flags & bit -> flags | bit": ("rules are looked at that no request of the batch has"),
     "commit: flags & PENALISED -> flags | PENALISED": ("histories are kept that no request reads"),
     "early_stops: vocab + 1 -> vocab + 2": ("one more column is cut off"),
