@@ -48,7 +48,8 @@ class Report:
         verdict = "FAIL" if result.findings else "ok"
         line = f"{result.name:<34} {verdict:<4} {result.num_tokens:>5} tokens {result.num_rows:>7} rows"
         first = f"first draft {result.first_draft_acceptance:.3f}"
-        tqdm.write(f"{line}  acceptance length {result.acceptance_length:.2f}, {first}", file=sys.stdout)
+        together = f", up to {result.most_at_once} at once" if result.most_at_once else ""
+        tqdm.write(f"{line}  acceptance length {result.acceptance_length:.2f}, {first}{together}", file=sys.stdout)
         for finding in result.findings:
             tqdm.write(f"    {finding}", file=sys.stdout)
 

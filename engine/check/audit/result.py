@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pilotfish.engine.check.audit.transcript import Finding
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Outcome of one (k, batch, drafts) run. `num_rows`: rows of tensors that the reference has too."""
+    """Outcome of one (k, batch, drafts) run. `num_rows`: rows of tensors that the reference has too. `most_at_once`:
+    sequences that any round had, 0 where it was not looked at."""
 
     name: str
     findings: list[Finding]
@@ -20,6 +21,7 @@ class RunResult:
     num_accepted: int = 0
     num_first_drafted: int = 0
     num_first_accepted: int = 0
+    most_at_once: int = field(default=0, kw_only=True)
 
     @property
     def first_draft_acceptance(self) -> float:

@@ -43,6 +43,9 @@ MAX_BOOK_ROWS = 64
 MAX_RAW = 8
 """Requests whose rows are held against one pass over their text."""
 SPARE_STEPS = 64
+PAUSES_EVERY, PAUSING_STEPS = 32, 8
+"""Of so many steps of the engine prompts pause in the first few."""
+UNBROKEN = 1 << 30
 MAX_MASK_SECONDS = 60.0
 
 
@@ -155,7 +158,8 @@ class Auditor:
         if not captured:
             findings += unseen(name, self.reference, got) + self._compare_drafts(name, depth, got)
         num_rows = self.compared.add(self.reference, got)
-        result = RunResult(name, findings, sum(len(t.tokens) for t in got.values()), num_rows, *recorder.totals)
+        num_tokens = sum(len(transcript.tokens) for transcript in got.values())
+        result = RunResult(name, findings, num_tokens, num_rows, *recorder.totals, most_at_once=recorder.most_at_once)
         if not forced:
             self._own[depth] = result
         return result
@@ -224,10 +228,7 @@ class Auditor:
         if self.matchers is not None:
             engine = dataclasses.replace(engine, grammars=cast(GrammarLibrary, self.matchers))
             engine.executor.grammars.steps = self.matchers.steps
-        loop = EngineLoop(engine)
-        # prompts that pause wherever they can, beside others, are held to those that were read at once
-        loop.pauses_after = 1
-        return loop
+        return EngineLoop(engine)
 
     def run_to_end(
         self,
@@ -247,6 +248,9 @@ class Auditor:
         tokens = sum(request.sampling.max_tokens for request in requests)
         most = begun + SPARE_STEPS + 2 * tokens + pauses * chunks
         while loop.has_work() and recorder.num_steps < most:
+            # prompts that pause wherever they can, beside others, are held to those that were read at once; but while
+            # one pauses so often those beside it come to their ends, and batches would never fill up
+            loop.pauses_after = 1 if recorder.num_steps % PAUSES_EVERY < PAUSING_STEPS else UNBROKEN
             recorder.step()
             if forcer is not None:
                 forcer.force()

@@ -54,7 +54,7 @@ class Transcript:
 
 class Recorder:
     """An observer that files digests by request and keeps only rows whose input was committed. Without `rows` it looks
-    at tokens alone. `keep`: rows of logits a request that are kept as they are."""
+    at tokens alone. `keep`: rows of logits a request that are kept as they are. `most_at_once`: sequences a round."""
 
     def __init__(self, loop: EngineLoop, requests: Iterable[Submit], rows: bool = True, keep: int = 0):
         self.loop, self.rows, self.keep = loop, rows, keep
@@ -62,7 +62,7 @@ class Recorder:
         self.transcripts = {request: Transcript() for request in self.prompts}
         # rounds of sequences, drafted and accepted tokens, first drafts and accepted ones
         self.totals = [0] * 5
-        self.num_steps = 0
+        self.num_steps, self.most_at_once = 0, 0
         self._seen: list[tuple[str, int, str, bytes]] = []
         if rows:
             loop.executor.observers.append(self.observe)
@@ -89,7 +89,9 @@ class Recorder:
         report = self.loop.step()
         self.num_steps += report is not None
         ended = set()
-        for output in report.outputs if report is not None else ():
+        outputs = report.outputs if report is not None else []
+        self.most_at_once = max(self.most_at_once, sum(output.round > 0 for output in outputs))
+        for output in outputs:
             transcript = self.transcripts[output.request_id]
             transcript.error = output.error
             drafted, accepted = output.num_drafted, output.num_accepted

@@ -64,6 +64,8 @@ def test_a_sound_engine_passes_at_the_ends_of_depth_and_batch(folder):
     forced = [result for result in results if "forced" in result.name]
     # n = 0..k in turn: the mean of accepted drafts is near k / 2
     assert all(result.num_accepted > result.num_rounds / 3 for result in forced)
+    # pauses let nobody's neighbours end before a batch is full
+    assert [result.most_at_once for result in forced] == [1, 3] * 2
 
 
 def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
