@@ -1,6 +1,6 @@
 """GatedDeltaNet and attention windows on a GPU against the bytes they must move, and the prompt's operators.
 
-    python tests/bench/bench_kernels_state.py [--models 35B-A3B,27B] [--contexts 1024,32768,131072] [--batches 1,4,16]
+    python -m tests.bench.bench_kernels_state [--models 35B-A3B,27B] [--contexts 1024,32768,131072] [--batches 1,4,16]
         [--widths 1,4,9] [--kv bf16,fp8] [--parts] [--tune] [--prefill]
 
 Regime: one layer of a decoding round; as many layers' states, or contexts, in turn as pass the L2. A time is that of
@@ -22,15 +22,16 @@ from typing import Any
 
 import torch
 import triton
-from bench_kernels_linear import LAUNCHES, PAST_L2, RATE, in_graph
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from pilotfish.kernels.attention import PAGE, prefill_attention
 from pilotfish.kernels.cuda import attention, delta_net, delta_prefill
 from pilotfish.kernels.cuda.attention import AttentionScratch, RowPlan, attention_window, plan_rows
-from pilotfish.kernels.cuda.delta_net import DeltaScratch, gdn_window, gdn_window_reference, pending_width
+from pilotfish.kernels.cuda.delta_net import DeltaScratch, gdn_window, pending_width
 from pilotfish.kernels.rope import inverse_frequencies
+from tests.bench.bench_kernels_linear import LAUNCHES, PAST_L2, RATE, in_graph
+from tests.support.kernel_references import gdn_window_reference
 
 EPS = 1e-6
 MOST = 9

@@ -101,7 +101,7 @@ def bench_legs() -> list[Leg]:
         _bench("rounds-first", f"{moe} --k 0 --batch 1 --enforce-eager --tokens 64"),
         _bench("rounds-35B", f"{moe} --k 0,3 --batch 1,2,4,8 --profile"),
         _bench("linear", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 1,4,8,16"),
-        _bench("state", "tests/bench/bench_kernels_state.py --contexts 1024,32768 --batches 1,4 --widths 1,4"),
+        _bench("state", "-m tests.bench.bench_kernels_state --contexts 1024,32768 --batches 1,4 --widths 1,4"),
         _bench("small", "-m tests.bench.bench_kernels_small --rows 1,4,16"),
         _bench("rounds-27B", f"{dense} --k 0,3 --batch 1,2,4,8 --profile"),
         _bench("rounds-mixed", f"{moe} --dummy-layout mixed --k 0,3 --batch 1,4"),
@@ -109,7 +109,7 @@ def bench_legs() -> list[Leg]:
         _bench("rounds-long", f"{moe} --k 0,3 --batch 1,4 --context 32768 --tokens 128"),
         _bench("starts", f"{moe} --k 0,3 --batch 1,4 --first-requests --admission 8192"),
         _bench("prompt-long", f"{moe} --k 0,3 --batch 1 --context 8192 --tokens 32 --profile"),
-        _bench("prefill", "tests/bench/bench_kernels_state.py --prefill"),
+        _bench("prefill", "-m tests.bench.bench_kernels_state --prefill"),
         _bench("prefill-experts", "tests/bench/bench_kernels_prefill.py"),
         _bench(
             "linear-tune",

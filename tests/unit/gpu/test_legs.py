@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -140,3 +142,21 @@ def test_every_file_of_tests_has_a_leg():
 
 def test_the_audit_s_legs_are_all_of_its_parameters():
     assert list(RUNS) == list(legs.AUDITED)
+
+
+IMPORTS = """
+import runpy, sys
+for script in sys.argv[1:]:
+    run = runpy.run_path if script.endswith(".py") else runpy.run_module
+    run(script, run_name="imported")
+"""
+
+
+def test_every_benchmark_finds_what_it_imports():
+    """Without a GPU a leg's script is never run, and what it asks for may have moved."""
+    words = [leg.command for leg in legs.bench_legs()]
+    scripts = {command[1] if command[0] == "-m" else command[0] for command in words}
+    mine = sorted(script for script in scripts if script.startswith("tests"))
+    assert len(mine) >= 8
+    imported = subprocess.run([sys.executable, "-c", IMPORTS, *mine], cwd=legs.ROOT, capture_output=True, text=True)
+    assert imported.returncode == 0, imported.stderr[-2000:]
