@@ -33,9 +33,6 @@ from pilotfish.spec.slots import (
 
 See = Callable[[str, torch.Tensor], None]
 
-FEW = 128
-"""Up to this top_k the first tokens are found without sorting all."""
-
 
 def choose(
     logits_RV: torch.Tensor,
@@ -120,22 +117,9 @@ def keep_probable(scaled: torch.Tensor, min_p_R: torch.Tensor) -> torch.Tensor:
 
 def keep_first(scaled: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     """Scores of the top_k likeliest tokens (V: all), and of these the fewest that have top_p of the mass (1: all)."""
-    if scaled.device.type != "cpu" or not bool((few := top_k_R <= FEW).any()):
-        return _keep_first(scaled, top_k_R, top_p_R, _in_order(scaled))
-    if bool(few.all()):
-        # the null slot, which takes the place of sequences that sit a round out, has a top_k of 0
-        return _keep_first(scaled, top_k_R, top_p_R, _first_in_order(scaled, max(1, int(top_k_R.max()))))
-    kept = torch.empty_like(scaled)
-    for rows in (few, ~few):
-        kept[rows] = keep_first(scaled[rows], top_k_R[rows], top_p_R[rows])
-    return kept
-
-
-def _keep_first(
-    scaled: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, order: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    """`order`: the rows' scores in descending order, [R, V], and the ids of as many of them as are ever kept."""
-    ordered, ids = order
+    # the null slot, which takes the place of sequences that sit a round out, has a top_k of 0; a GPU is not waited for
+    most = max(1, int(top_k_R.max())) if scaled.device.type == "cpu" else scaled.shape[-1]
+    ordered, ids = _first_in_order(scaled, most)
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)
     ordered = ordered.masked_fill(ranks >= top_k_R[:, None], float("-inf"))
     probabilities = ordered.softmax(-1)
@@ -146,19 +130,20 @@ def _keep_first(
     return torch.full_like(ordered, float("-inf")).scatter_(-1, ids, ordered[:, : ids.shape[1]])
 
 
-def _in_order(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest first, of equals the lower id."""
-    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    return ordered, ids
+def _in_order(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest first, of equals the one that stands first."""
+    ordered, places = scores.sort(dim=-1, descending=True, stable=True)
+    return ordered, places
 
 
 def _first_in_order(scaled: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, but -inf from rank `most` on, where nothing is kept: without a sort of the whole vocabulary, which on a
-    CPU takes more than everything else about a choice."""
+    """Scores [R, V], the likeliest first, of equals the lower id, and the ids of those that may be kept: all, or the
+    first `most`, with -inf from there on. That spares a sort of the whole vocabulary, which on a CPU takes more than
+    everything else about a choice."""
     if 2 * most >= scaled.shape[-1]:
         return _in_order(scaled)
     ids = scaled.topk(2 * most).indices.sort(dim=-1).values
-    first, places = scaled.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    first, places = _in_order(scaled.gather(-1, ids))
     # if the last kept one has equals that were left out, others may be the lower ids; not so with NaN, nor where it is
     # -inf, for then the order does not matter
     last_kept, last = first[:, most - 1], first[:, -1]

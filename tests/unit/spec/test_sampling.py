@@ -304,17 +304,20 @@ def scores_with_equals(kind, generator):
 def test_first_tokens_found_without_a_sort_are_those_of_the_sort(kind, monkeypatch):
     scaled = scores_with_equals(kind, torch.Generator().manual_seed(3))
     top_p = torch.tensor([1.0, 0.9, 0.5, 0.2, 1.0, 0.99])
-    for top_k in (torch.arange(1, 7) * 10, torch.tensor([1, 128, 129, 1000, 20, 20]), torch.full((6,), 20)):
+    for top_k in (torch.arange(1, 7) * 10, torch.tensor([1, 128, 129, 400, 20, 20]), torch.full((6,), 20)):
         quick = sampling.keep_first(scaled, top_k, top_p)
-        monkeypatch.setattr(sampling, "FEW", 0)
+        monkeypatch.setattr(sampling, "_first_in_order", lambda scaled, most: sampling._in_order(scaled))
         assert torch.equal(quick.view(torch.int32), sampling.keep_first(scaled, top_k, top_p).view(torch.int32))
         monkeypatch.undo()
 
 
 def test_a_small_top_k_sorts_no_vocabulary(monkeypatch):
-    monkeypatch.setattr(sampling, "_in_order", None)
+    widths = []
+    sort = sampling._in_order
+    monkeypatch.setattr(sampling, "_in_order", lambda scores: (widths.append(scores.shape[1]), sort(scores))[1])
     scaled = torch.randn(4, 1000, generator=torch.Generator().manual_seed(3))
     kept = sampling.keep_first(scaled, torch.tensor([1, 2, 100, 128]), torch.ones(4))
+    assert widths == [256]
     assert (kept > float("-inf")).sum(1).tolist() == [1, 2, 100, 128]
 
 
