@@ -82,6 +82,20 @@ def test_experts_load_wide_and_early(rows):
         assert code.loads["LDG.E.128"] > 0
 
 
+@pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (4096, 10)])
+def test_combine_asks_for_all_at_once(hidden, top_k):
+    """The assembler would load two parts of a row at a time, as many ways to the L2 one after the other."""
+    x, parts, factors = torch.zeros(1, hidden), torch.zeros(1, top_k + 1, hidden).bfloat16(), torch.zeros(1, top_k)
+    with compiling() as kernels:
+        moe.combine(parts, factors, torch.zeros(1), x, torch.zeros(hidden), 1e-6, x.bfloat16(), True)
+    code = Code(kernels[0])
+    assert code.stack == 0 and code.count("LDL") == code.count("STL") == 0
+    for first in ("FMUL", "FFMA", "FADD"):
+        assert code.before("LDG", first) == code.count("LDG") == 2 * (top_k + 1) + 4
+    # of them the norm's scale alone before the wait
+    assert code.before("LDG", "ACQBULK") == 2
+
+
 def weights_before_waits(code: Code) -> list[Counter[str]]:
     """For each wait, the loads of weights between it and the end of the way that stands before it."""
     found, begin = [], 0
