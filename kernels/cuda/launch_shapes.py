@@ -22,7 +22,8 @@ class LaunchShape:
     product, which the warps have in turn.
 
     tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x;
-    split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes.
+    split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes;
+    pinned: a step's loads and arithmetic stay apart (mma.products; experts alone).
     """
 
     warps: int
@@ -33,6 +34,7 @@ class LaunchShape:
     segments: int = 0
     split: int = 1
     registers: int = 0
+    pinned: bool = False
 
 
 def choose_shape(
