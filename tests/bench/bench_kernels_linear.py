@@ -303,7 +303,7 @@ def bench_experts(formats: list[Format], rows: list[int]) -> None:
                 report(title, count, routed.num_bytes, plain, pdl, distinct=round(routed.distinct, 1))
 
 
-def tune_experts(formats: list[Format], rows: list[int]) -> None:
+def tune_experts(formats: list[Format], rows: list[int], keep_bits: bool) -> None:
     """Launch shapes of gate_up and of down, each with the other's chosen now."""
     for format, name in combinations(formats, EXPERTS):
         layer = random_experts(format, name)
@@ -313,9 +313,13 @@ def tune_experts(formats: list[Format], rows: list[int]) -> None:
             part = group.down if down else group.gate_up
             tiles = part.num_tiles // group.num_experts
             chosen = chosen_by(part.format, tiles, part.num_units, count)
+            # gate's and up's tiles take turns
+            all_warps, all_tiles = (chosen.warps,) if keep_bits else (1, 2, 4, 8), (1, 2, 4, 8) if down else (2, 4, 8)
             tried = [
-                LaunchShape(warps, most, chosen.row_tiles, stages, ahead)
-                for warps, most, stages, ahead in combinations((1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (0, 1, 2, 3))
+                LaunchShape(warps, most, chosen.row_tiles, stages, ahead, pinned=pinned)
+                for warps, most, stages, ahead, pinned in combinations(
+                    all_warps, all_tiles, (1, 2, 4), (0, 1, 2, 3), (False, True)
+                )
                 if part.num_units % warps == 0 and most * stages <= 8 and most * chosen.row_tiles <= 8
                 if stages <= part.num_units // warps and ahead <= min(stages, part.num_units // warps - 1)
             ]
@@ -343,7 +347,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,32,64,256")
     parser.add_argument("--shapes", help="as 12288x2048,...; all of the list if not given")
     parser.add_argument("--tune", action="store_true", help="try launch shapes, at --rows")
-    parser.add_argument("--keep-bits", action="store_true", help="with --tune products: only shapes of the same bits")
+    parser.add_argument("--keep-bits", action="store_true", help="with --tune: only shapes of the same bits")
     parser.add_argument("--no-products", action="store_true")
     parser.add_argument("--no-experts", action="store_true")
     args = parser.parse_args()
@@ -360,7 +364,7 @@ def main() -> None:
         if not args.no_products:
             tune_products(formats, rows, shapes, args.keep_bits)
         if not args.no_experts:
-            tune_experts(formats, rows)
+            tune_experts(formats, rows, args.keep_bits)
         return
     if not args.no_products:
         bench_products(formats, rows, shapes)
