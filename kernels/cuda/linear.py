@@ -209,6 +209,7 @@ def _rows_kernel(
     PLAIN_SHARES: gl.constexpr,
     PLAIN_STAGES: gl.constexpr,
     PLAIN_AHEAD: gl.constexpr,
+    PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Program (j, i, s): tiles i MT ..., rows j NT 8 ... of x, the s-th of SPLIT parts of K; those of the same weights
@@ -286,7 +287,7 @@ def _rows_kernel(
         SPLIT,
         STAGES,
         X_AHEAD,
-        False,
+        PINNED,
         PDL,
     )
 
@@ -466,6 +467,7 @@ def launch(
         PLAIN_SHARES=other.warps,
         PLAIN_STAGES=other.stages,
         PLAIN_AHEAD=other.x_ahead,
+        PINNED=shape.pinned,
         PDL=pdl,
         num_warps=shape.warps,
         # variants for more rows are compiled apart, and round alike

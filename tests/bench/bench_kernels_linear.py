@@ -219,7 +219,8 @@ def tuned_shapes(part: Packed, rows: int, keep_bits: bool, segments: int) -> Ite
             steps, turns = part.num_units // parts // warps, segments // parts // warps
             if stages <= steps and ahead <= min(stages, steps - 1) and tiles * row_tiles * stages <= 16 and turns:
                 registers = 168 if tiles * row_tiles > 4 else 0
-                yield LaunchShape(warps, tiles, row_tiles, stages, ahead, segments, parts, registers)
+                for pinned in (False, True):
+                    yield LaunchShape(warps, tiles, row_tiles, stages, ahead, segments, parts, registers, pinned)
         return
     all_warps = (chosen.warps,) if keep_bits else (4, 8, 16)
     for warps, tiles, stages, ahead in combinations(all_warps, (1, 2, 4), (1, 2, 3, 4, 6, 8), (0, 1, 3)):
@@ -229,7 +230,7 @@ def tuned_shapes(part: Packed, rows: int, keep_bits: bool, segments: int) -> Ite
             continue
         steps = part.num_units // warps
         if stages <= steps and ahead <= min(stages, steps - 1):
-            yield LaunchShape(warps, tiles, row_tiles, stages, ahead)
+            yield from (LaunchShape(warps, tiles, row_tiles, stages, ahead, pinned=pinned) for pinned in (False, True))
 
 
 def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool) -> None:

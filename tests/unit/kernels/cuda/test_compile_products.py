@@ -7,6 +7,7 @@ spills; few instructions a weight. A change that loses one of these is slower by
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -107,6 +108,31 @@ def test_combine_asks_for_all_at_once(hidden, top_k):
         assert code.before("LDG", first) == code.count("LDG") == 2 * (top_k + 1) + 4
     # of them the norm's scale alone before the wait
     assert code.before("LDG", "ACQBULK") == 2
+
+
+@pytest.mark.parametrize(
+    ("format", "height", "width", "segments"),
+    # q|gate|k|v, output products and router of the 35B-A3B, output product of the 27B
+    [
+        (Format.NVFP4, 9216, 2048, 0),
+        (Format.NVFP4, 2048, 4096, 8),
+        (Format.BF16, 257, 2048, 0),
+        (Format.NVFP4, 5120, 6144, 8),
+    ],
+)
+def test_x_of_a_step_is_asked_for_at_once(format, height, width, segments):
+    """The assembler would put loads of x between the first products, each as far from its own as the L2 is."""
+    part = empty(format, height, width)
+    shape = launch_shapes.choose_shape(part, 1, segments=segments)
+    x, out = (torch.empty((1, size), dtype=torch.bfloat16, device="meta") for size in (width, height))
+    with compiling() as kernels:
+        linear.launch(part, x, out, shape, False, True)
+    code = Code(kernels[0])
+    assert shape.pinned and code.stack == 0 and code.registers <= 104
+    assert code.before("LDG.E.128", "HMMA") >= 4 * (1 + shape.x_ahead)
+    between = [op for op in code.instructions if op == "LDG.E.128" or op.startswith("HMMA")]
+    changes = sum(a != b for a, b in pairwise(between))
+    assert changes <= 2 * (part.num_units // shape.warps)
 
 
 def weights_before_waits(code: Code) -> list[Counter[str]]:
