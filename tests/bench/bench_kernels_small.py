@@ -22,8 +22,10 @@ import triton
 from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.cuda import commit, norm, router, sample
+from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.warm import compile_all
-from tests.bench.bench_kernels_linear import PAST_L2, RATE, in_graph
+from tests.bench.bench_kernels_linear import PAST_L2, RATE, in_graph, random_weight
 from tests.support.device_reference import Reference
 
 VOCAB, TRIMMED = 248320, 32768
@@ -86,12 +88,47 @@ def small_cases(rows: int) -> Iterator[Case]:
             router.route(logits, experts, *out, pdl)
 
         yield f"route {experts} top {top_k}", logits.nbytes, route
+    yield from router_cases(rows)
     verdicts = commit.Verdicts.empty(len(slots), "cuda")
     yield (
         "accept_commit",
         len(slots) * 1200,
         lambda number, pdl: commit.accept_commit(tokens, slots, state, verdicts, width, 3, pdl=pdl),
     )
+
+
+def router_cases(rows: int) -> Iterator[Case]:
+    """A layer's norm, router and choice, of 40 layers' weights in turn: as three launches and, of few rows, as one. The
+    output product stands before them as in a round: what is asked for ahead of the wait is asked for beside it."""
+    layers = [PackedLinear([bf16(257, 2048)]) for _ in range(40)]
+    # past the L2, as weights of a round are
+    before = [PackedLinear([random_weight(Format.NVFP4, 2048, 4096)], segments=8) for _ in range(16)]
+    mixed = bf16(rows, 4096)
+    x, h, delta = torch.zeros(rows, 2048, device="cuda"), bf16(rows, 2048), bf16(rows, 2048)
+    scale, logits = torch.ones(2048, device="cuda"), torch.zeros(rows, 257, device="cuda")
+    ids = torch.zeros(rows, 8, dtype=torch.int32, device="cuda")
+    out = (torch.zeros(rows, 8, device="cuda"), ids, torch.zeros(rows, device="cuda"))
+    scratch = router.RouterScratch.make(256, torch.device("cuda"))
+
+    def product(number: int, pdl: bool) -> None:
+        before[number % len(before)].rows(mixed, delta, pdl)
+
+    def three(number: int, pdl: bool) -> None:
+        product(number, pdl)
+        norm.add_norm(x, delta, scale, EPS, h, pdl=pdl)
+        layers[number % len(layers)].rows(h, logits, pdl)
+        router.route(logits, 256, *out, pdl)
+
+    def one(number: int, pdl: bool) -> None:
+        product(number, pdl)
+        router.add_norm_route(x, delta, scale, EPS, layers[number % len(layers)], h, *out, scratch, pdl)
+
+    product_bytes = before[0].num_bytes
+    num_bytes = product_bytes + layers[0].num_bytes + rows * 2048 * 12
+    yield "router: output product 2048x4096 alone", product_bytes, product
+    yield "router: with norm, router, choice in three launches", num_bytes, three
+    if router.takes(layers[0], rows):
+        yield "router: with norm, router, choice in one launch", num_bytes, one
 
 
 def choose_cases(rows: int) -> Iterator[Case]:
