@@ -1,6 +1,6 @@
 """The small operators on a GPU: embedding, norms, router, commit, and choosing over a full and a trimmed vocabulary.
 
-    python -m tests.bench.bench_kernels_small [--rows 1,4,8,16] [--only choose]
+    python -m tests.bench.bench_kernels_small [--rows 1,4,8,16] [--only choose] [--no-choose]
 
 Regime: decoding, 1 .. 16 rows, launch-bound but for `choose`, whose limit is the logits' bytes over the memory's rate
 (4.37 TB/s of an H200; "cold": as many logits in turn as pass the L2; "warm": just written, as in a round). A time is
@@ -128,6 +128,12 @@ def router_cases(rows: int) -> Iterator[Case]:
     yield "router: output product 2048x4096 alone", product_bytes, product
     yield "router: with norm, router, choice in three launches", num_bytes, three
     if router.takes(layers[0], rows):
+        found = []
+        for launch in (three, one):
+            x.zero_()
+            launch(0, False)
+            found.append([part.clone() for part in (x, h, *out)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "bits of one launch are not those of three"
         yield "router: with norm, router, choice in one launch", num_bytes, one
 
 
@@ -178,13 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,4,8,16")
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--no-choose", action="store_true", help="not even made: logits, and their kernels")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     frame = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     print(json.dumps(frame), flush=True)
     for rows in (int(count) for count in args.rows.split(",")):
-        for cases in (small_cases, choose_cases):
+        for cases in (small_cases, choose_cases)[: 1 if args.no_choose else 2]:
             for name, num_bytes, launch in cases(rows):
                 if args.only not in name:
                     continue
