@@ -28,9 +28,9 @@ MERGED = 32
 MAX_SEQUENCES = 256
 MAX_LAG = 1
 """How far past its position a cache may store an entry (a draft head's does)."""
-STAGES = 5
-"""Pipeline stages of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152
-KB), 7 three. Where multiprocessors have less shared memory, 4: one buffer. No bit depends on it."""
+STAGES = 3
+"""Pipeline stages of the loop over units: 3 give two buffers for keys and values (152 KB), 4 three. Where
+multiprocessors have less shared memory, 2: one buffer. No bit depends on it."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -170,7 +170,7 @@ def attention_window(
     kv, dim = k_cache.shape[1], k_cache.shape[3]
     heads, half, batch = len(qk_norm) - kv, plan.cos.shape[1], len(slots)
     num_rows, fp8 = batch * width, k_cache.element_size() == 1
-    assert 0 <= lag <= MAX_LAG
+    assert 0 <= lag <= MAX_LAG and CHUNK <= 2 * PAGE
     _check(projected, tables, k_cache, v_cache, qk_norm, scratch, out, num_rows)
     most_programs, stages = _limits(out.device)
     sizes = {"H": heads, "KV": kv, "D": dim, "PDL": pdl}
@@ -198,7 +198,7 @@ def _limits(device: torch.device) -> tuple[int, int]:
         return 1, STAGES
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return properties["multiprocessor_count"], STAGES if properties["max_shared_mem"] >= 160 << 10 else 4
+    return properties["multiprocessor_count"], STAGES if properties["max_shared_mem"] >= 160 << 10 else 2
 
 
 def _options(pdl: bool) -> dict[str, bool]:

@@ -176,17 +176,31 @@ def items_kernel(
     tiles = tl.cdiv(W * GROUP, TILE)
     span = tl.load(items)
     num_items = tl.load(items + 1 + B)
+    lane = tl.arange(0, 32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        b = 0
-        while tl.load(items + 2 + b) <= item:
-            b += 1
-        index = item - tl.load(items + 1 + b)
+        # whose item it is, and where that sequence stands: all sequences are looked at together, no load awaits another
+        b, begun, slot, start = 0, 0, 0, lag
+        for block in range(0, B, 32):
+            mask = block + lane < B
+            begins = tl.load(items + 1 + block + lane, mask, other=0)
+            ends = tl.load(items + 2 + block + lane, mask, other=0)
+            slots_of = tl.load(slots + block + lane, mask, other=0)
+            starts = tl.load(positions + (block + lane) * W, mask, other=0)
+            own = (begins <= item) & (item < ends)
+            b += tl.sum(tl.where(own, block + lane, 0), 0)
+            begun += tl.sum(tl.where(own, begins, 0), 0)
+            slot += tl.sum(tl.where(own, slots_of, 0), 0)
+            start += tl.sum(tl.where(own, starts, 0), 0)
+        index = item - begun
         tile = index % tiles
         head = index // tiles % KV
         first = index // (tiles * KV) * span
-        slot = tl.load(slots + b).to(tl.int64)
-        start = tl.load(positions + b * W) + lag
         end = start + W
+        stop = tl.minimum(first + span, end)
+        # a span has two pages at most
+        pages = tables + tl.cast(slot, tl.int64) * max_pages + first // PAGE
+        page = tl.load(pages, first < stop, other=0)
+        next_page = tl.load(pages + 1, first // PAGE * PAGE + PAGE < stop, other=0)
         flat = tile * TILE + m
         w = tl.minimum(flat // GROUP, W - 1)
         sees = start + w
@@ -195,9 +209,9 @@ def items_kernel(
         best = tl.full((TILE,), float("-inf"), tl.float32)
         mass = tl.zeros((TILE,), tl.float32)
         total = tl.zeros((TILE, D), tl.float32)
-        for unit in range(first, tl.minimum(first + span, end), UNIT):
-            page = tl.load(tables + slot * max_pages + unit // PAGE).to(tl.int64)
-            cell = ((page * KV + head) * PAGE + unit % PAGE) * D
+        for unit in range(first, stop, UNIT):
+            page_of = tl.where(unit // PAGE == first // PAGE, page, next_page).to(tl.int64)
+            cell = ((page_of * KV + head) * PAGE + unit % PAGE) * D
             column = unit + n
             written = (column >= lag) & (column < end)
             k = tl.load(k_cache + cell + n[None, :] * D + d[:, None], written[None, :], other=0.0)
@@ -213,7 +227,7 @@ def items_kernel(
             values = tl.dot(p.to(query.dtype), v.to(query.dtype), input_precision="ieee")
             best, mass, total = _fold(best, mass, total, highest, tl.sum(p, 1), values)
         place = item * TILE + m.to(tl.int64)
-        tl.store(partial + place[:, None] * D + d[None, :], total)
+        tl.store(partial + place[:, None] * D + d[None, :], total, (flat < W * GROUP)[:, None])
         tl.store(stats + place * 2, best)
         tl.store(stats + place * 2 + 1, mass)
 

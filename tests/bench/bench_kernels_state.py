@@ -241,7 +241,7 @@ def bench_attention(
             print_parts(case.call)
         if tune:
             kept = attention.STAGES
-            for attention.STAGES, programs in combinations((4, 5, 7), (132, 264)):
+            for attention.STAGES, programs in combinations((2, 3, 4), (132, 264)):
 
                 def call(number: int, pdl: bool, case: Contexts = case, programs: int = programs) -> None:
                     case.call(number, pdl, programs)
