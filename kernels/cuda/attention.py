@@ -25,6 +25,8 @@ FEW_ITEMS = 96
 the merge folds."""
 MERGED = 32
 """Chunks that the merge folds side by side."""
+FEW_CHUNKS = 8
+"""Of a row that has no more chunks the merge looks at as many: a quarter of the work. No bit depends on it."""
 MAX_SEQUENCES = 256
 MAX_LAG = 1
 """How far past its position a cache may store an entry (a draft head's does)."""
@@ -188,7 +190,7 @@ def attention_window(
     block = min(dim, 64)
     merge_kernel[(num_rows * heads * (dim // block),)](
         projected, plan.positions, plan.items, scratch.partial, scratch.stats, out, v_scale, width, lag,
-        BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, num_warps=4, **sizes, **options,
+        BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, FEW=min(FEW_CHUNKS, MERGED), num_warps=4, **sizes, **options,
     )  # fmt: skip
 
 
