@@ -95,14 +95,13 @@ class CudaOperators:
         config, device, rows = model.config, model.device, sizes.max_rows
         heads = (config.num_attention_heads, config.num_key_value_heads)
         caches = [*model.trunk.kv, *(model.head.caches if model.head else ())]
-        num_pages, kv_dtype = (caches[0].k.shape[0], caches[0].k.dtype) if caches else (1, model.dtype)
+        num_pages = caches[0].k.shape[0] if caches else 1
         held = delta_net.pending_width(config.conv_dim, config.linear_num_value_heads)
         return CudaScratch(
             attention.RowPlan.empty(rows, sizes.max_sequences, config.rotary_dim, device),
             heads,
             attention.AttentionScratch.empty(
-                rows, sizes.max_sequences, sizes.max_width, sizes.max_model_len, num_pages, *heads, config.head_dim,
-                kv_dtype, device,
+                sizes.max_sequences, sizes.max_width, sizes.max_model_len, num_pages, *heads, config.head_dim, device
             ),
             delta_net.DeltaScratch.empty(rows, config.linear_num_value_heads, config.linear_value_head_dim, device),
             # a tensor a layer: each begins where tensors begin, and kernels are compiled for that

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `attention_window` and `plan_rows`; what they compute is said there.
+"""The Triton kernels behind `attention_window` (its items: attention_items.py), `plan_rows` and `project_prompt`.
 
 The output of a row is a fold over units of UNIT positions: each gives the maximum of its scores, the sum of 2^(score -
 maximum), and the values summed with these weights. Units of a chunk fold in order, chunks j, j + MERGED, ... of a row
@@ -142,96 +142,6 @@ def project_kernel(
         tl.store(v_cache + cell, v.to(v_cache.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["B", "W", "max_pages", "lag"])
-def items_kernel(
-    q,
-    slots,
-    positions,
-    items,
-    tables,
-    k_cache,
-    v_cache,
-    partial,
-    stats,
-    k_scale,
-    B,
-    W,
-    max_pages,
-    lag,
-    H: tl.constexpr,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do."""
-    GROUP: tl.constexpr = H // KV
-    m, n, d = tl.arange(0, TILE), tl.arange(0, UNIT), tl.arange(0, D)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    tiles = tl.cdiv(W * GROUP, TILE)
-    span = tl.load(items)
-    num_items = tl.load(items + 1 + B)
-    lane = tl.arange(0, 32)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        # whose item it is, and where that sequence stands: all sequences are looked at together, no load awaits another
-        b, begun, slot, start = 0, 0, 0, lag
-        for block in range(0, B, 32):
-            mask = block + lane < B
-            begins = tl.load(items + 1 + block + lane, mask, other=0)
-            ends = tl.load(items + 2 + block + lane, mask, other=0)
-            slots_of = tl.load(slots + block + lane, mask, other=0)
-            starts = tl.load(positions + (block + lane) * W, mask, other=0)
-            own = (begins <= item) & (item < ends)
-            b += tl.sum(tl.where(own, block + lane, 0), 0)
-            begun += tl.sum(tl.where(own, begins, 0), 0)
-            slot += tl.sum(tl.where(own, slots_of, 0), 0)
-            start += tl.sum(tl.where(own, starts, 0), 0)
-        index = item - begun
-        tile = index % tiles
-        head = index // tiles % KV
-        first = index // (tiles * KV) * span
-        end = start + W
-        stop = tl.minimum(first + span, end)
-        # a span has two pages at most
-        pages = tables + tl.cast(slot, tl.int64) * max_pages + first // PAGE
-        page = tl.load(pages, first < stop, other=0)
-        next_page = tl.load(pages + 1, first // PAGE * PAGE + PAGE < stop, other=0)
-        flat = tile * TILE + m
-        w = tl.minimum(flat // GROUP, W - 1)
-        sees = start + w
-        rows = ((b * W + w) * H + head * GROUP + flat % GROUP).to(tl.int64)
-        query = tl.load(q + rows[:, None] * D + d[None, :], (flat < W * GROUP)[:, None], other=0.0)
-        best = tl.full((TILE,), float("-inf"), tl.float32)
-        mass = tl.zeros((TILE,), tl.float32)
-        total = tl.zeros((TILE, D), tl.float32)
-        for unit in range(first, stop, UNIT):
-            page_of = tl.where(unit // PAGE == first // PAGE, page, next_page).to(tl.int64)
-            cell = ((page_of * KV + head) * PAGE + unit % PAGE) * D
-            column = unit + n
-            written = (column >= lag) & (column < end)
-            k = tl.load(k_cache + cell + n[None, :] * D + d[:, None], written[None, :], other=0.0)
-            v = tl.load(v_cache + cell + n[:, None] * D + d[None, :], written[:, None], other=0.0)
-            scores = tl.dot(query, k.to(query.dtype), input_precision="ieee")
-            if FP8:
-                scores = scores * k_scale
-            seen = (column[None, :] >= lag) & (column[None, :] <= sees[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-            highest = tl.max(scores, 1)
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            p = tl.exp2(scores - base[:, None])
-            values = tl.dot(p.to(query.dtype), v.to(query.dtype), input_precision="ieee")
-            best, mass, total = _fold(best, mass, total, highest, tl.sum(p, 1), values)
-        place = item * TILE + m.to(tl.int64)
-        tl.store(partial + place[:, None] * D + d[None, :], total, (flat < W * GROUP)[:, None])
-        tl.store(stats + place * 2, best)
-        tl.store(stats + place * 2 + 1, mass)
-
-
 @triton.jit
 def _load_part(where, index, spans, d, D: tl.constexpr, TILE: tl.constexpr):
     """What items wrote for one row, of spans [...]; as from columns the row does not see past `spans`.
@@ -266,9 +176,7 @@ def _fold_units(where, chunk, spans, d, D: tl.constexpr, UNITS: tl.constexpr, TI
 
 
 @triton.jit
-def _merge_few(
-    where, spans, are_units, d, D: tl.constexpr, UNITS: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr
-):
+def _merge_few(where, spans, are_units, d, D: tl.constexpr, UNITS: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr):
     """As _merge_many of a row of FEW chunks or less; FEW are a lane or a warp each, so none is added in a thread."""
     chunk = tl.arange(0, FEW)
     if are_units:

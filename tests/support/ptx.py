@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from tests.support.compiled import _NoDevice
 
 DTYPES = {"b8": "u1", "u8": "u1", "b16": "u2", "u16": "u2", "s16": "i2", "b32": "u4", "u32": "u4", "s32": "i4"}
-DTYPES |= {"b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "f64": "f8", "bf16": "u2"}
+DTYPES |= {"s8": "i1", "b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "f64": "f8", "bf16": "u2"}
 BASE, GAP = 1 << 16, 256
 TOGETHER = {"bar", "shfl", "mma", "ldmatrix", "stmatrix", "redux", "vote"}
 
@@ -203,7 +203,8 @@ class Program:
         if operand.startswith("0d"):
             return np.full(self.size, int(operand[2:], 16), np.uint64).view(dtype)
         if dtype.itemsize > 1 or kind != "pred":
-            return np.full(self.size, int(operand, 0) % (1 << 8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
+            bits = int(operand.rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
+            return np.full(self.size, bits, f"u{dtype.itemsize}").view(dtype)
         return np.full(self.size, bool(int(operand)))
 
     def put(self, operand: str, value: np.ndarray, wide: bool = False) -> None:
@@ -277,6 +278,11 @@ class Program:
         if op[-1] == "bf16":
             values = ((self.get(operand, "bf16").astype(np.uint32) << 16).view(np.float32) for operand in operands[1:])
             return self.put(operands[0], compare[op[1]](*values))
+        if op[-1] == "bf16x2":
+            pairs = [_halves(self.get(operand, "b32")) for operand in operands[1:]]
+            for half, name in enumerate(operands[0].split("|")):
+                self.put(name, compare[op[1]](*(pair[..., half] for pair in pairs)))
+            return None
         self.binary(op, operands, compare[op[1]])
 
     # integers and bits
@@ -390,7 +396,10 @@ class Program:
         self.binary(op, operands, lambda a, b: (a - _quotient(a, b) * b).astype(a.dtype))
 
     def op_abs(self, op: list[str], operands: list[str]) -> None:
+        if op[-1] == "bf16x2":
+            return self.put(operands[0], self.get(operands[1], "b32") & np.uint32(0x7FFF7FFF))
         self.binary(op, operands, (lambda bits: bits & np.uint16(0x7FFF)) if op[-1] == "bf16" else np.abs)
+        return None
 
     def op_ex2(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, np.exp2)

@@ -37,8 +37,8 @@ from tests.support.rounds import CPU
 DEMO = Path(__file__).parents[4] / "demo" / "model"
 LAUNCHES = {
     *("_embed_rows_kernel", "_add_norm_kernel", "_pair_norm_kernel", "_add_norm_route_kernel", "_choose_kernel"),
-    *("_accept_commit_kernel", "_rows_kernel", "experts_kernel", "combine_kernel", "plan_kernel", "project_kernel"),
-    *("_steps_kernel", "_finish_kernel"),
+    *("_accept_commit_kernel", "_rows_kernel", "experts_kernel", "combine_kernel", "plan_kernel", "items_kernel"),
+    *("merge_kernel", "_steps_kernel", "_finish_kernel"),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_kernel_without_its_wait_is_found(launched):
 
 @pytest.mark.parametrize(
     ("blocks", "dense", "depth", "launches"),
-    [(10, False, 0, 349), (10, False, 3, 436), (16, True, 0, 547), (16, True, 3, 633)],
+    [(10, False, 0, 339), (10, False, 3, 423), (16, True, 0, 531), (16, True, 3, 614)],
     ids=["35B-A3B k=0", "35B-A3B k=3", "27B k=0", "27B k=3"],
 )
 def test_launches_of_a_round(monkeypatch, blocks, dense, depth, launches):

@@ -27,7 +27,7 @@ from pilotfish.engine.round import buffers
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import make_executor
 from pilotfish.engine.round.shapes import Shape
-from pilotfish.kernels.cuda import attention_kernels, delta_net
+from pilotfish.kernels.cuda import attention_items, delta_net
 from pilotfish.spec.slots import EVERYTHING, FILTERED
 from tests.support.compiled import Code
 from tests.support.launches import Launch, launches_of
@@ -185,7 +185,7 @@ def test_no_plan_and_no_batch_chooses_a_kernel(kind):
     parts = {part.partition(":")[0].partition(",")[0] for part in found.first}
     assert parts == {"verify", "decide", "decide without filters", "look up", "repair", "mtp", "trimmed"}
     seen = {launch.kernel: launch for launches, _ in found.first.values() for launch in launches}
-    assert {"delta_net._finish_kernel", "attention_kernels.items_kernel", PRODUCTS[0], "sample._choose_kernel"} < set(
+    assert {"delta_net._finish_kernel", "attention_items.items_kernel", PRODUCTS[0], "sample._choose_kernel"} < set(
         seen
     )
     # each compiles
@@ -233,10 +233,9 @@ def test_a_number_that_is_looked_at_is_found(monkeypatch):
     """Even where both plans' page tables have neither one nor sixteen pages."""
     plans = Plan(3, 1, 600), Plan(3, 1, 1200)
     assert not differences_of(*plans)
-    for kernel in (attention_kernels.items_kernel, attention_kernels.project_kernel):
-        param = next(param for param in kernel.params if param.name == "max_pages")
-        monkeypatch.setattr(param, "do_not_specialize", False)
-    assert differences_of(*plans) == {"attention_kernels.items_kernel", "attention_kernels.project_kernel"}
+    param = next(param for param in attention_items.items_kernel.params if param.name == "max_pages")
+    monkeypatch.setattr(param, "do_not_specialize", False)
+    assert differences_of(*plans) == {"attention_items.items_kernel"}
 
 
 def test_an_address_that_follows_the_batch_is_found(monkeypatch):
