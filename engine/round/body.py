@@ -60,7 +60,7 @@ class RoundBody:
         for index, (layer, after) in enumerate(zip(trunk.layers, norms, strict=True)):
             if isinstance(layer.mixer, GatedAttention):
                 kind = "self_attn"
-                self._attention(layer.mixer, next(caches), count, width)
+                self._attention(layer.mixer, next(caches), count, width, settled=True)
             else:
                 kind = "linear_attn"
                 self._delta_net(layer.mixer, number, count, width)
@@ -167,12 +167,12 @@ class RoundBody:
 
     # -- operators of a layer ---------------------------------------------------------------------------------------
 
-    def _attention(self, mixer: GatedAttention, cache: KvCache, count: int, width: int) -> None:
+    def _attention(self, mixer: GatedAttention, cache: KvCache, count: int, width: int, settled: bool = False) -> None:
         b, ops = self.buffers, self.ops
         v = b.first(ops.padded(count * width))
         projected, mixed = v.projected(mixer.qkvg.out_features), v.mixed(mixer.output.in_features)
         ops.linear(mixer.qkvg, v.h, projected)
-        ops.attention_window(mixer, projected, b.slots[:count], width, b.tables, cache, b.scratch, mixed)
+        ops.attention_window(mixer, projected, b.slots[:count], width, b.tables, cache, b.scratch, mixed, settled)
         ops.linear(mixer.output, mixed, v.delta)
 
     def _delta_net(self, mixer: GatedDeltaNet, number: int, count: int, width: int) -> None:

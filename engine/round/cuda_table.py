@@ -172,11 +172,12 @@ class CudaOperators:
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: CudaScratch, out: torch.Tensor,
+        cache: KvCache, scratch: CudaScratch, out: torch.Tensor, settled: bool = False,
     ) -> None:  # fmt: skip
         attention.attention_window(
             projected, slots_B, scratch.plan, tables, cache.k, cache.v, mixer.qk_norm, mixer.eps, width,
-            scratch.attention, out, cache.k_scale, cache.v_scale, cache.lag, pdl=self.pdl,
+            scratch.attention, out, cache.k_scale, cache.v_scale, cache.lag, settled=settled and self.pdl,
+            pdl=self.pdl,
         )  # fmt: skip
 
     def gdn_window(

@@ -127,9 +127,10 @@ class Operators(Protocol):
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: Any, out: torch.Tensor,
+        cache: KvCache, scratch: Any, out: torch.Tensor, settled: bool = False,
     ) -> None:  # fmt: skip
-        """Full attention between its two products: writes the window's keys and values, then out [R, h D].
+        """Full attention between its two products: writes the window's keys and values, then out [R, h D]. `settled`:
+        `embed_rows` has run since anything else of cache and plan was written.
 
         Definition: kernels.attention.window_attention; held by tests/support/attention_windows.py.
         """

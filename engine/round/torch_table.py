@@ -199,7 +199,7 @@ class TorchOperators:
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: TorchScratch, out: torch.Tensor,
+        cache: KvCache, scratch: TorchScratch, out: torch.Tensor, settled: bool = False,
     ) -> None:  # fmt: skip
         window = scratch.window
         assert window is not None

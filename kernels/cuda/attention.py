@@ -151,6 +151,7 @@ def attention_window(
     v_scale: float = 1.0,
     lag: int = 0,
     num_programs: int | None = None,
+    settled: bool = False,
     pdl: bool = False,
 ) -> None:
     """One full-attention layer's mixer between its two products; changes the caches, scratch and out.
@@ -164,6 +165,8 @@ def attention_window(
     out        bf16 [>= R, h D]: attention times sigmoid(gate)
     lag        position p is stored at place p + lag <= p + MAX_LAG; the places before lag are not read
     num_programs (default: one a multiprocessor) changes no bit.
+    settled    with pdl: since slots, plan, tables and old keys and values were written, a kernel of the chain has let
+               the next one start only after its own wait; they are then asked for while the product still runs
     A value that is not finite is stored as 0: a row before it in the window gives it weight 0, and 0 x NaN is NaN.
     """
     kv, dim = k_cache.shape[1], k_cache.shape[3]
@@ -178,7 +181,7 @@ def attention_window(
         projected, slots, plan.positions, plan.cos, plan.sin, plan.items, tables, qk_norm, k_cache, v_cache,
         scratch.partial, scratch.stats,
         eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, batch, width, tables.shape[1], lag,
-        HALF=half, PAGE=PAGE, UNIT=UNIT, TILE=TILE, BUFFERS=buffers, FP8=fp8, num_warps=WARPS,
+        HALF=half, PAGE=PAGE, UNIT=UNIT, TILE=TILE, BUFFERS=buffers, FP8=fp8, SETTLED=settled, num_warps=WARPS,
         **sizes, **options,
     )  # fmt: skip
     block = min(dim, 64)

@@ -147,6 +147,7 @@ def items_kernel(
     TILE: gl.constexpr,
     BUFFERS: gl.constexpr,
     FP8: gl.constexpr,
+    SETTLED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do.
@@ -183,10 +184,11 @@ def items_kernel(
 
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not SETTLED:
+            gdc_wait()
     tiles = (W * GROUP + (TILE - 1)) // TILE
-    span = gl.load(items)
-    num_items = gl.load(items + 1 + B)
+    span = gl.load(items, cache_modifier=".cg")
+    num_items = gl.load(items + 1 + B, cache_modifier=".cg")
     lane = gl.arange(0, 32, LINE)
     q_shared = gl.allocate_shared_memory(DTYPE, [TILE, D], Q_SHARED)
     p_shared = gl.allocate_shared_memory(DTYPE, [TILE, UNIT], P_SHARED)
@@ -205,10 +207,10 @@ def items_kernel(
         begun, b, slot, start = 0, 0, 0, lag
         for block in range(0, B, 32):
             there = block + lane < B
-            begins = gl.load(items + 1 + block + lane, there, other=0)
-            ends = gl.load(items + 2 + block + lane, there, other=0)
-            slots_of = gl.load(slots + block + lane, there, other=0)
-            starts = gl.load(positions + (block + lane) * W, there, other=0)
+            begins = gl.load(items + 1 + block + lane, there, other=0, cache_modifier=".cg")
+            ends = gl.load(items + 2 + block + lane, there, other=0, cache_modifier=".cg")
+            slots_of = gl.load(slots + block + lane, there, other=0, cache_modifier=".cg")
+            starts = gl.load(positions + (block + lane) * W, there, other=0, cache_modifier=".cg")
             own = (begins <= item) & (item < ends)
             begun += gl.sum(gl.where(own, begins, 0), 0)
             b += gl.sum(gl.where(own, block + lane, 0), 0)
@@ -223,14 +225,17 @@ def items_kernel(
         stop = gl.minimum(first + span, end)
         # a span has two pages at most
         pages = tables + slot.to(gl.int64) * max_pages + first // PAGE
-        page = gl.load(pages, first < stop, other=0)
-        next_page = gl.load(pages + 1, first // PAGE * PAGE + PAGE < stop, other=0)
+        page = gl.load(pages, first < stop, other=0, cache_modifier=".cg")
+        next_page = gl.load(pages + 1, first // PAGE * PAGE + PAGE < stop, other=0, cache_modifier=".cg")
         span_pages = page, next_page
         for ahead in gl.static_range(BUFFERS):
             _copy_unit(
                 keys.index(ahead), values.index(ahead), k_cache, v_cache, span_pages, first + ahead * UNIT, first, stop,
                 lag, start, head, KV, PAGE, K_COPY, V_COPY,
             )  # fmt: skip
+        if PDL and SETTLED:
+            # for the first item; then it is no more than an instruction
+            gdc_wait()
 
         # all that is wanted of the projection, before any of it is looked at
         num_flat = W * GROUP - tile * TILE
@@ -323,3 +328,6 @@ def items_kernel(
         gl.store(partial + line[:, None] * D + d_of[None, :], total, there[:, None])
         gl.store(stats + line * 2, best, there)
         gl.store(stats + line * 2 + 1, mass, there)
+    if PDL and SETTLED:
+        # those that had no item
+        gdc_wait()

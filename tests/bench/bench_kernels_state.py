@@ -199,10 +199,10 @@ class Contexts:
         )
         self.out = numbers(rows, self.heads * self.dim, dtype=torch.bfloat16)
 
-    def call(self, number: int, pdl: bool, num_programs: int | None = None) -> None:
+    def call(self, number: int, pdl: bool, num_programs: int | None = None, settled: bool = False) -> None:
         attention_window(
             self.projected, self.slots[number % self.turns], self.plan, self.tables, *self.caches, self.qk_norm, EPS,
-            self.width, self.scratch, self.out, num_programs=num_programs, pdl=pdl,
+            self.width, self.scratch, self.out, num_programs=num_programs, settled=settled, pdl=pdl,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -240,6 +240,11 @@ def bench_attention(
         about = {"kv": kind, "context": context, "B": batch, "W": width}
         launches = LAUNCHES if case.num_bytes < 1e9 else 8
         report(f"{model} attention_window", case.num_bytes, *time_both(case.call, launches), **about)
+
+        def settled_call(number: int, pdl: bool, case: Contexts = case) -> None:
+            case.call(number, pdl, settled=pdl)
+
+        report(f"{model} attention_window, settled", case.num_bytes, *time_both(settled_call, launches), **about)
         if parts:
             print_parts(case.call)
         if tune:

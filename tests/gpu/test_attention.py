@@ -41,7 +41,8 @@ def test_dependent_launches_change_no_bit(make):
         assert torch.equal(dependent.step(rows, [1, 2, 3], width, pdl=True), plain.step(rows, [1, 2, 3], width))
 
 
-def test_replays_have_the_bits_of_a_launch(make, device):
+@pytest.mark.parametrize("settled", (False, True))
+def test_replays_have_the_bits_of_a_launch(make, device, settled):
     """A graph of many windows in a chain, replayed back to back: where one kernel saw another's memory too early or
     too late, it would be here."""
     layer, width, slots = make(), 4, [1, 2, 3]
@@ -55,7 +56,7 @@ def test_replays_have_the_bits_of_a_launch(make, device):
         for out in outs:
             attention_window(
                 rows, places, plan, layer.tables, *layer.caches, layer.qk_norm, EPS, width, scratch, out,
-                k_scale=layer.scales[0], v_scale=layer.scales[1], pdl=True,
+                k_scale=layer.scales[0], v_scale=layer.scales[1], settled=settled, pdl=True,
             )  # fmt: skip
     for _ in range(30):
         for buffer in (outs, scratch.partial, scratch.stats):

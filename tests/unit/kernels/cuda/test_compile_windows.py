@@ -113,6 +113,12 @@ def test_attention(cache_dtype):
     # keys and values straight to shared memory: two units ahead of the loop, one in it; the queries come after them
     assert code.count("LDGSTS.E.BYPASS.128") == (48 if cache_dtype == torch.bfloat16 else 12)
     assert code.before("LDG.E.128", "LDGSTS") == 0
+    with compiling() as kernels:
+        layer.step(layer.rows(1, 1), [1], 1, num_programs=132, pdl=True, settled=True)
+    early = Code(kernels[1])
+    # two units are on their way before the wait
+    assert early.before("LDGSTS", "ACQBULK") == (32 if cache_dtype == torch.bfloat16 else 24)
+    assert early.stack == early.before("STG", "ACQBULK") == 0
     # who has waited for its own copies waits for those of the others before it looks at any
     order = [op for op in code.instructions if op.startswith(("DEPBAR.LE", "BAR.SYNC", "LDS"))]
     after = [next_op for op, next_op in pairwise(order) if op.startswith("DEPBAR.LE")]

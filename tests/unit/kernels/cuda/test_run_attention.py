@@ -61,7 +61,7 @@ def test_bits_do_not_depend_on_the_units_on_their_way(make, monkeypatch, buffers
     rows = make().rows(4, 13)
     wanted = make().step(rows, [2, 1], 2, num_programs=1)
     monkeypatch.setattr(attention, "BUFFERS", buffers)
-    assert torch.equal(make().step(rows, [2, 1], 2, num_programs=1), wanted)
+    assert torch.equal(make().step(rows, [2, 1], 2, num_programs=1, pdl=True, settled=True), wanted)
 
 
 @pytest.mark.parametrize("first", (5, 6, 7, 60, 63))
