@@ -447,6 +447,15 @@ def _further(lists, number, num_rows, NUM_EXPERTS: gl.constexpr, BLOCK: gl.const
     return own, (number - begin + 1) * ROWS
 
 
+@gluon.jit
+def _of_a_warp(number):
+    """The same number, known to the assembler as one of all lanes: what stands in a branch that it decides may then use
+    registers that a warp has once, as descriptors of shared memory want to."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def _experts_kernel(
     data,
@@ -484,7 +493,7 @@ def _experts_kernel(
     elif p >= NUM_EXPERTS:
         expert, first = _further(lists, p - NUM_EXPERTS, num_rows, NUM_EXPERTS, BLOCK, ROWS)
     count = gl.where(is_shared, num_rows, gl.load(_own_list(lists, expert, num_rows, NUM_EXPERTS)))
-    left = count - first
+    left = _of_a_warp(count - first)
     if left <= 0:
         return
     if ROWS <= 32 or left <= 32:
