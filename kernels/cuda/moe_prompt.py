@@ -27,16 +27,27 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma_init
 
-from pilotfish.kernels.cuda.mma import in_order, nvfp4_word, silu
+from pilotfish.kernels.cuda.group_mma import (
+    CODES,
+    OUT,
+    PACKED_SHARED,
+    ROWS_SHARED,
+    SCALES,
+    SCALES_IN,
+    TILES,
+    TILES_AHEAD,
+    UNIT_WORDS,
+    copy_tiles,
+    fragments,
+    has_group_products,
+    multiply,
+    operand,
+    sums,
+    waited,
+)
+from pilotfish.kernels.cuda.mma import in_order, silu
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
 from pilotfish.kernels.cuda.moe_kernels import list_kernel
 from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
@@ -45,45 +56,15 @@ ROWS, FEW_ROWS = 96, 32
 """Rows of a program at a time; FEW_ROWS where an expert has 24 or less: then three programs are on an SM, not two."""
 FEW_REGISTERS = 168
 """Registers of a thread with which three programs of 128 threads fit."""
-TILES = 8
-"""Of a program: gate and up of 64 output columns, or down of 128."""
-TILES_AHEAD = gl.constexpr(3)
-"""Units of tiles that are on their way while one is multiplied; of rows one or two."""
 PAIRS = 4096
 """Looked through at a time for an expert's rows."""
-UNIT_WORDS = gl.constexpr(288)
-
-_ASM = gl.constexpr(
-    "\n".join(["{", ".reg .b32 t, u, z;", "mov.b32 z, 0x80008000;", *nvfp4_word("$4", range(4), "$12"), "}"])
-)
-"""mma.py's unpacking for one word $4 of 8 codes and its scale times 2^118, twice in $12: four pairs of bf16. Each of
-both is given 8 times, once for a weight."""
-_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 16))
-
-# of a warp's tile: [warp, row half, lane, half, octet, weight]
-_WEIGHTS = gl.constexpr(
-    gl.BlockedLayout([1, 1, 1, 2, 2, 8], [1, 1, 32, 1, 1, 1], [4, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0])
-)
-_CODES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-# all of a program's threads copy: 8 bytes of scales each, 16 of rows
-_SCALES_IN = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0]))
 _ROWS_IN = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-_OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_PACKED_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_ROWS_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 def takes(packed: GroupedExperts) -> bool:
     """Whether the kernels hold these experts: all NVFP4, the shared one of the others' shape."""
     parts = [part for group in packed.groups for part in (group.gate_up, group.down)]
     return len(packed.groups) == 1 and all(part.format is Format.NVFP4 for part in parts)
-
-
-def has_group_products(device: torch.device) -> bool:
-    """Whether four warps multiply by one instruction there (wgmma, of compute capability 9 alone). Elsewhere each has
-    its own, 32 rows at a time, with the same bits."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -115,59 +96,6 @@ def _prepare_kernel(
             tl.store(arranged + row * WIDTH + place, value, place < WIDTH)
 
 
-@gluon.constexpr_function
-def _sums(rows, group):
-    """The accumulators' layout, [64, rows]: of the warp group's instruction, or of each warp's own."""
-    if group:
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
-    return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-
-
-@gluon.constexpr_function
-def _operand(number, rows, group):
-    return gl.DotOperandLayout(number, _sums(rows, group), 2)
-
-
-@gluon.constexpr_function
-def _axis(layout, dim):
-    """Of `layout`'s axes that one alone."""
-    for other in reversed(range(layout.rank)):
-        if other != dim:
-            layout = gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def _fragments(codes, scales, LAYOUT: gl.constexpr):
-    """bf16 [64, 128], times 2^-8, as the warp group's A operand: of int32 [4, 256] and [4, 32], a unit of four tiles.
-
-    No number moves: each lane unpacks what it loaded.
-    """
-    words: gl.constexpr = gl.SliceLayout(5, _WEIGHTS)
-    halves: gl.constexpr = gl.SliceLayout(4, words)
-    codes = gl.convert_layout(gl.reshape(codes, [4, 2, 32, 2, 2]), words, assert_trivial=True)
-    lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, halves))
-    scales = gl.convert_layout(scales, lanes, assert_trivial=True)[:, None, :, None]
-    row_half = gl.arange(0, 2, _axis(halves, 1))[None, :, None, None]
-    half = gl.arange(0, 2, _axis(halves, 3))[None, None, None, :]
-    # a lane's four bytes: of its two rows, of each the two halves
-    scales = (scales >> (row_half * 16 + half * 8) & 0xFF) * 0x00100010 + 0x70007000
-    scales, _ = gl.broadcast(scales[:, :, :, :, None], codes)
-    each = (gl.arange(0, 8, _axis(_WEIGHTS, 5)) * 0)[None, None, None, None, None, :]
-    # not pure: else it might be moved to before the wait for what still reads these registers
-    weights = gl.inline_asm_elementwise(
-        _ASM,
-        _CONSTRAINTS,
-        [codes[:, :, :, :, :, None] + each, scales[:, :, :, :, :, None] + each],
-        dtype=gl.bfloat16,
-        is_pure=False,
-        pack=8,
-    )
-    # warp, row half, g, q, half, octet, pair 4, 2 of it -> a pair of each lane q together
-    weights = gl.permute(gl.reshape(weights, [4, 2, 8, 4, 2, 2, 4, 2]), [0, 1, 2, 4, 5, 6, 3, 7])
-    return gl.convert_layout(gl.reshape(weights, [64, 128]), LAYOUT, assert_trivial=True)
-
-
 @gluon.jit
 def _copy_rows(x, shared, sources, unit, slot, SIZES: gl.constexpr, UNITS: gl.constexpr):
     """A unit of the rows on its way to a slot; past the last one nothing."""
@@ -177,42 +105,6 @@ def _copy_rows(x, shared, sources, unit, slot, SIZES: gl.constexpr, UNITS: gl.co
         rows = x + (offsets + unit * 128)
         async_copy.async_copy_global_to_shared(shared[2 + i].index(slot), rows, mask & (unit < UNITS))
     async_copy.commit_group()
-
-
-@gluon.jit
-def _copy_tiles(shared, sources, unit, slot, UNITS: gl.constexpr):
-    """The same of the program's tiles."""
-    for i in gl.static_range(2):
-        mask = unit < UNITS
-        async_copy.async_copy_global_to_shared(shared[i].index(slot), sources[i] + unit * UNIT_WORDS, mask)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _multiply(shared, slot, weights, totals, SIZES: gl.constexpr, GROUP: gl.constexpr):
-    """Begins to add a unit's products to each of the sums; without GROUP they are done at once, in the same order."""
-    out = ()
-    for i in gl.static_range(len(SIZES)):
-        # the same registers for any number of rows
-        operand = gl.convert_layout(weights, _operand(0, SIZES[i], GROUP), assert_trivial=True)
-        rows = shared[2 + i].index(slot).permute([1, 0])
-        if GROUP:
-            out = out + (warpgroup_mma(operand, rows, totals[i], is_async=True),)
-        else:
-            out = out + (mma_v2(operand, rows.load(_operand(1, SIZES[i], GROUP)), totals[i]),)
-    return out
-
-
-@gluon.jit
-def _waited(LEFT: gl.constexpr, totals, GROUP: gl.constexpr):
-    """The sums, when of all products begun no more than LEFT are still to come."""
-    gl.static_assert(len(totals) <= 2)
-    if not GROUP:
-        return totals
-    elif len(totals) == 1:
-        return (warpgroup_mma_wait(LEFT, deps=[totals[0]]),)
-    else:
-        return warpgroup_mma_wait(LEFT, deps=[totals[0], totals[1]])
 
 
 @gluon.jit
@@ -281,23 +173,23 @@ def _products(
     # the products of the unit before may still read its rows
     row_slots: gl.constexpr = ROWS_AHEAD + 2
     shared = (
-        gl.allocate_shared_memory(gl.int32, [tile_slots, 8, 256], _PACKED_SHARED),
-        gl.allocate_shared_memory(gl.int32, [tile_slots, 8, 32], _PACKED_SHARED),
+        gl.allocate_shared_memory(gl.int32, [tile_slots, 8, 256], PACKED_SHARED),
+        gl.allocate_shared_memory(gl.int32, [tile_slots, 8, 32], PACKED_SHARED),
     )
     data += expert.to(gl.int64) * (NUM_TILES * UNITS * UNIT_WORDS)
     first_tile = gl.program_id(0) * 8
-    tile = _tile(first_tile, gl.arange(0, 8, gl.SliceLayout(1, _CODES)), NUM_TILES, DOWN)
-    codes = data + (tile * (UNITS * UNIT_WORDS))[:, None] + gl.arange(0, 256, gl.SliceLayout(0, _CODES))[None, :]
-    tile = _tile(first_tile, gl.arange(0, 8, gl.SliceLayout(1, _SCALES_IN)), NUM_TILES, DOWN)
+    tile = _tile(first_tile, gl.arange(0, 8, gl.SliceLayout(1, CODES)), NUM_TILES, DOWN)
+    codes = data + (tile * (UNITS * UNIT_WORDS))[:, None] + gl.arange(0, 256, gl.SliceLayout(0, CODES))[None, :]
+    tile = _tile(first_tile, gl.arange(0, 8, gl.SliceLayout(1, SCALES_IN)), NUM_TILES, DOWN)
     scales = (
-        data + (tile * (UNITS * UNIT_WORDS) + 256)[:, None] + gl.arange(0, 32, gl.SliceLayout(0, _SCALES_IN))[None, :]
+        data + (tile * (UNITS * UNIT_WORDS) + 256)[:, None] + gl.arange(0, 32, gl.SliceLayout(0, SCALES_IN))[None, :]
     )
     sources = (codes, scales)
     begin = first
     low = ()
     high = ()
     for i in gl.static_range(len(SIZES)):
-        shared = shared + (gl.allocate_shared_memory(gl.bfloat16, [row_slots, SIZES[i], 128], _ROWS_SHARED),)
+        shared = shared + (gl.allocate_shared_memory(gl.bfloat16, [row_slots, SIZES[i], 128], ROWS_SHARED),)
         pair, there = _pairs_of(
             lists, expert, begin, count, num_rows, NUM_EXPERTS, TOP_K, SIZES[i], gl.SliceLayout(1, _ROWS_IN)
         )
@@ -305,15 +197,15 @@ def _products(
         offsets = (row * (UNITS * 128))[:, None] + gl.arange(0, 128, gl.SliceLayout(0, _ROWS_IN))[None, :]
         sources = sources + ((offsets, there[:, None]),)
         begin += SIZES[i]
-        zeros = gl.zeros([64, SIZES[i]], gl.float32, _sums(SIZES[i], GROUP))
+        zeros = gl.zeros([64, SIZES[i]], gl.float32, sums(SIZES[i], GROUP))
         low = low + (zeros,)
         high = high + (warpgroup_mma_init(zeros) if GROUP else zeros,)
     # as if units before the first one had been multiplied: what is waited for is counted by copies
     for unit in gl.static_range(-TILES_AHEAD, 0):
         if unit + ROWS_AHEAD >= 0:
             _copy_rows(x, shared, sources, unit + ROWS_AHEAD, unit + ROWS_AHEAD, SIZES, UNITS)
-        _copy_tiles(shared, sources, unit + TILES_AHEAD, unit + TILES_AHEAD, UNITS)
-    operand: gl.constexpr = _operand(0, SIZES[0], GROUP)
+        copy_tiles(shared, sources, unit + TILES_AHEAD, unit + TILES_AHEAD, UNITS)
+    layout: gl.constexpr = operand(0, SIZES[0], GROUP)
     for unit in range(UNITS):
         # of copies later than this unit's rows: tiles of the units after ROWS_AHEAD ones, and of those the rows. What
         # the other threads copied is there too: the compiler puts a barrier behind this wait
@@ -322,24 +214,27 @@ def _products(
             fence_async_shared()
         packed = shared[0].index(unit % tile_slots)
         packed_scales = shared[1].index(unit % tile_slots)
-        low_codes = packed.slice(0, 4).load(_CODES)
-        low_scales = packed_scales.slice(0, 4).load(_SCALES)
-        high_codes = packed.slice(4, 4).load(_CODES)
-        high_scales = packed_scales.slice(4, 4).load(_SCALES)
+        low_codes = packed.slice(0, 4).load(CODES)
+        low_scales = packed_scales.slice(0, 4).load(SCALES)
+        high_codes = packed.slice(4, 4).load(CODES)
+        high_scales = packed_scales.slice(4, 4).load(SCALES)
         # to slots that nobody reads any more: all threads have read the tiles of the unit before, and have waited for
         # the products of the one before that
         _copy_rows(x, shared, sources, unit + ROWS_AHEAD, (unit + ROWS_AHEAD) % row_slots, SIZES, UNITS)
-        _copy_tiles(shared, sources, unit + TILES_AHEAD, (unit + TILES_AHEAD) % tile_slots, UNITS)
-        weights = _fragments(low_codes, low_scales, operand)
+        copy_tiles(shared, sources, unit + TILES_AHEAD, (unit + TILES_AHEAD) % tile_slots, UNITS)
+        rows = ()
+        for i in gl.static_range(len(SIZES)):
+            rows = rows + (shared[2 + i].index(unit % row_slots),)
+        weights = fragments(low_codes, low_scales, layout)
         in_order(True)
-        high = _waited(0, high, GROUP)
-        low = _multiply(shared, unit % row_slots, weights, low, SIZES, GROUP)
+        high = waited(0, high, GROUP)
+        low = multiply(rows, weights, low, GROUP)
         in_order(True)
-        weights = _fragments(high_codes, high_scales, operand)
-        high = _multiply(shared, unit % row_slots, weights, high, SIZES, GROUP)
-        low = _waited(len(SIZES), low, GROUP)
+        weights = fragments(high_codes, high_scales, layout)
+        high = multiply(rows, weights, high, GROUP)
+        low = waited(len(SIZES), low, GROUP)
         in_order(True)
-    return low, _waited(0, high, GROUP)
+    return low, waited(0, high, GROUP)
 
 
 @gluon.jit
@@ -349,13 +244,11 @@ def _store(values, target, pair, there, column, STRIDE: gl.constexpr, ARRANGED: 
     values = values.to(target.dtype.element_ty)
     if ARRANGED:
         values = gl.permute(gl.reshape(values, [4, 8, 2, rows]), [3, 1, 0, 2])
-        values = gl.convert_layout(gl.reshape(values, [rows, 64]), _OUT)
+        values = gl.convert_layout(gl.reshape(values, [rows, 64]), OUT)
     else:
         # the layout is one that is stored transposed, in one go; that of a conversion takes several
-        values = gl.allocate_shared_memory(values.dtype, [rows, 64], _ROWS_SHARED, gl.permute(values, [1, 0])).load(
-            _OUT
-        )
-    place = column + gl.arange(0, 64, gl.SliceLayout(0, _OUT))
+        values = gl.allocate_shared_memory(values.dtype, [rows, 64], ROWS_SHARED, gl.permute(values, [1, 0])).load(OUT)
+    place = column + gl.arange(0, 64, gl.SliceLayout(0, OUT))
     mask = there[:, None]
     if STRIDE % 64 != 0:
         mask = mask & (place < STRIDE)[None, :]
@@ -407,13 +300,13 @@ def _some_rows(
     number += expert * NUM_TILES
     begin = first
     for i in gl.static_range(len(SIZES)):
-        feature = gl.arange(0, 64, gl.SliceLayout(1, _sums(SIZES[i], GROUP)))
+        feature = gl.arange(0, 64, gl.SliceLayout(1, sums(SIZES[i], GROUP)))
         tile = _tile(first_tile, feature // 16, NUM_TILES, DOWN)
         other = _tile(first_tile, feature // 16 + 4, NUM_TILES, DOWN)
         one = _scaled(low[i], number, tile, DIVIDES)
         two = _scaled(high[i], number, other, DIVIDES)
         pair, there = _pairs_of(
-            lists, expert, begin, count, num_rows, NUM_EXPERTS, TOP_K, SIZES[i], gl.SliceLayout(1, _OUT)
+            lists, expert, begin, count, num_rows, NUM_EXPERTS, TOP_K, SIZES[i], gl.SliceLayout(1, OUT)
         )
         begin += SIZES[i]
         if DOWN:

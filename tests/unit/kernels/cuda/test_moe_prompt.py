@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from pilotfish.engine.round.cuda_table import CudaOperators
-from pilotfish.kernels.cuda import moe_prompt, packing
+from pilotfish.kernels.cuda import group_mma, moe_prompt, packing
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.scratch import BulkScratch
 from pilotfish.kernels.moe import route
@@ -28,7 +28,7 @@ def test_a_word_and_its_scale_are_four_pairs_of_weights():
     exponents, eighths = (torch.randint(0, most, (32,), generator=generator) for most in (30, 8))
     words = packing._to_words(codes, packing.NVFP4_BITS).numpy().view(np.uint32)
     pair = ((exponents * 8 + eighths) * 0x00100010 + 0x70007000).numpy().astype(np.uint32)
-    got = np.concatenate([halves(half) for half in run_ptx(moe_prompt._ASM.value, 4, [words] * 8 + [pair] * 8)], 1)
+    got = np.concatenate([halves(half) for half in run_ptx(group_mma.UNPACK_ASM.value, 4, [words] * 8 + [pair] * 8)], 1)
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     values = magnitudes[(codes & 7).long()] * (1 - 2 * (codes >> 3).double())
     scales = (1 + eighths.double() / 8) * 2.0 ** (exponents.double() - packing.SCALE_EXPONENT)
