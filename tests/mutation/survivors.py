@@ -20,8 +20,6 @@ SURVIVORS: dict[str, str] = {
     "RoundExecutor._verified: lambda: True -> lambda: False": (
         "a round waits for masks as long as it may, and all come in time"
     ),
-    "keep_first: ranks > 0 -> ranks >= 0": ("nothing stands before the likeliest, and no top_p here is 0"),
-    "keep_first: top_p_R < 1 -> top_p_R < 2": ("no sum of probabilities here is rounded up to 1 before the last token"),
     "RoundExecutor.graph_bytes: self.graphs.counts.num_bytes + self.prompt_graphs.counts.num_bytes -> self.graphs.counts.num_bytes - self.prompt_graphs.counts.num_bytes": (
         "what is told of memory"
     ),
