@@ -55,9 +55,11 @@ class EngineLoop:
     prompt before it, so that the device never waits for the host. A sequence that ended in what is being read commits
     nothing in the round already launched, and keeps its pages and slot until that one has been read too.
 
-    `pauses_after`: steps of a chunk after which it pauses for the others, in place of what follows from times; no bit
-    depends on it, which audits and tests show.
+    `pauses_after`: steps of a chunk after which it pauses for the others, UNBROKEN for never, in place of what follows
+    from times; no bit depends on it, which audits and tests show.
     """
+
+    UNBROKEN = 1 << 30
 
     def __init__(self, engine: Engine):
         self.executor: RoundExecutor = engine.executor
@@ -301,9 +303,11 @@ class EngineLoop:
         if self._reading is None or self._reading[0] is not step:
             self._reading = step, self._begin(step)
         _, reading = self._reading
-        num_steps, until = self.pauses_after if self.scheduler.has_others else None, math.inf
+        # of a prompt that was found whole nothing is left to read: a round would take its sequence for one that writes
+        pauses = self.scheduler.has_others and reading.num_rows > 0
+        num_steps, until = self.pauses_after if pauses else None, math.inf
         round_seconds = self._round_times.round_seconds
-        if self.scheduler.has_others and num_steps is None and round_seconds is not None:
+        if pauses and num_steps is None and round_seconds is not None:
             num_steps = self.executor.steps_at_a_time(reading.num_rows, round_seconds)
             until = started + self.executor.seconds_at_a_time(round_seconds)
         if not reading.advance(num_steps, until):

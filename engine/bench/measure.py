@@ -19,7 +19,6 @@ SETTLE = 4
 """Rounds of a live batch before anyone looks at it."""
 ROUNDS_BEHIND = 2
 """Rounds that are launched and not yet read, beyond those that were looked at."""
-UNBROKEN = 1 << 30
 """More steps than a chunk has."""
 
 
@@ -126,7 +125,7 @@ def live_batch(loop: EngineLoop, prompts: list[list[int]], num_rounds: int) -> I
     num_tokens = live_tokens(num_rounds, loop.depth, len(prompts), chunks)
     named = {f"live{number}": prompt for number, prompt in enumerate(prompts)}
     # a chunk that pauses would let more rounds run than the one before it
-    loop.pauses_after = UNBROKEN
+    loop.pauses_after = loop.UNBROKEN
     driver.submit(loop, named, driver.greedy(num_tokens))
     settled = 0
     try:

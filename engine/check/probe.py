@@ -111,6 +111,8 @@ def routes(loop: EngineLoop) -> dict[str, list[str]]:
     prompt = driver.filler(ready.vocab_size, room)
     watch = Watch()
     loop.executor.observers.append(watch.observe)
+    # what a prompt launches behind a pause would be taken for the next round's
+    loop.pauses_after = loop.UNBROKEN
     try:
         for count in sorted({1, ready.max_num_seqs}) if prompt else ():
             for number in range(count):
@@ -120,4 +122,5 @@ def routes(loop: EngineLoop) -> dict[str, list[str]]:
                 driver.drain(loop)
     finally:
         loop.executor.observers.remove(watch.observe)
+        loop.pauses_after = None
     return {kernel: sorted(layers) for kernel, layers in sorted(watch.routes.items())}

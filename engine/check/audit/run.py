@@ -45,7 +45,6 @@ MAX_RAW = 8
 SPARE_STEPS = 64
 PAUSES_EVERY, PAUSING_STEPS = 32, 8
 """Of so many steps of the engine prompts pause in the first few."""
-UNBROKEN = 1 << 30
 MAX_MASK_SECONDS = 60.0
 
 
@@ -250,7 +249,7 @@ class Auditor:
         while loop.has_work() and recorder.num_steps < most:
             # prompts that pause wherever they can, beside others, are held to those that were read at once; but while
             # one pauses so often those beside it come to their ends, and batches would never fill up
-            loop.pauses_after = 1 if recorder.num_steps % PAUSES_EVERY < PAUSING_STEPS else UNBROKEN
+            loop.pauses_after = 1 if recorder.num_steps % PAUSES_EVERY < PAUSING_STEPS else loop.UNBROKEN
             recorder.step()
             if forcer is not None:
                 forcer.force()

@@ -82,7 +82,7 @@ events = asks | asks | asks | st.sampled_from((1, 2, 5, 20, 99)) | aborts | st.j
 def engine_of(name: str, **more: Any) -> Prefixes:
     engine = Prefixes(**{"depth": DEPTH, "max_waiting": 99} | ENGINES[name] | more)
     engine.loop.grammars = MadeGrammars(Multiples)  # type: ignore[assignment]
-    if "fixed" in ENGINES[name]:
+    if name != "dense":
         engine.loop.pauses_after = 1
     return engine
 

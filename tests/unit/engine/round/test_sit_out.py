@@ -146,7 +146,8 @@ def test_nor_for_whoever_gets_the_place_of_one_that_left_meanwhile(monkeypatch, 
     misses.on_miss = lambda: calls.append(None)
 
     def leave() -> None:
-        if len(calls) >= 3 and loop.scheduler.running:
+        # how many rounds there are depends on where prompts pause, by the clock
+        if len(calls) >= 3 and loop.scheduler.running and len(left) < 6:
             calls.clear()
             left.add(loop.scheduler.running[0].request_id)
             loop.abort(loop.scheduler.running[0].request_id)
