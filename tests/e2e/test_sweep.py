@@ -172,7 +172,7 @@ def server_of(run):
     ("args", "words"),
     [
         ([], "want either MODEL or --url"),
-        (["m", "--url", "u"], "want either MODEL or --url"),
+        (["m", "--url", "http://u"], "want either MODEL or --url"),
         (["m", "--domains", "poetry"], "essay,code,prose,chinese"),
         (["m", "--k=-1,0"], "at least 0"),
         (["m", "--k=1,two"], "want numbers of at least 0, got 1,two"),
