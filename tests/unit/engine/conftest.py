@@ -1,9 +1,10 @@
-"""Tiny checkpoints, built once a session and handed out as copies that a test may spoil."""
+"""Tiny checkpoints, built once a session, of which a test may spoil a copy; prompts that pause by no clock."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pilotfish.engine.round import executor
 from tests.support.tiny_models import build_tiny, write_checkpoint
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prompts_pause_by_no_clock():
+    """A test that counts steps or looks at a batch sees the same on every machine; `pauses_after` says where prompts
+    pause, and test_pauses.py how the clock does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "HOST_ROUNDS_SHARE", math.inf)
+        yield
 
 
 @dataclass

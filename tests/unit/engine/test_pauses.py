@@ -158,7 +158,8 @@ def test_log_probabilities_of_a_prompt_are_steps_of_their_own(read_by_clock):
     assert read_by_clock(100.0, prompt_logprobs=1) == [whole + 1]
 
 
-def test_without_a_gpu_a_piece_runs_for_the_time_of_a_round():
+def test_without_a_gpu_a_piece_runs_for_the_time_of_a_round(monkeypatch):
+    monkeypatch.setattr("pilotfish.engine.round.executor.HOST_ROUNDS_SHARE", 1)
     assert LoopDriver(depth=2, agreeing="own").loop.executor.seconds_at_a_time(0.25) == 0.25
     # launches do not tell when they end: steps are counted
     assert pausing().loop.executor.seconds_at_a_time(0.25) == math.inf
