@@ -303,11 +303,9 @@ class EngineLoop:
         if self._reading is None or self._reading[0] is not step:
             self._reading = step, self._begin(step)
         _, reading = self._reading
-        # of a prompt that was found whole nothing is left to read: a round would take its sequence for one that writes
-        pauses = self.scheduler.has_others and reading.num_rows > 0
-        num_steps, until = self.pauses_after if pauses else None, math.inf
+        num_steps, until = self.pauses_after if self.scheduler.has_others else None, math.inf
         round_seconds = self._round_times.round_seconds
-        if pauses and num_steps is None and round_seconds is not None:
+        if self.scheduler.has_others and num_steps is None and round_seconds is not None:
             num_steps = self.executor.steps_at_a_time(reading.num_rows, round_seconds)
             until = started + self.executor.seconds_at_a_time(round_seconds)
         if not reading.advance(num_steps, until):
@@ -318,9 +316,9 @@ class EngineLoop:
 
     def _begin(self, step: PrefillStep) -> Reading:
         sequence, params = step.sequence, step.sequence.request.sampling
-        if (snapshot := sequence.take_restore()) is not None:
+        if sequence.restore is not None:
             assert self.snapshots is not None
-            self.snapshots.load(snapshot, sequence.slot)
+            self.snapshots.load(sequence.restore, sequence.slot)
         return self.executor.prefill(
             sequence.slot,
             sequence.pages,
@@ -335,7 +333,7 @@ class EngineLoop:
 
     def _finish_reading(self, step: PrefillStep, reading: Reading) -> list[RequestOutput]:
         sequence, ended = step.sequence, reading.end()
-        sequence.num_prefilled = step.end
+        sequence.num_prefilled, sequence.restore = step.end, None
         if (snapshot := self.scheduler.prefix.publish(sequence)) is not None:
             assert self.snapshots is not None
             self.snapshots.save(snapshot, sequence.slot)

@@ -19,7 +19,6 @@ SETTLE = 4
 """Rounds of a live batch before anyone looks at it."""
 ROUNDS_BEHIND = 2
 """Rounds that are launched and not yet read, beyond those that were looked at."""
-"""More steps than a chunk has."""
 
 
 @dataclass(frozen=True)

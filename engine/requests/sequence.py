@@ -33,7 +33,7 @@ class Sequence:
     chunks: list[bytes] | None = None
     """Its prompt's tokens from boundary to boundary, once somebody has looked for them."""
     restore: int | None = None
-    """The snapshot to go on from, until it has been copied."""
+    """The snapshot to go on from, until the step that copies it to the slot has ended."""
     num_cached: int = 0
     """Prompt tokens that were found, of which somebody is told once."""
     cached_told: bool = False
@@ -63,12 +63,7 @@ class Sequence:
         told, self.cached_told = self.cached_told, True
         return None if told else self.num_cached
 
-    def take_restore(self) -> int | None:
-        """The snapshot to copy to its slot before it goes on: at the first call, None at later ones."""
-        snapshot, self.restore = self.restore, None
-        return snapshot
-
     @property
     def is_prefilled(self) -> bool:
-        """Whether its prompt is read, and the state of one that was found whole restored."""
+        """Whether its prompt is read, and the first token of one that was found whole launched."""
         return self.num_prefilled == len(self.prompt) and self.restore is None

@@ -212,8 +212,7 @@ def make_loop(model: Path, device: str) -> EngineLoop:
     sizes = DEPTH, AT_ONCE, loop.ready.max_model_len, FAST_ROWS, operators, loop.ready.prefill_chunk
     loop.executor = make_executor(before.model, state, *sizes)
     loop.executor.body = NoDevice(before.model, state, loop.executor.body.buffers, operators)
-    # a prompt's layers stood in `_work` once
-    PromptPass._work = PromptPass._end_span = lambda *_: None  # type: ignore[attr-defined,method-assign,assignment]
+    PromptPass._end_span = lambda *_: None  # type: ignore[method-assign,assignment]
     PromptPass._layers = lambda *_: iter(())  # type: ignore[method-assign,assignment,return-value]
     with torch.inference_mode():
         loop.executor.capture(progress=False)

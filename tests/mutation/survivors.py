@@ -11,7 +11,7 @@ SURVIVORS: dict[str, str] = {
     ),
     "keep_first: before >= top_p_R[:, None] -> before > top_p_R[:, None]": ("no sum of probabilities is top_p itself"),
     "_in_order: scores.sort(dim=-1, descending=True, stable=True) -> scores.sort(dim=-1, descending=True, stable=False)": (
-        "a CPU's sort is stable for rows of this length"
+        "torch sorts these rows alike, told to be stable or not"
     ),
     "_first_in_order: (last < last_kept) | (last_kept == float('-inf')) -> (last < last_kept) & (last_kept == float('-inf'))": (
         "all is sorted, which gives the same"

@@ -86,7 +86,7 @@ class Twin:
             self.check()
             return False
         sequence, salt = step.sequence, step.sequence.request.cache_salt
-        if (number := sequence.take_restore()) is not None:
+        if (number := sequence.restore) is not None:
             assert not self.has_nan[number]
             self.slots[sequence.slot] = self.snapshots[number]
         told = (salt, *sequence.prompt)
@@ -100,7 +100,7 @@ class Twin:
                     self.pages[page] = told[: min((index + 1) * PAGE, step.end) + 1]
         self.slots[sequence.slot] = told[: step.end + 1]
         self.read[sequence] += step.end - step.start
-        sequence.num_prefilled = step.end
+        sequence.num_prefilled, sequence.restore = step.end, None
         number = self.prefix.publish(sequence)
         if number is not None:
             self.snapshots[number] = self.slots[sequence.slot]
