@@ -23,8 +23,9 @@ from pilotfish.engine.round.operators import AnyMoe
 from pilotfish.engine.round.shapes import Sizes
 from pilotfish.engine.round.spans import Span, padded_length
 from pilotfish.engine.round.torch_table import TorchOperators
-from pilotfish.kernels.cuda import attention, commit, delta_net, lookup, moe, moe_prompt, router, sample
+from pilotfish.kernels.cuda import attention, commit, delta_net, lookup, moe, moe_prompt, sample
 from pilotfish.kernels.cuda import norm as norm_kernels
+from pilotfish.kernels.cuda import router as router_kernels
 from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_prompt
 from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
 from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
@@ -50,6 +51,7 @@ class CudaScratch:
     pending: tuple[torch.Tensor, ...]
     choice: sample.ChoiceScratch
     look_up: lookup.LookupScratch
+    router: router_kernels.RouterScratch | None
     experts: moe.ExpertScratch | None
 
     @property
@@ -93,14 +95,13 @@ class CudaOperators:
         config, device, rows = model.config, model.device, sizes.max_rows
         heads = (config.num_attention_heads, config.num_key_value_heads)
         caches = [*model.trunk.kv, *(model.head.caches if model.head else ())]
-        num_pages, kv_dtype = (caches[0].k.shape[0], caches[0].k.dtype) if caches else (1, model.dtype)
+        num_pages = caches[0].k.shape[0] if caches else 1
         held = delta_net.pending_width(config.conv_dim, config.linear_num_value_heads)
         return CudaScratch(
             attention.RowPlan.empty(rows, sizes.max_sequences, config.rotary_dim, device),
             heads,
             attention.AttentionScratch.empty(
-                rows, sizes.max_sequences, sizes.max_width, sizes.max_model_len, num_pages, *heads, config.head_dim,
-                kv_dtype, device,
+                sizes.max_sequences, sizes.max_width, sizes.max_model_len, num_pages, *heads, config.head_dim, device
             ),
             delta_net.DeltaScratch.empty(rows, config.linear_num_value_heads, config.linear_value_head_dim, device),
             # a tensor a layer: each begins where tensors begin, and kernels are compiled for that
@@ -110,6 +111,7 @@ class CudaOperators:
             ),
             sample.ChoiceScratch.empty(rows, config.vocab_size, device),
             lookup.LookupScratch.empty(sizes.max_sequences, device),
+            router_kernels.RouterScratch.make(config.num_experts, device) if config.is_moe else None,
             _expert_scratch(config, rows, device) if config.is_moe else None,
         )  # fmt: skip
 
@@ -170,11 +172,12 @@ class CudaOperators:
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: CudaScratch, out: torch.Tensor,
+        cache: KvCache, scratch: CudaScratch, out: torch.Tensor, settled: bool = False,
     ) -> None:  # fmt: skip
         attention.attention_window(
             projected, slots_B, scratch.plan, tables, cache.k, cache.v, mixer.qk_norm, mixer.eps, width,
-            scratch.attention, out, cache.k_scale, cache.v_scale, cache.lag, pdl=self.pdl,
+            scratch.attention, out, cache.k_scale, cache.v_scale, cache.lag, settled=settled and self.pdl,
+            pdl=self.pdl,
         )  # fmt: skip
 
     def gdn_window(
@@ -187,8 +190,20 @@ class CudaOperators:
             width, scratch.delta, out, pdl=self.pdl,
         )  # fmt: skip
 
-    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
-        router.route(logits, logits.shape[1] - 1, weights, ids, gate, pdl=self.pdl)
+    def add_norm_route(
+        self, x: torch.Tensor, delta: torch.Tensor, norm: Norm, router: AnyLinear, out: torch.Tensor,
+        logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, scratch: CudaScratch,
+    ) -> None:  # fmt: skip
+        """See Operators; one launch for few rows, with the bits of three."""
+        assert isinstance(router, PackedLinear) and scratch.router is not None
+        if router_kernels.takes(router, len(ids)):
+            router_kernels.add_norm_route(
+                x, delta, norm.scale, norm.eps, router, out, weights, ids, gate, scratch.router, pdl=self.pdl
+            )
+        else:
+            self.add_norm(x, delta, norm, out)
+            self.linear(router, out, logits)
+            router_kernels.route(logits, logits.shape[1] - 1, weights, ids, gate, pdl=self.pdl)
 
     def experts(self, mlp: AnyMoe, x: torch.Tensor, ids: torch.Tensor, scratch: CudaScratch) -> torch.Tensor:
         """See Operators; [R, k + 1, H], each row's experts in rank order, then the shared one."""
@@ -314,7 +329,7 @@ class CudaOperators:
         weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
         ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
         gate = torch.empty(rows, dtype=torch.float32, device=device)
-        route = router.route if self.on_device else router.route_reference
+        route = router_kernels.route if self.on_device else router_kernels.route_reference
         route(logits, packed.num_experts, weights, ids, gate)
         return weights, ids, gate
 

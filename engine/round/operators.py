@@ -127,9 +127,10 @@ class Operators(Protocol):
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: Any, out: torch.Tensor,
+        cache: KvCache, scratch: Any, out: torch.Tensor, settled: bool = False,
     ) -> None:  # fmt: skip
-        """Full attention between its two products: writes the window's keys and values, then out [R, h D].
+        """Full attention between its two products: writes the window's keys and values, then out [R, h D]. `settled`:
+        `embed_rows` has run since anything else of cache and plan was written.
 
         Definition: kernels.attention.window_attention; held by tests/support/attention_windows.py.
         """
@@ -145,12 +146,16 @@ class Operators(Protocol):
         """
         ...
 
-    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
-        """What fp32 logits [R, E + 1] choose: weights fp32 and ids [R, k] in rank order, the shared expert's gate fp32
-        [R].
+    def add_norm_route(
+        self, x: torch.Tensor, delta: torch.Tensor, norm: Norm, router: AnyLinear, out: torch.Tensor,
+        logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, scratch: Any,
+    ) -> None:  # fmt: skip
+        """`add_norm`, then what the router's product with out, fp32 logits [R, E + 1], chooses: weights fp32 and ids
+        [R, k] in rank order, the shared expert's gate fp32 [R]. CUDA: `logits` may stay as it was.
 
         Definition: kernels.moe.route; held by tests/support/small_operators.py (kernels.cuda.router.route_reference:
-        the same but where probabilities of different logits round to equal ones).
+        the same but where probabilities of different logits round to equal ones), and where it is one launch by
+        tests/unit/kernels/cuda/test_run_router.py.
         """
         ...
 
@@ -167,7 +172,7 @@ class Operators(Protocol):
     ) -> None:  # fmt: skip
         """x += the weighted parts in rank order, the shared one last; with a norm, out = its norm of x.
 
-        Definition: kernels.moe.combine; held by tests/unit/kernels/cuda/test_experts.py.
+        Definition: kernels.moe.combine; held by tests/unit/kernels/cuda/test_run_products.py.
         """
         ...
 

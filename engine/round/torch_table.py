@@ -199,7 +199,7 @@ class TorchOperators:
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: TorchScratch, out: torch.Tensor,
+        cache: KvCache, scratch: TorchScratch, out: torch.Tensor, settled: bool = False,
     ) -> None:  # fmt: skip
         window = scratch.window
         assert window is not None
@@ -226,7 +226,12 @@ class TorchOperators:
         # its own memory: the next layer's projection overwrites what it was cut from
         scratch.pending.append((k, v, beta, decay, u.clone()))
 
-    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
+    def add_norm_route(
+        self, x: torch.Tensor, delta: torch.Tensor, norm: Norm, router: AnyLinear, out: torch.Tensor,
+        logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, scratch: TorchScratch,
+    ) -> None:  # fmt: skip
+        self.add_norm(x, delta, norm, out)
+        self.linear(router, out, logits)
         num_experts = logits.shape[1] - 1
         chosen_weights, chosen_ids = route(logits[: len(ids), :num_experts], ids.shape[1])
         weights.copy_(chosen_weights)

@@ -12,7 +12,8 @@ import torch
 import triton
 
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.cuda.attention_kernels import items_kernel, merge_kernel, plan_kernel, project_kernel
+from pilotfish.kernels.cuda.attention_items import MAX_WIDTH, WARPS, items_kernel
+from pilotfish.kernels.cuda.attention_kernels import merge_kernel, plan_kernel
 
 CHUNK = 512
 """Positions of one partial result where there are many. A multiple of PAGE."""
@@ -25,12 +26,14 @@ FEW_ITEMS = 96
 the merge folds."""
 MERGED = 32
 """Chunks that the merge folds side by side."""
+FEW_CHUNKS = 8
+"""Of a row that has no more chunks the merge looks at as many: a quarter of the work. No bit depends on it."""
 MAX_SEQUENCES = 256
 MAX_LAG = 1
 """How far past its position a cache may store an entry (a draft head's does)."""
-STAGES = 5
-"""Pipeline stages of the loop over units. The page's number takes some: 5 give two buffers for keys and values (152
-KB), 7 three. Where multiprocessors have less shared memory, 4: one buffer. No bit depends on it."""
+BUFFERS = 2
+"""Units whose keys and values are in shared memory or on their way there, 64 KB each; 1 where multiprocessors have less
+than 160 KB. No bit depends on it."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -57,19 +60,17 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """What a layer's attention needs besides its operands; one for all layers.
+    """What a layer's items leave for the merge; one for all layers.
 
-    q [R, h, D] in `product_dtype`, partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
+    partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
     """
 
-    q: torch.Tensor
     partial: torch.Tensor
     stats: torch.Tensor
 
     @classmethod
     def empty(
         cls,
-        max_rows: int,
         max_sequences: int,
         max_width: int,
         max_model_len: int,
@@ -77,21 +78,19 @@ class AttentionScratch:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        cache_dtype: torch.dtype,
         device: torch.device,
     ) -> AttentionScratch:
         """Memory for every batch of up to max_sequences windows of up to max_width rows whose contexts fit the
         pages."""
         items = max_items(max_sequences, max_width, max_model_len, num_pages, num_heads, num_kv_heads)
         return cls(
-            torch.zeros((max_rows, num_heads, head_dim), dtype=product_dtype(cache_dtype), device=device),
             torch.zeros((items, TILE, head_dim), dtype=torch.float32, device=device),
             torch.zeros((items, TILE, 2), dtype=torch.float32, device=device),
         )
 
     @property
     def num_bytes(self) -> int:
-        return self.q.nbytes + self.partial.nbytes + self.stats.nbytes
+        return self.partial.nbytes + self.stats.nbytes
 
 
 def num_tiles(width: int, group: int) -> int:
@@ -152,6 +151,7 @@ def attention_window(
     v_scale: float = 1.0,
     lag: int = 0,
     num_programs: int | None = None,
+    settled: bool = False,
     pdl: bool = False,
 ) -> None:
     """One full-attention layer's mixer between its two products; changes the caches, scratch and out.
@@ -165,40 +165,40 @@ def attention_window(
     out        bf16 [>= R, h D]: attention times sigmoid(gate)
     lag        position p is stored at place p + lag <= p + MAX_LAG; the places before lag are not read
     num_programs (default: one a multiprocessor) changes no bit.
+    settled    with pdl: since slots, plan, tables and old keys and values were written, a kernel of the chain has let
+               the next one start only after its own wait; they are then asked for while the product still runs
     A value that is not finite is stored as 0: a row before it in the window gives it weight 0, and 0 x NaN is NaN.
     """
     kv, dim = k_cache.shape[1], k_cache.shape[3]
     heads, half, batch = len(qk_norm) - kv, plan.cos.shape[1], len(slots)
     num_rows, fp8 = batch * width, k_cache.element_size() == 1
-    assert 0 <= lag <= MAX_LAG
-    _check(projected, tables, k_cache, v_cache, qk_norm, scratch, out, num_rows)
-    most_programs, stages = _limits(out.device)
+    assert 0 <= lag <= MAX_LAG and CHUNK <= 2 * PAGE and width <= MAX_WIDTH
+    _check(projected, tables, k_cache, v_cache, qk_norm, out, num_rows)
+    most_programs, buffers = _limits(out.device)
     sizes = {"H": heads, "KV": kv, "D": dim, "PDL": pdl}
     options = _options(pdl)
-    project_kernel[(num_rows * (heads + kv),)](
-        projected, slots, plan.positions, plan.cos, plan.sin, tables, qk_norm, k_cache, v_cache, scratch.q,
-        eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, width, tables.shape[1], lag,
-        HALF=half, PAGE=PAGE, FP8=fp8, num_warps=1, **sizes, **options,
-    )  # fmt: skip
     items_kernel[(num_programs or most_programs,)](
-        scratch.q, slots, plan.positions, plan.items, tables, k_cache, v_cache, scratch.partial, scratch.stats,
-        k_scale, batch, width, tables.shape[1], lag,
-        PAGE=PAGE, UNIT=UNIT, TILE=TILE, FP8=fp8, num_warps=8, num_stages=stages, **sizes, **options,
+        projected, slots, plan.positions, plan.cos, plan.sin, plan.items, tables, qk_norm, k_cache, v_cache,
+        scratch.partial, scratch.stats,
+        eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, batch, width, tables.shape[1], lag,
+        HALF=half, PAGE=PAGE, UNIT=UNIT, TILE=TILE, BUFFERS=buffers, FP8=fp8, SETTLED=settled, num_warps=WARPS,
+        **sizes, **options,
     )  # fmt: skip
     block = min(dim, 64)
     merge_kernel[(num_rows * heads * (dim // block),)](
         projected, plan.positions, plan.items, scratch.partial, scratch.stats, out, v_scale, width, lag,
-        BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, num_warps=4, **sizes, **options,
+        BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, FEW=min(FEW_CHUNKS, MERGED), num_warps=4,
+        **sizes, **options,
     )  # fmt: skip
 
 
 def _limits(device: torch.device) -> tuple[int, int]:
-    """Programs that run at once, and the stages that fit."""
+    """Programs that run at once, and the buffers that fit."""
     if device.type != "cuda":
-        return 1, STAGES
+        return 1, BUFFERS
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return properties["multiprocessor_count"], STAGES if properties["max_shared_mem"] >= 160 << 10 else 4
+    return properties["multiprocessor_count"], BUFFERS if properties["max_shared_mem"] >= 160 << 10 else 1
 
 
 def _options(pdl: bool) -> dict[str, bool]:
@@ -221,7 +221,6 @@ def _check(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     qk_norm: torch.Tensor,
-    scratch: AttentionScratch,
     out: torch.Tensor,
     num_rows: int,
 ) -> None:
@@ -229,12 +228,6 @@ def _check(
     heads = len(qk_norm) - kv
     assert v_cache.shape == k_cache.shape and v_cache.dtype == k_cache.dtype and page == PAGE
     assert tables.dtype == torch.int32 and qk_norm.dtype == torch.float32 and qk_norm.shape[1] == dim
-    assert scratch.q.dtype == product_dtype(k_cache.dtype) and scratch.q.shape[1:] == (heads, dim)
     assert projected.shape[1] == 2 * (heads + kv) * dim and out.shape[1] == heads * dim
-    assert min(len(projected), len(scratch.q), len(out)) >= num_rows
+    assert min(len(projected), len(out)) >= num_rows
     assert all(t.is_contiguous() for t in (projected, tables, k_cache, v_cache, qk_norm, out))
-
-
-def product_dtype(cache_dtype: torch.dtype) -> torch.dtype:
-    """What queries and probabilities are rounded to: e4m3 values are exact in fp16, which rounds the rest less."""
-    return torch.float16 if cache_dtype == torch.float8_e4m3fn else cache_dtype

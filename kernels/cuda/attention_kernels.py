@@ -1,4 +1,4 @@
-"""The Triton kernels behind `attention_window` and `plan_rows`; what they compute is said there.
+"""The Triton kernels behind `attention_window` (its items: attention_items.py), `plan_rows` and `project_prompt`.
 
 The output of a row is a fold over units of UNIT positions: each gives the maximum of its scores, the sum of 2^(score -
 maximum), and the values summed with these weights. Units of a chunk fold in order, chunks j, j + MERGED, ... of a row
@@ -142,90 +142,73 @@ def project_kernel(
         tl.store(v_cache + cell, v.to(v_cache.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["B", "W", "max_pages", "lag"])
-def items_kernel(
-    q,
-    slots,
-    positions,
-    items,
-    tables,
-    k_cache,
-    v_cache,
-    partial,
-    stats,
-    k_scale,
-    B,
-    W,
-    max_pages,
-    lag,
-    H: tl.constexpr,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do."""
-    GROUP: tl.constexpr = H // KV
-    m, n, d = tl.arange(0, TILE), tl.arange(0, UNIT), tl.arange(0, D)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    tiles = tl.cdiv(W * GROUP, TILE)
-    span = tl.load(items)
-    num_items = tl.load(items + 1 + B)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        b = 0
-        while tl.load(items + 2 + b) <= item:
-            b += 1
-        index = item - tl.load(items + 1 + b)
-        tile = index % tiles
-        head = index // tiles % KV
-        first = index // (tiles * KV) * span
-        slot = tl.load(slots + b).to(tl.int64)
-        start = tl.load(positions + b * W) + lag
-        end = start + W
-        flat = tile * TILE + m
-        w = tl.minimum(flat // GROUP, W - 1)
-        sees = start + w
-        rows = ((b * W + w) * H + head * GROUP + flat % GROUP).to(tl.int64)
-        query = tl.load(q + rows[:, None] * D + d[None, :], (flat < W * GROUP)[:, None], other=0.0)
-        best = tl.full((TILE,), float("-inf"), tl.float32)
-        mass = tl.zeros((TILE,), tl.float32)
-        total = tl.zeros((TILE, D), tl.float32)
-        for unit in range(first, tl.minimum(first + span, end), UNIT):
-            page = tl.load(tables + slot * max_pages + unit // PAGE).to(tl.int64)
-            cell = ((page * KV + head) * PAGE + unit % PAGE) * D
-            column = unit + n
-            written = (column >= lag) & (column < end)
-            k = tl.load(k_cache + cell + n[None, :] * D + d[:, None], written[None, :], other=0.0)
-            v = tl.load(v_cache + cell + n[:, None] * D + d[None, :], written[:, None], other=0.0)
-            scores = tl.dot(query, k.to(query.dtype), input_precision="ieee")
-            if FP8:
-                scores = scores * k_scale
-            seen = (column[None, :] >= lag) & (column[None, :] <= sees[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-            highest = tl.max(scores, 1)
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            p = tl.exp2(scores - base[:, None])
-            values = tl.dot(p.to(query.dtype), v.to(query.dtype), input_precision="ieee")
-            best, mass, total = _fold(best, mass, total, highest, tl.sum(p, 1), values)
-        place = item * TILE + m.to(tl.int64)
-        tl.store(partial + place[:, None] * D + d[None, :], total)
-        tl.store(stats + place * 2, best)
-        tl.store(stats + place * 2 + 1, mass)
-
-
 @triton.jit
-def _load_part(partial, stats, place, seen, d, D: tl.constexpr):
-    """What items wrote for one row; as from columns the row does not see where `seen` is false."""
+def _load_part(where, index, spans, d, D: tl.constexpr, TILE: tl.constexpr):
+    """What items wrote for one row, of spans [...]; as from columns the row does not see past `spans`.
+
+    where: partial, stats, the row's first item, how many items further its next span is, its line in their tiles.
+    """
+    partial, stats, base, stride, line = where
+    place = (base + index * stride).to(tl.int64) * TILE + line
+    seen = index < spans
     return (
         tl.load(stats + place * 2, seen, other=float("-inf")),
         tl.load(stats + place * 2 + 1, seen, other=0.0),
         tl.load(partial + place[:, None] * D + d[None, :], seen[:, None], other=0.0),
     )
+
+
+@triton.jit
+def _nothing(N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """N parts of columns that a row does not see."""
+    best, mass = tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.float32)
+    return best, mass, tl.zeros((N, BLOCK_D), tl.float32)
+
+
+@triton.jit
+def _fold_units(where, chunk, spans, d, D: tl.constexpr, UNITS: tl.constexpr, TILE: tl.constexpr):
+    """Chunks of one row, each folded from its units in order."""
+    best, mass, total = _nothing(chunk.shape[0], d.shape[0])
+    for u in tl.static_range(UNITS):
+        unit_best, unit_mass, unit_total = _load_part(where, chunk * UNITS + u, spans, d, D, TILE)
+        best, mass, total = _fold(best, mass, total, unit_best, unit_mass, unit_total)
+    return best, mass, total
+
+
+@triton.jit
+def _merge_few(where, spans, are_units, d, D: tl.constexpr, UNITS: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr):
+    """As _merge_many of a row of FEW chunks or less; FEW are a lane or a warp each, so none is added in a thread."""
+    chunk = tl.arange(0, FEW)
+    if are_units:
+        part_best, part_mass, part_total = _fold_units(where, chunk, spans, d, D, UNITS, TILE)
+    else:
+        part_best, part_mass, part_total = _load_part(where, chunk, spans, d, D, TILE)
+    best, mass, total = _nothing(FEW, d.shape[0])
+    best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
+    weight = tl.exp2(best - tl.max(best, 0))
+    # each product is rounded before others are added, as a thread's sum of several is
+    return tl.sum(tl.fma(total, weight[:, None], 0.0), 0) / tl.sum(tl.fma(mass, weight, 0.0), 0)
+
+
+@triton.jit
+def _merge_many(
+    where, spans, are_units, d, D: tl.constexpr, UNITS: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr
+):
+    """A row's values: chunks j, j + MERGED, ... folded in order, then the MERGED results summed."""
+    lane = tl.arange(0, MERGED)
+    best, mass, total = _nothing(MERGED, d.shape[0])
+    if are_units:
+        for first in range(0, tl.cdiv(spans, UNITS), MERGED):
+            part_best, part_mass, part_total = _fold_units(where, first + lane, spans, d, D, UNITS, TILE)
+            best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
+    else:
+        for first in range(0, spans, 2 * MERGED):
+            # two, so that their loads are on their way together
+            for half in tl.static_range(2):
+                part_best, part_mass, part_total = _load_part(where, first + half * MERGED + lane, spans, d, D, TILE)
+                best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
+    weight = tl.exp2(best - tl.max(best, 0))
+    return tl.sum(total * weight[:, None], 0) / tl.sum(mass * weight, 0)
 
 
 @triton.jit(do_not_specialize=["W", "lag"])
@@ -247,9 +230,10 @@ def merge_kernel(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     MERGED: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for BLOCK_D columns of a row's head."""
+    """A program for BLOCK_D columns of a row's head. Most contexts are of FEW chunks or less."""
     GROUP: tl.constexpr = H // KV
     UNITS: tl.constexpr = CHUNK // UNIT
     d = tl.program_id(0) % (D // BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -266,32 +250,11 @@ def merge_kernel(
     stride = KV * tiles
     base += head // GROUP * tiles + flat // TILE
     spans = place // span + 1
-    lane = tl.arange(0, MERGED)
-    best = tl.full((MERGED,), float("-inf"), tl.float32)
-    mass = tl.zeros((MERGED,), tl.float32)
-    total = tl.zeros((MERGED, BLOCK_D), tl.float32)
-    if span == UNIT:
-        for first in range(0, place // CHUNK + 1, MERGED):
-            part_best = tl.full((MERGED,), float("-inf"), tl.float32)
-            part_mass = tl.zeros((MERGED,), tl.float32)
-            part_total = tl.zeros((MERGED, BLOCK_D), tl.float32)
-            for u in tl.static_range(UNITS):
-                index = (first + lane) * UNITS + u
-                part = (base + index * stride).to(tl.int64) * TILE + flat % TILE
-                unit_best, unit_mass, unit_total = _load_part(partial, stats, part, index < spans, d, D)
-                part_best, part_mass, part_total = _fold(
-                    part_best, part_mass, part_total, unit_best, unit_mass, unit_total
-                )
-            best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
+    where = partial, stats, base, stride, flat % TILE
+    if place < FEW * CHUNK:
+        attended = _merge_few(where, spans, span == UNIT, d, D, UNITS, TILE, FEW)
     else:
-        for first in range(0, spans, 2 * MERGED):
-            # two, so that their loads are on their way together
-            for half in tl.static_range(2):
-                index = first + half * MERGED + lane
-                part = (base + index * stride).to(tl.int64) * TILE + flat % TILE
-                part_best, part_mass, part_total = _load_part(partial, stats, part, index < spans, d, D)
-                best, mass, total = _fold(best, mass, total, part_best, part_mass, part_total)
-    weight = tl.exp2(best - tl.max(best, 0))
-    attended = tl.sum(total * weight[:, None], 0) / tl.sum(mass * weight, 0) * v_scale
+        attended = _merge_many(where, spans, span == UNIT, d, D, UNITS, TILE, MERGED)
+    attended *= v_scale
     gated = attended / (1.0 + tl.exp(-gate.to(tl.float32)))
     tl.store(out + row.to(tl.int64) * (H * D) + head * D + d, gated.to(out.dtype.element_ty))

@@ -22,7 +22,8 @@ class LaunchShape:
     product, which the warps have in turn.
 
     tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x;
-    split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes.
+    split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes;
+    pinned: a step's loads and arithmetic stay apart (mma.products).
     """
 
     warps: int
@@ -33,13 +34,22 @@ class LaunchShape:
     segments: int = 0
     split: int = 1
     registers: int = 0
+    pinned: bool = False
 
 
 def choose_shape(
     part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None, segments: int = 0
 ) -> LaunchShape:
     """The shape for tiles of one format and a number of rows; `plain`: what is `beside` them; `segments`: of a
-    row-parallel product.
+    row-parallel product."""
+    shape = _chosen(part, num_rows, swiglu, plain, segments)
+    # of few rows and tiles programs run at once, and wait for x: all of a step's at once, not a load after each product
+    few = num_rows <= 8 and part.num_tiles < MANY_TILES and part.format is not Format.FP8
+    return replace(shape, pinned=few and (shape.tiles == 1 or part.num_units // shape.warps <= 4))
+
+
+def _chosen(part: Packed, num_rows: int, swiglu: bool, plain: Packed | None, segments: int) -> LaunchShape:
+    """The shape, but for whether it is pinned.
 
     Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
     registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.

@@ -3,9 +3,9 @@
 Three launches: gate_up with SwiGLU, down, combine. A program of the first two takes some tiles of one expert; the rows
 that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others are
 masked. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the first pair
-of its expert, so that nothing has to be counted before; beyond, two kernels first list the rows of each expert, and a
-program takes up to 8 or 16 of them. The shared expert is one more, chosen by all rows. Results go to their own
-(row, rank): nothing is added across experts before `combine`, which adds in rank order.
+of its expert (of one row each is), so that nothing has to be counted before; beyond, two kernels first list the rows
+of each expert, and a program takes up to 8 or 16 of them. The shared expert is one more, chosen by all rows. Results go
+to their own (row, rank): nothing is added across experts before `combine`, which adds in rank order.
 
 R = rows, E = experts, k = experts a token, H = hidden, I = expert width.
 Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform routing. No atomics.
@@ -219,10 +219,12 @@ class GroupedExperts:
             DOWN=down,
             ROUTED=routed,
             LISTS=lists,
+            ONE_ROW=num_rows == 1,
             TOP_K=self.top_k,
             TOP=triton.next_power_of_2(self.top_k),
             STAGES=shape.stages,
             X_AHEAD=shape.x_ahead,
+            PINNED=shape.pinned,
             PDL=pdl,
             num_warps=shape.warps,
             # variants for more rows are compiled apart, and round alike
@@ -280,9 +282,15 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     if format is not Format.NVFP4:
         return shape
     # more programs at a time pay more than more on the way of each, the more so where each has a list to read first
-    if num_units < 4 * warps or num_rows > FAST_ROWS:
+    if num_rows > FAST_ROWS:
         return replace(shape, stages=1, x_ahead=0)
-    return replace(shape, stages=2, x_ahead=0 if num_rows == 1 else 1)
+    steps = num_units // warps
+    if steps >= 4:
+        return replace(shape, stages=2, x_ahead=0 if num_rows == 1 else 1, pinned=True)
+    if num_rows > 1:
+        return replace(shape, stages=1, x_ahead=0, pinned=True)
+    # of one row all programs run at once: all that down reads is on its way, weights before its turn, x as it comes
+    return replace(shape, stages=min(2, steps), x_ahead=min(1, steps - 1), pinned=True)
 
 
 def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[ExpertGroup]:

@@ -61,29 +61,38 @@ def groups_kernel(
 
 
 @gluon.jit
-def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr):
-    """At which rank each row chose the expert, -1 if it did not, [ROWS]; and the first pair that is such a choice.
-
-    ids are read once a program, dealt out to its warps: hundreds of programs read these few lines at a time. And read
-    past L1, where those of an earlier layer may lie.
-    """
+def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr, CACHE: gl.constexpr):
+    """At which rank each row chose the expert, -1 if it did not, [ROWS]; and the first pair that is such a choice."""
     pair = row[:, None] * TOP_K + rank[None, :]
     there = (row < num_rows)[:, None] & (rank < TOP_K)[None, :]
-    chosen = gl.load(ids + pair, mask=there, other=-1, cache_modifier=".cg") == expert
+    chosen = gl.load(ids + pair, mask=there, other=-1, cache_modifier=CACHE) == expert
     ranks = gl.max(gl.where(chosen, rank[None, :] + row[:, None] * 0, -1), 1)
-    return ranks, gl.min(gl.min(gl.where(chosen, pair, 1 << 20), 1), 0)
+    return ranks, gl.min(gl.where(ranks >= 0, row * TOP_K + ranks, 1 << 20), 0)
 
 
 @gluon.jit
-def _columns(ranks, own_list, index, first, count, is_shared, LISTS: gl.constexpr, TOP_K: gl.constexpr):
+def _columns(
+    ranks,
+    own_list,
+    index,
+    first,
+    count,
+    is_shared,
+    LISTS: gl.constexpr,
+    ONE_ROW: gl.constexpr,
+    TOP_K: gl.constexpr,
+    CACHE: gl.constexpr,
+):
     """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there.
 
-    index: a column's number within those of the program.
+    index: a column's number within those of the program; of one row `first` is its rank.
     """
-    if LISTS:
+    if ONE_ROW:
+        return index * 0 + first, index == 0
+    elif LISTS:
         column = first + index
         there = column < count
-        pair = gl.load(own_list + column, mask=there & (is_shared == 0), other=0, cache_modifier=".cg")
+        pair = gl.load(own_list + column, mask=there & (is_shared == 0), other=0, cache_modifier=CACHE)
         return gl.where(is_shared, column * (TOP_K + 1) + TOP_K, pair), there
     else:
         rank = gl.gather(ranks, index, 0)
@@ -118,10 +127,12 @@ def experts_kernel(
     DOWN: gl.constexpr,
     ROUTED: gl.constexpr,
     LISTS: gl.constexpr,
+    ONE_ROW: gl.constexpr,
     TOP_K: gl.constexpr,
     TOP: gl.constexpr,
     STAGES: gl.constexpr,
     X_AHEAD: gl.constexpr,
+    PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Program (i, p): tiles i MT ... of the expert of pair p, all rows; with LISTS of item p, 8 NT rows of an expert.
@@ -132,6 +143,9 @@ def experts_kernel(
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    # hundreds of programs read the few lines that the router wrote at a time: gate_up through L1, so that L2 is asked
+    # once an SM; not so down, which reads ahead of its turn, when L1 may hold those of an earlier layer
+    cache: gl.constexpr = ".cg" if DOWN else ""
     if PDL:
         # down may read ids before its own wait: gate_up waited for them before it let down start
         if not DOWN:
@@ -144,7 +158,10 @@ def experts_kernel(
     is_shared = p >= num_routed
     own_list = lists
     lanes: gl.constexpr = min(TOP, 32)
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
+    # gate_up's warps have all pairs each, and need not wait for each other before they ask for weights; of down, which
+    # asks L2, they have some each
+    rows_a_lane: gl.constexpr = 1 if DOWN else max(1, NT * 8 * lanes // 32)
+    pairs: gl.constexpr = gl.BlockedLayout([rows_a_lane, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
     row = gl.arange(0, NT * 8, gl.SliceLayout(1, pairs))
     ranks = row * 0 - 1
     if LISTS:
@@ -154,20 +171,24 @@ def experts_kernel(
             if is_shared:
                 expert = NUM_EXPERTS
             else:
-                item = gl.load(lists + NUM_EXPERTS * (num_rows + 1) + p, cache_modifier=".cg")
+                item = gl.load(lists + NUM_EXPERTS * (num_rows + 1) + p, cache_modifier=cache)
                 expert = item // 1024
                 first = item // 32 % 32 * (NT * 8)
                 count = first + item % 32
             own_list += expert * (num_rows + 1) + 1
         else:
-            expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=".cg")
-            rank = gl.arange(0, TOP, gl.SliceLayout(0, pairs))
-            ranks, first_pair = _ranks(ids, expert, num_rows, row, rank, TOP_K)
+            expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=cache)
+            if not ONE_ROW:
+                rank = gl.arange(0, TOP, gl.SliceLayout(0, pairs))
+                ranks, first_pair = _ranks(ids, expert, num_rows, row, rank, TOP_K, cache)
+                if not is_shared and first_pair < p:
+                    count = 0
             if is_shared:
                 expert = NUM_EXPERTS
-            elif first_pair < p:
-                count = 0
-    if first >= count:
+    if ONE_ROW:
+        # its experts all differ
+        first = p if ROUTED else p + TOP_K
+    elif first >= count:
         return
     index = gl.arange(0, 128, flat)
     feature = (index % 32) // 4 + (index // 32) % 2 * 8
@@ -184,7 +205,7 @@ def experts_kernel(
             columns = columns + (gl.load(place + tile * 2),)
             counts = counts + (gl.load(place + tile * 2 + 1),)
     stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES)
-    if not LISTS:
+    if not LISTS and not ONE_ROW:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     offsets = ()
@@ -192,12 +213,12 @@ def experts_kernel(
     targets = ()
     stored = ()
     for n in gl.static_range(NT):
-        pair, there = _columns(ranks, own_list, n * 8 + g, first, count, is_shared, LISTS, TOP_K)
+        pair, there = _columns(ranks, own_list, n * 8 + g, first, count, is_shared, LISTS, ONE_ROW, TOP_K, cache)
         source = pair if DOWN else pair // (TOP_K + 1)
         offsets = offsets + (source * x_stride * 4,)
         masks = masks + (there,)
         stored_index = n * 8 + (index % 4) * 2 + index // 64
-        pair, there = _columns(ranks, own_list, stored_index, first, count, is_shared, LISTS, TOP_K)
+        pair, there = _columns(ranks, own_list, stored_index, first, count, is_shared, LISTS, ONE_ROW, TOP_K, cache)
         targets = targets + (pair.to(gl.int64) * out_stride,)
         stored = stored + (there,)
     totals = products(
@@ -220,7 +241,7 @@ def experts_kernel(
         warps,
         STAGES,
         X_AHEAD,
-        False,
+        PINNED,
         PDL and DOWN,
     )
     for m in gl.static_range(0, MT, SPAN):
@@ -260,13 +281,19 @@ def combine_kernel(
         gdc_launch_dependents()
         gdc_wait()
     source = parts + row * ((TOP_K + 1) * H) + cols
-    total = tl.load(source, mask, other=0.0).to(tl.float32) * tl.load(weights + row * TOP_K)
-    for rank in tl.static_range(1, TOP_K):
-        part = tl.load(source + rank * H, mask, other=0.0).to(tl.float32)
-        total = tl.fma(part, tl.load(weights + row * TOP_K + rank), total)
-    part = tl.load(source + TOP_K * H, mask, other=0.0).to(tl.float32)
-    total = tl.fma(part, tl.load(shared_gate + row), total)
-    total += tl.load(x + row * H + cols, mask, other=0.0)
+    outputs = ()
+    factors = ()
+    for rank in tl.static_range(TOP_K + 1):
+        outputs = outputs + (tl.load(source + rank * H, mask, other=0.0),)
+        factors = factors + (tl.load(weights + row * TOP_K + rank if rank < TOP_K else shared_gate + row),)
+    before = tl.load(x + row * H + cols, mask, other=0.0)
+    # all of it on its way at once: the assembler would ask for two parts at a time, five ways to the L2 one after the
+    # other. An event for profilers is what it moves neither loads nor arithmetic across (mma.in_order)
+    tl.inline_asm_elementwise("pmevent 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    total = outputs[0].to(tl.float32) * factors[0]
+    for rank in tl.static_range(1, TOP_K + 1):
+        total = tl.fma(outputs[rank].to(tl.float32), factors[rank], total)
+    total += before
     tl.store(x + row * H + cols, total, mask)
     if NORM:
         normed = total * tl.rsqrt(tl.sum(total * total, 0) / H + eps) * scale

@@ -1,44 +1,64 @@
-"""Experts over a prompt from their packed NVFP4 weights: no matrix is expanded in memory.
+"""Experts over a prompt from their packed NVFP4 weights: expanded in registers, and in no memory.
 
-Four launches: the rows of each expert, gate_up with SwiGLU, down, combine (moe.py). A program of the middle two takes
-COLUMNS output columns of an expert and up to ROWS of its rows at a time: weights are made bf16 in registers and
-multiplied by the warp group's instruction, the rows of x from shared memory; the tensor's number is multiplied in at
-the end. Results go to their own (row, rank), so nothing depends on the order of programs. The shared expert is one
-more, chosen by all rows.
+Four launches: one lists the rows of each expert and arranges x, then gate_up with SwiGLU, down, combine (moe.py). A
+program of the middle two takes 8 tiles of weights of an expert and up to ROWS of its rows at a time. Weights come to
+shared memory packed; a lane's words of a unit, made bf16, are the A operand of the warp group's instruction as they
+stand in its registers, since what packing.py gives a lane is a fragment of mma.m16n8k16. So that B agrees, columns of x
+are kept in the order in which the fragments have them (`arranged`): gate_up's result is stored so, x is arranged once.
+While one half of the tiles is multiplied the other is unpacked. The tensor's number is multiplied in at the end.
+Results go to their own (row, rank), so nothing depends on the order of programs. The shared expert is one more, chosen
+by all rows.
+
+A sum is over units in order, in a unit over the 8 steps of 16 columns that a round's products have (mma.py), in one
+accumulator.
 
 Reads each expert's weights once for ROWS of its rows, 4.5 bits a weight: expanding them first moves ten times that.
 T = prompt rows, E = experts, k = experts a token, H = hidden, I = expert width.
 """
+
+# Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma_init
 
-from pilotfish.kernels.cuda.mma import nvfp4_word
+from pilotfish.kernels.cuda.group_mma import (
+    CODES,
+    OUT,
+    PACKED_SHARED,
+    ROWS_SHARED,
+    SCALES,
+    SCALES_IN,
+    TILES,
+    TILES_AHEAD,
+    UNIT_WORDS,
+    copy_tiles,
+    fragments,
+    has_group_products,
+    multiply,
+    operand,
+    sums,
+    waited,
+)
+from pilotfish.kernels.cuda.mma import in_order, silu
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
 from pilotfish.kernels.cuda.moe_kernels import list_kernel
-from pilotfish.kernels.cuda.packing import Format, Packed
+from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
 
-ROWS, FEW_ROWS = 64, 32
+ROWS, FEW_ROWS = 96, 32
 """Rows of a program at a time; FEW_ROWS where an expert has 24 or less: then three programs are on an SM, not two."""
 FEW_REGISTERS = 168
-"""Registers of a thread with which three programs of 128 threads fit. With 64 rows the loop would spill, held to it."""
-COLUMNS = 64
-"""Columns of gate and of up each; of down twice as many."""
-SPLIT = 4
-"""Programs that share the rows of an expert, or two where one would do for most: one that many rows chose would else be
-waited for. No bit depends on it."""
+"""Registers of a thread with which three programs of 128 threads fit."""
 PAIRS = 4096
 """Looked through at a time for an expert's rows."""
-STAGES = 3
-UNIT_WORDS = tl.constexpr(288)
-
-_ASM = tl.constexpr(
-    "\n".join(["{", ".reg .b32 t, u, z;", "mov.b32 z, 0x80008000;", *nvfp4_word("$4", [0, 1, 2, 3], "$5"), "}"])
-)
-"""mma.py's unpacking for one word $4 of 8 codes and its scale times 2^118, twice in $5: four pairs of bf16."""
+_ROWS_IN = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 def takes(packed: GroupedExperts) -> bool:
@@ -47,58 +67,289 @@ def takes(packed: GroupedExperts) -> bool:
     return len(packed.groups) == 1 and all(part.format is Format.NVFP4 for part in parts)
 
 
-@triton.jit
-def _row_of(i):
-    """Which row is loaded as the i-th: so that warps load, unpack and multiply the same rows. A warp loads 8 rows of
-    each 32, and multiplies 16 of each 64."""
-    return i // 64 * 64 + i // 8 % 4 * 16 + i // 32 % 2 * 8 + i % 8
+@triton.jit(do_not_specialize=["num_pairs"])
+def _prepare_kernel(
+    ids,
+    lists,
+    x,
+    arranged,
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS_BLOCK: tl.constexpr,
+):
+    """Programs up to NUM_EXPERTS list an expert's pairs, those after them arrange a row of x each: WORDS words of two
+    numbers, as WIDTH; those past the end are 0."""
+    program = tl.program_id(0)
+    if program < NUM_EXPERTS:
+        list_kernel(ids, lists, num_pairs, TOP_K, BLOCK, False)
+    else:
+        row = (program - NUM_EXPERTS).to(tl.int64)
+        for first in range(0, WIDTH, WORDS_BLOCK):
+            place = first + tl.arange(0, WORDS_BLOCK)
+            # of a half unit, 32 words: lane q has words 8 q ... (packing.py), step by step all four have two
+            word = place // 32 * 32 + place % 4 * 8 + place % 32 // 4
+            value = tl.load(x + row * WORDS + word, word < WORDS, other=0)
+            tl.store(arranged + row * WIDTH + place, value, place < WIDTH)
 
 
-@triton.jit
-def _in_order(values):
-    """[rows, 128] of rows as they are loaded."""
-    parts = values.reshape(values.shape[0] // 64, 2, 4, 8, 128)
-    return parts.permute(0, 2, 1, 3, 4).reshape(values.shape[0], 128)
+@gluon.jit
+def _copy_rows(x, shared, sources, unit, slot, SIZES: gl.constexpr, UNITS: gl.constexpr):
+    """A unit of the rows on its way to a slot; past the last one nothing."""
+    for i in gl.static_range(len(SIZES)):
+        offsets, mask = sources[2 + i]
+        # added to the offsets, of 32 bits, not to addresses: those would be twice as many registers in the loop
+        rows = x + (offsets + unit * 128)
+        async_copy.async_copy_global_to_shared(shared[2 + i].index(slot), rows, mask & (unit < UNITS))
+    async_copy.commit_group()
 
 
-@triton.jit
-def _pairs(words, scales):
-    """bf16 [rows, 128], times 2^-8: of words [rows, 4, 4] of codes, scales [rows, 4, 4] their stored bytes."""
-    p0, p1, p2, p3 = tl.inline_asm_elementwise(
-        _ASM,
-        "=&r,=&r,=&r,=&r,r,r",
-        [words, scales * 0x00100010 + 0x70007000],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    # in this order a thread's registers lie as they are stored; a permutation afterwards Triton 3.6 stores one by one
-    pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(words.shape[0], 128)
-    # after the reshape: Triton 3.6 refuses a product whose operand is one
-    return _in_order(halves).to(tl.bfloat16, bitcast=True)
+@gluon.jit
+def _own_list(lists, expert, num_rows, NUM_EXPERTS: gl.constexpr):
+    """Where an expert's pairs stand, behind their number; of the shared one, which has none, another's."""
+    return lists + gl.minimum(expert, NUM_EXPERTS - 1).to(gl.int64) * (num_rows + 1)
 
 
-@triton.jit
-def _weights(base, tile, row, unit, UNITS: tl.constexpr):
-    """A unit of rows `row` of tiles `tile`: a row's words as they lie, lane by lane (packing.py)."""
-    start = (tile * UNITS + unit) * UNIT_WORDS
-    # rows follow each other, 64 bytes each: a warp's load is 512 in one piece
-    words = tl.load(base + ((start + row * 16)[:, None] + tl.arange(0, 16)[None, :])).reshape(row.shape[0], 4, 4)
-    lane = (row % 8 * 4)[:, None] + tl.arange(0, 4)[None, :]
-    word = tl.arange(0, 4)[None, None, :]
-    # a lane's four bytes: of its two rows, of each the two halves
-    scales = tl.load(base + (start[:, None] + 256 + lane)) >> (row // 8 * 16)[:, None]
-    return _pairs(words, scales[:, :, None] >> word // 2 * 8 & 0xFF)
+@gluon.jit
+def _pairs_of(
+    lists,
+    expert,
+    first,
+    count,
+    num_rows,
+    NUM_EXPERTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Which (row, rank) the expert's rows first ... are, as row * (k + 1) + rank, and whether they are there."""
+    index = first + gl.arange(0, SIZE, LAYOUT)
+    there = index < count
+    routed = expert < NUM_EXPERTS
+    pair = gl.load(_own_list(lists, expert, num_rows, NUM_EXPERTS) + 1 + index, mask=there & routed, other=0)
+    return gl.where(routed, pair, index * (TOP_K + 1) + TOP_K), there
 
 
-@triton.jit
-def _scaled(total, number, tile, DIVIDES: tl.constexpr):
-    factor = tl.load(number + tile)
+@gluon.jit
+def _scaled(total, number, tile, DIVIDES: gl.constexpr):
+    factor = gl.load(number + tile)
     return total * (256.0 / factor if DIVIDES else 256.0 * factor)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_rows", "split"])
+@gluon.jit
+def _tile(first, place, NUM_TILES: gl.constexpr, DOWN: gl.constexpr):
+    """The tile at a place of the program's eight: of down in turn; gate's, which alternate with up's, before up's. Past
+    the end the last one, whose products are not stored."""
+    tile = first + (place if DOWN else place % 4 * 2 + place // 4)
+    return gl.minimum(tile, NUM_TILES - 1)
+
+
+@gluon.jit
+def _products(
+    data,
+    x,
+    lists,
+    expert,
+    first,
+    count,
+    num_rows,
+    SIZES: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr,
+    NUM_TILES: gl.constexpr,
+    UNITS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    DOWN: gl.constexpr,
+    ROWS_AHEAD: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """fp32 [64, SIZES[i]] twice: the first and the second four tiles by the expert's rows first ..., SIZES[0] of them,
+    then SIZES[1]. While a unit is multiplied, TILES_AHEAD further ones of the tiles and ROWS_AHEAD of the rows are on
+    their way."""
+    gl.static_assert(ROWS_AHEAD < TILES_AHEAD)
+    tile_slots: gl.constexpr = TILES_AHEAD + 1
+    # the products of the unit before may still read its rows
+    row_slots: gl.constexpr = ROWS_AHEAD + 2
+    shared = (
+        gl.allocate_shared_memory(gl.int32, [tile_slots, 8, 256], PACKED_SHARED),
+        gl.allocate_shared_memory(gl.int32, [tile_slots, 8, 32], PACKED_SHARED),
+    )
+    data += expert.to(gl.int64) * (NUM_TILES * UNITS * UNIT_WORDS)
+    first_tile = gl.program_id(0) * 8
+    tile = _tile(first_tile, gl.arange(0, 8, gl.SliceLayout(1, CODES)), NUM_TILES, DOWN)
+    codes = data + (tile * (UNITS * UNIT_WORDS))[:, None] + gl.arange(0, 256, gl.SliceLayout(0, CODES))[None, :]
+    tile = _tile(first_tile, gl.arange(0, 8, gl.SliceLayout(1, SCALES_IN)), NUM_TILES, DOWN)
+    scales = (
+        data + (tile * (UNITS * UNIT_WORDS) + 256)[:, None] + gl.arange(0, 32, gl.SliceLayout(0, SCALES_IN))[None, :]
+    )
+    sources = (codes, scales)
+    begin = first
+    low = ()
+    high = ()
+    for i in gl.static_range(len(SIZES)):
+        shared = shared + (gl.allocate_shared_memory(gl.bfloat16, [row_slots, SIZES[i], 128], ROWS_SHARED),)
+        pair, there = _pairs_of(
+            lists, expert, begin, count, num_rows, NUM_EXPERTS, TOP_K, SIZES[i], gl.SliceLayout(1, _ROWS_IN)
+        )
+        row = pair if DOWN else pair // (TOP_K + 1)
+        offsets = (row * (UNITS * 128))[:, None] + gl.arange(0, 128, gl.SliceLayout(0, _ROWS_IN))[None, :]
+        sources = sources + ((offsets, there[:, None]),)
+        begin += SIZES[i]
+        zeros = gl.zeros([64, SIZES[i]], gl.float32, sums(SIZES[i], GROUP))
+        low = low + (zeros,)
+        high = high + (warpgroup_mma_init(zeros) if GROUP else zeros,)
+    # as if units before the first one had been multiplied: what is waited for is counted by copies
+    for unit in gl.static_range(-TILES_AHEAD, 0):
+        if unit + ROWS_AHEAD >= 0:
+            _copy_rows(x, shared, sources, unit + ROWS_AHEAD, unit + ROWS_AHEAD, SIZES, UNITS)
+        copy_tiles(shared, sources, unit + TILES_AHEAD, unit + TILES_AHEAD, UNITS)
+    layout: gl.constexpr = operand(0, SIZES[0], GROUP)
+    for unit in range(UNITS):
+        # of copies later than this unit's rows: tiles of the units after ROWS_AHEAD ones, and of those the rows. What
+        # the other threads copied is there too: the compiler puts a barrier behind this wait
+        async_copy.wait_group(2 * ROWS_AHEAD - 1)
+        if GROUP:
+            fence_async_shared()
+        packed = shared[0].index(unit % tile_slots)
+        packed_scales = shared[1].index(unit % tile_slots)
+        low_codes = packed.slice(0, 4).load(CODES)
+        low_scales = packed_scales.slice(0, 4).load(SCALES)
+        high_codes = packed.slice(4, 4).load(CODES)
+        high_scales = packed_scales.slice(4, 4).load(SCALES)
+        # to slots that nobody reads any more: all threads have read the tiles of the unit before, and have waited for
+        # the products of the one before that
+        _copy_rows(x, shared, sources, unit + ROWS_AHEAD, (unit + ROWS_AHEAD) % row_slots, SIZES, UNITS)
+        copy_tiles(shared, sources, unit + TILES_AHEAD, (unit + TILES_AHEAD) % tile_slots, UNITS)
+        rows = ()
+        for i in gl.static_range(len(SIZES)):
+            rows = rows + (shared[2 + i].index(unit % row_slots),)
+        weights = fragments(low_codes, low_scales, layout)
+        in_order(True)
+        high = waited(0, high, GROUP)
+        low = multiply(rows, weights, low, GROUP)
+        in_order(True)
+        weights = fragments(high_codes, high_scales, layout)
+        high = multiply(rows, weights, high, GROUP)
+        low = waited(len(SIZES), low, GROUP)
+        in_order(True)
+    return low, waited(0, high, GROUP)
+
+
+@gluon.jit
+def _store(values, target, pair, there, column, STRIDE: gl.constexpr, ARRANGED: gl.constexpr):
+    """values fp32 [64, rows] to columns `column` ... of out's rows `pair`; ARRANGED: in the fragments' order."""
+    rows: gl.constexpr = values.shape[1]
+    values = values.to(target.dtype.element_ty)
+    if ARRANGED:
+        values = gl.permute(gl.reshape(values, [4, 8, 2, rows]), [3, 1, 0, 2])
+        values = gl.convert_layout(gl.reshape(values, [rows, 64]), OUT)
+    else:
+        # the layout is one that is stored transposed, in one go; that of a conversion takes several
+        values = gl.allocate_shared_memory(values.dtype, [rows, 64], ROWS_SHARED, gl.permute(values, [1, 0])).load(OUT)
+    place = column + gl.arange(0, 64, gl.SliceLayout(0, OUT))
+    mask = there[:, None]
+    if STRIDE % 64 != 0:
+        mask = mask & (place < STRIDE)[None, :]
+    gl.store(target + pair.to(gl.int64)[:, None] * STRIDE + place[None, :], values, mask=mask)
+
+
+@gluon.jit
+def _some_rows(
+    data,
+    number,
+    x,
+    lists,
+    out,
+    expert,
+    first,
+    count,
+    num_rows,
+    SIZES: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr,
+    NUM_TILES: gl.constexpr,
+    UNITS: gl.constexpr,
+    N: gl.constexpr,
+    STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr,
+    DOWN: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROWS_AHEAD: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """The program's columns of the expert's rows first ..., as many as SIZES are together."""
+    low, high = _products(
+        data,
+        x,
+        lists,
+        expert,
+        first,
+        count,
+        num_rows,
+        SIZES,
+        NUM_EXPERTS,
+        NUM_TILES,
+        UNITS,
+        TOP_K,
+        DOWN,
+        ROWS_AHEAD,
+        GROUP,
+    )
+    first_tile = gl.program_id(0) * 8
+    number += expert * NUM_TILES
+    begin = first
+    for i in gl.static_range(len(SIZES)):
+        feature = gl.arange(0, 64, gl.SliceLayout(1, sums(SIZES[i], GROUP)))
+        tile = _tile(first_tile, feature // 16, NUM_TILES, DOWN)
+        other = _tile(first_tile, feature // 16 + 4, NUM_TILES, DOWN)
+        one = _scaled(low[i], number, tile, DIVIDES)
+        two = _scaled(high[i], number, other, DIVIDES)
+        pair, there = _pairs_of(
+            lists, expert, begin, count, num_rows, NUM_EXPERTS, TOP_K, SIZES[i], gl.SliceLayout(1, OUT)
+        )
+        begin += SIZES[i]
+        if DOWN:
+            _store(one, out, pair, there, gl.program_id(0) * 128, STRIDE, False)
+            _store(two, out, pair, there, gl.program_id(0) * 128 + 64, STRIDE, False)
+        else:
+            value = silu(one) * two
+            if N % 64 != 0:
+                # what pads the units that down reads
+                value = gl.where((gl.program_id(0) * 64 + feature < N)[:, None], value, 0.0)
+            _store(value, out, pair, there, gl.program_id(0) * 64, STRIDE, True)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _further(lists, number, num_rows, NUM_EXPERTS: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr):
+    """The number-th, in order of experts, of all ROWS rows that are not an expert's first: its expert and its first
+    row; past the last one an expert's end."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    expert = gl.arange(0, BLOCK, layout)
+    count = gl.load(lists + expert.to(gl.int64) * (num_rows + 1), mask=expert < NUM_EXPERTS, other=0)
+    groups = gl.maximum((count + (ROWS - 1)) // ROWS - 1, 0)
+    before = gl.associative_scan(groups, 0, _add) - groups
+    # the last that has any and begins no later
+    own = gl.max(gl.where((before <= number) & (groups > 0), expert, 0), 0)
+    begin = gl.sum(gl.where(expert == own, before, 0), 0)
+    return own, (number - begin + 1) * ROWS
+
+
+@gluon.jit
+def _of_a_warp(number):
+    """The same number, known to the assembler as one of all lanes: what stands in a branch that it decides may then use
+    registers that a warp has once, as descriptors of shared memory want to."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
 def _experts_kernel(
     data,
     number,
@@ -106,62 +357,53 @@ def _experts_kernel(
     lists,
     out,
     num_rows,
-    split,
-    NUM_EXPERTS: tl.constexpr,
-    TILES: tl.constexpr,
-    UNITS: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    TOP_K: tl.constexpr,
-    DOWN: tl.constexpr,
-    DIVIDES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_EXPERTS: gl.constexpr,
+    NUM_TILES: gl.constexpr,
+    UNITS: gl.constexpr,
+    N: gl.constexpr,
+    STRIDE: gl.constexpr,
+    TOP_K: gl.constexpr,
+    DOWN: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
-    """Program (i, p): columns i COLUMNS ... of an expert, of its rows each split-th ROWS. The programs after those of
-    all experts are the shared one's, one for ROWS rows each.
+    """Program (i, p): tiles 8 i ... of an expert by ROWS of its rows. The first p are the shared expert's; then come
+    the first rows of all others, then what further rows they have.
 
-    x is [row, K] for gate_up, [row, rank, K] for down; out [row, rank, N].
+    x is [row, UNITS * 128] for gate_up, [row, rank, UNITS * 128] for down, arranged; out [row, rank, STRIDE], of
+    gate_up arranged too.
     """
-    p = tl.program_id(1)
-    expert = tl.minimum(p // split, NUM_EXPERTS)
-    is_shared = expert == NUM_EXPERTS
-    own_list = lists + tl.minimum(expert, NUM_EXPERTS - 1).to(tl.int64) * (num_rows + 1)
-    count = tl.where(is_shared, num_rows, tl.load(own_list))
-    begin = tl.where(is_shared, p - NUM_EXPERTS * split, p % split) * ROWS
-    step = tl.where(is_shared, num_rows, split * ROWS)
-    feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    loaded = tl.program_id(0) * COLUMNS + _row_of(tl.arange(0, COLUMNS))
-    row = loaded % 16
-    base = data + expert.to(tl.int64) * (TILES * UNITS * UNIT_WORDS)
-    number += expert * TILES
-    span: tl.constexpr = 1 if DOWN else 2
-    # past the end: the last tiles once more, not stored
-    tile = tl.minimum(feature // 16 * span, TILES - span)
-    loaded_tile = tl.minimum(loaded // 16 * span, TILES - span)
-    # the order of the words in `_weights`: a lane's 16 columns of the first half, of the second, the next lane's
-    k = tl.arange(0, 128)
-    column = k // 32 * 16 + k // 16 % 2 * 64 + k % 16
-    for first in range(begin, count, step):
-        index = first + tl.arange(0, ROWS)
-        there = index < count
-        pair = tl.load(own_list + 1 + index, there & (is_shared == 0), other=0)
-        pair = tl.where(is_shared, index * (TOP_K + 1) + TOP_K, pair).to(tl.int64)
-        source = x + (pair if DOWN else pair // (TOP_K + 1))[:, None] * K
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        up_total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for unit in tl.range(0, UNITS, num_stages=STAGES):
-            mask = there[:, None] & (unit * 128 + column < K)[None, :]
-            values = tl.load(source + (unit * 128 + column)[None, :], mask, other=0.0)
-            total = tl.dot(_weights(base, loaded_tile, row, unit, UNITS), values.T, total)
-            if not DOWN:
-                up_total = tl.dot(_weights(base, loaded_tile + 1, row, unit, UNITS), values.T, up_total)
-        result = _scaled(total, number, tile, DIVIDES)
-        if not DOWN:
-            result = result / (1.0 + tl.exp(-result)) * _scaled(up_total, number, tile + 1, DIVIDES)
-        target = out + pair[:, None] * N + feature[None, :]
-        tl.store(target, result.to(out.dtype.element_ty).T, there[:, None] & (feature < N)[None, :])
+    shared_programs = (num_rows + ROWS - 1) // ROWS
+    p = gl.program_id(1) - shared_programs
+    is_shared = p < 0
+    expert = p
+    first = p * 0
+    if is_shared:
+        expert = p * 0 + NUM_EXPERTS
+        first = (p + shared_programs) * ROWS
+    elif p >= NUM_EXPERTS:
+        expert, first = _further(lists, p - NUM_EXPERTS, num_rows, NUM_EXPERTS, BLOCK, ROWS)
+    count = gl.where(is_shared, num_rows, gl.load(_own_list(lists, expert, num_rows, NUM_EXPERTS)))
+    left = _of_a_warp(count - first)
+    if left <= 0:
+        return
+    if ROWS <= 32 or left <= 32:
+        _some_rows(
+            data, number, x, lists, out, expert, first, count, num_rows, (32,), NUM_EXPERTS, NUM_TILES, UNITS, N,
+            STRIDE, TOP_K, DOWN, DIVIDES, 2, GROUP,
+        )  # fmt: skip
+    elif ROWS <= 64 or left <= 64:
+        _some_rows(
+            data, number, x, lists, out, expert, first, count, num_rows, (64,), NUM_EXPERTS, NUM_TILES, UNITS, N,
+            STRIDE, TOP_K, DOWN, DIVIDES, 2, GROUP,
+        )  # fmt: skip
+    else:
+        _some_rows(
+            data, number, x, lists, out, expert, first, count, num_rows, (64, 32), NUM_EXPERTS, NUM_TILES, UNITS, N,
+            STRIDE, TOP_K, DOWN, DIVIDES, 1, GROUP,
+        )  # fmt: skip
 
 
 def experts(
@@ -178,17 +420,35 @@ def experts(
 
 
 def parts(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """x's dtype [T, k + 1, H]: what each row's experts give, in rank order, then the shared one; as for `experts`."""
-    num_rows, top_k = ids.shape
+    """bf16 [T, k + 1, H]: what each row's experts give, in rank order, then the shared one; as for `experts`."""
     (group,) = packed.groups
     assert x.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32, (x.stride(), ids.dtype)
+    assert x.dtype == torch.bfloat16, x.dtype
+    lists, arranged = prepare(packed, x, ids)
+    inner = products(packed, group.gate_up, arranged, lists, group.width, down=False)
+    return products(packed, group.down, inner, lists, packed.hidden, down=True)
+
+
+def prepare(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of each expert, int32 [E, T + 1], after their number; and x arranged, bf16 [T, units * 128]."""
+    num_rows, top_k = ids.shape
     lists = torch.empty((packed.num_experts, num_rows + 1), dtype=torch.int32, device=x.device)
-    list_kernel[(packed.num_experts,)](ids, lists, ids.numel(), TOP_K=top_k, BLOCK=PAIRS, PDL=False)
-    inner = torch.empty((num_rows, top_k + 1, group.width), dtype=x.dtype, device=x.device)
-    out = torch.empty((num_rows, top_k + 1, packed.hidden), dtype=x.dtype, device=x.device)
-    _launch(packed, group.gate_up, x, lists, inner, down=False)
-    _launch(packed, group.down, inner, lists, out, down=True)
-    return out
+    width = packed.groups[0].gate_up.num_units * UNIT
+    arranged = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    _prepare_kernel[(packed.num_experts + num_rows,)](
+        ids,
+        lists,
+        x.view(torch.int32),
+        arranged.view(torch.int32),
+        ids.numel(),
+        NUM_EXPERTS=packed.num_experts,
+        TOP_K=top_k,
+        WORDS=x.shape[1] // 2,
+        WIDTH=width // 2,
+        BLOCK=PAIRS,
+        WORDS_BLOCK=1024,
+    )
+    return lists, arranged
 
 
 def parts_of_few(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -200,34 +460,41 @@ def parts_of_few(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> 
     return packed.rows(x, ids, scratch)
 
 
-def _launch(
-    packed: GroupedExperts, part: Packed, x: torch.Tensor, lists: torch.Tensor, out: torch.Tensor, down: bool
-) -> None:
+def products(
+    packed: GroupedExperts, part: Packed, x: torch.Tensor, lists: torch.Tensor, columns: int, down: bool
+) -> torch.Tensor:
+    """bf16 [T, k + 1, columns]: each expert's product with its rows of x, arranged: [T, units * 128] for gate_up, with
+    SwiGLU, [T, k + 1, units * 128] for down. gate_up's is arranged too, and filled up with zeros to whole units."""
     num_rows, tiles = lists.shape[1] - 1, part.num_tiles // (packed.num_experts + 1)
-    columns = 2 * COLUMNS if down else COLUMNS
-    few = num_rows * packed.top_k <= 24 * packed.num_experts
+    width = columns if down else -(-columns // UNIT) * UNIT
+    out = torch.empty((num_rows, packed.top_k + 1, width), dtype=x.dtype, device=x.device)
+    assert max(x.numel(), lists.numel()) < 1 << 31, (x.shape, lists.shape)
+    group = has_group_products(x.device)
+    few = num_rows * packed.top_k <= 24 * packed.num_experts or not group
     rows = FEW_ROWS if few else ROWS
-    split = 2 if num_rows * packed.top_k <= packed.num_experts * rows else SPLIT
-    grid = (-(-out.shape[2] // columns), packed.num_experts * split + -(-num_rows // rows))
-    _experts_kernel[grid](
+    # the shared expert's, each other's first rows, and at most so many times further ones
+    programs = -(-num_rows // rows) + packed.num_experts + num_rows * packed.top_k // rows
+    # of gate_up also those that only fill up
+    blocks = -(-tiles // TILES) if down else width // (TILES // 2 * TILE)
+    _experts_kernel[(blocks, programs)](
         part.data.view(torch.int32),
         part.number,
         x,
         lists,
         out,
         num_rows,
-        split,
         NUM_EXPERTS=packed.num_experts,
-        TILES=tiles,
+        NUM_TILES=tiles,
         UNITS=part.num_units,
-        K=x.shape[-1],
-        N=out.shape[2],
+        N=columns,
+        STRIDE=width,
         TOP_K=packed.top_k,
         DOWN=down,
         DIVIDES=part.divides,
         ROWS=rows,
-        COLUMNS=columns,
-        STAGES=STAGES,
+        BLOCK=triton.next_power_of_2(packed.num_experts),
+        GROUP=group,
         num_warps=4,
         maxnreg=FEW_REGISTERS if few else None,
     )
+    return out

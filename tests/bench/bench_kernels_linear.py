@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from pilotfish.engine.checkpoint.fp8 import per_channel
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
-from pilotfish.kernels.cuda import linear, moe
+from pilotfish.kernels.cuda import linear, moe, wide
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
@@ -168,7 +168,23 @@ def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[i
             launches = LAUNCHES if count <= 16 else 10
             plain, pdl = (in_graph(lambda number, pdl=pdl: launch(number, pdl), launches) for pdl in (False, True))
             report(f"{format.value} {height}x{width}", count, part.num_bytes, plain, pdl, shape=vars(shape))
+            if not segments and wide.takes(part, count, shape.warps):
+                bench_wide(f"{format.value} {height}x{width} wide", copies, x, out, shape)
         del product, copies, part
+
+
+def bench_wide(name: str, copies: list[Packed], x: torch.Tensor, out: torch.Tensor, shape: LaunchShape) -> None:
+    """The same product by the warp group's instruction, which `rows` takes for it."""
+    want = torch.empty_like(out)
+    linear.launch(copies[0], x, want, shape, False, False)
+    wide.launch(copies[0], x, out, shape.warps, False, False)
+    assert torch.equal(out, want), "bits depend on the kernel"
+
+    def launch(number: int, pdl: bool) -> None:
+        wide.launch(copies[number % len(copies)], x, out, shape.warps, False, pdl)
+
+    plain, pdl = (in_graph(lambda number, pdl=pdl: launch(number, pdl), 10) for pdl in (False, True))
+    report(name, len(out), copies[0].num_bytes, plain, pdl)
 
 
 def bench_together(formats: list[Format], rows: list[int]) -> None:
@@ -219,7 +235,8 @@ def tuned_shapes(part: Packed, rows: int, keep_bits: bool, segments: int) -> Ite
             steps, turns = part.num_units // parts // warps, segments // parts // warps
             if stages <= steps and ahead <= min(stages, steps - 1) and tiles * row_tiles * stages <= 16 and turns:
                 registers = 168 if tiles * row_tiles > 4 else 0
-                yield LaunchShape(warps, tiles, row_tiles, stages, ahead, segments, parts, registers)
+                for pinned in (False, True):
+                    yield LaunchShape(warps, tiles, row_tiles, stages, ahead, segments, parts, registers, pinned)
         return
     all_warps = (chosen.warps,) if keep_bits else (4, 8, 16)
     for warps, tiles, stages, ahead in combinations(all_warps, (1, 2, 4), (1, 2, 3, 4, 6, 8), (0, 1, 3)):
@@ -229,7 +246,7 @@ def tuned_shapes(part: Packed, rows: int, keep_bits: bool, segments: int) -> Ite
             continue
         steps = part.num_units // warps
         if stages <= steps and ahead <= min(stages, steps - 1):
-            yield LaunchShape(warps, tiles, row_tiles, stages, ahead)
+            yield from (LaunchShape(warps, tiles, row_tiles, stages, ahead, pinned=pinned) for pinned in (False, True))
 
 
 def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool) -> None:
@@ -303,7 +320,7 @@ def bench_experts(formats: list[Format], rows: list[int]) -> None:
                 report(title, count, routed.num_bytes, plain, pdl, distinct=round(routed.distinct, 1))
 
 
-def tune_experts(formats: list[Format], rows: list[int]) -> None:
+def tune_experts(formats: list[Format], rows: list[int], keep_bits: bool) -> None:
     """Launch shapes of gate_up and of down, each with the other's chosen now."""
     for format, name in combinations(formats, EXPERTS):
         layer = random_experts(format, name)
@@ -313,9 +330,13 @@ def tune_experts(formats: list[Format], rows: list[int]) -> None:
             part = group.down if down else group.gate_up
             tiles = part.num_tiles // group.num_experts
             chosen = chosen_by(part.format, tiles, part.num_units, count)
+            # gate's and up's tiles take turns
+            all_warps, all_tiles = (chosen.warps,) if keep_bits else (1, 2, 4, 8), (1, 2, 4, 8) if down else (2, 4, 8)
             tried = [
-                LaunchShape(warps, most, chosen.row_tiles, stages, ahead)
-                for warps, most, stages, ahead in combinations((1, 2, 4, 8), (2, 4, 8), (1, 2, 4), (0, 1, 2, 3))
+                LaunchShape(warps, most, chosen.row_tiles, stages, ahead, pinned=pinned)
+                for warps, most, stages, ahead, pinned in combinations(
+                    all_warps, all_tiles, (1, 2, 4), (0, 1, 2, 3), (False, True)
+                )
                 if part.num_units % warps == 0 and most * stages <= 8 and most * chosen.row_tiles <= 8
                 if stages <= part.num_units // warps and ahead <= min(stages, part.num_units // warps - 1)
             ]
@@ -343,7 +364,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,32,64,256")
     parser.add_argument("--shapes", help="as 12288x2048,...; all of the list if not given")
     parser.add_argument("--tune", action="store_true", help="try launch shapes, at --rows")
-    parser.add_argument("--keep-bits", action="store_true", help="with --tune products: only shapes of the same bits")
+    parser.add_argument("--keep-bits", action="store_true", help="with --tune: only shapes of the same bits")
     parser.add_argument("--no-products", action="store_true")
     parser.add_argument("--no-experts", action="store_true")
     args = parser.parse_args()
@@ -360,7 +381,7 @@ def main() -> None:
         if not args.no_products:
             tune_products(formats, rows, shapes, args.keep_bits)
         if not args.no_experts:
-            tune_experts(formats, rows)
+            tune_experts(formats, rows, args.keep_bits)
         return
     if not args.no_products:
         bench_products(formats, rows, shapes)

@@ -1,12 +1,13 @@
 """Experts over a prompt: from their packed weights (moe_prompt.py) against expanding them first (`bulk` in moe.py).
 
-    python tests/bench/bench_kernels_prefill.py [--rows 24,256,1024,2048,4096,8192]
+    python tests/bench/bench_kernels_prefill.py [--rows 24,256,1024,2048,4096,8192] [--only-packed]
 
 Regime: the experts of one layer of the 35B-A3B (256, top 8, and the shared one, 2048 x 512, NVFP4), rows routed
 uniformly. A time is that of one call as prefill makes it, launches by the host included where it is what limits
 (`us`), and of the device alone, replayed in a graph (`us_graph`). The limits: 455 MB of packed weights at 4.37 TB/s,
 104 us, and 6.3 MFLOP a row and expert at 900 TFLOP/s of bf16, 0.57 us for 9 of them and 9 rows. Values are compared
-first. One JSON line a row.
+first. One JSON line a row, and one for each launch of ours; for up to 256 rows by a round's kernels too, and beyond 24
+rows an expert with 64 in place of 96 rows at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from pilotfish.engine.bench.sizes import released_config
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.kernels.cuda import moe_prompt
+from pilotfish.kernels.cuda.linear import MAX_ROWS
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
 
 PARTS = ("gate", "up", "down")
@@ -62,9 +64,42 @@ def in_graph(call: Callable[[], object]) -> float:
     return seconds(graph.replay)
 
 
+def launches(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Each launch of ours but the sum; all of them with fewer rows at a time; a round's, where it has so many rows."""
+    (group,) = packed.groups
+    lists, arranged = moe_prompt.prepare(packed, x, ids)
+    gate_up = (packed, group.gate_up, arranged, lists, group.width)
+    inner = moe_prompt.products(*gate_up, down=False)
+    down = (packed, group.down, inner, lists, packed.hidden)
+    whole = moe_prompt.parts(packed, x, ids)
+
+    def with_64_rows() -> torch.Tensor:
+        before, moe_prompt.ROWS = moe_prompt.ROWS, 64
+        try:
+            return moe_prompt.parts(packed, x, ids)
+        finally:
+            moe_prompt.ROWS = before
+
+    assert torch.equal(with_64_rows(), whole)
+    found: dict[str, Callable[[], object]] = {
+        "as packed, without the sum": lambda: moe_prompt.parts(packed, x, ids),
+        "prepare": lambda: moe_prompt.prepare(packed, x, ids),
+        "gate_up": lambda: moe_prompt.products(*gate_up, down=False),
+        "down": lambda: moe_prompt.products(*down, down=True),
+    }
+    if len(ids) <= MAX_ROWS:
+        found["a round's, without the sum"] = lambda: moe_prompt.parts_of_few(packed, x, ids)
+    if len(ids) * packed.top_k > 24 * packed.num_experts:
+        found["64 rows at a time, without the sum"] = with_64_rows
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="24,256,1024,2048,4096,8192")
+    parser.add_argument(
+        "--only-packed", action="store_true", help="not the expanded one, which needs 1 GiB and is slow"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
@@ -84,7 +119,9 @@ def main() -> None:
         got, want = (call() for call in calls.values())
         # products and SwiGLU are rounded to bf16 once more where weights are expanded
         torch.testing.assert_close(got, want, rtol=0.05, atol=0.02 * want.abs().max().item())
-        for name, call in calls.items():
+        if args.only_packed:
+            del calls["expanded"]
+        for name, call in (calls | launches(packed, operands[0], operands[2])).items():
             line = {"name": name, "rows": rows, "us": seconds(call) * 1e6, "us_graph": in_graph(call) * 1e6}
             print(json.dumps(line), flush=True)
 

@@ -29,7 +29,8 @@ from pilotfish.kernels.attention import PAGE, prefill_attention
 from pilotfish.kernels.cuda import attention, delta_net, delta_prefill
 from pilotfish.kernels.cuda.attention import AttentionScratch, RowPlan, attention_window, plan_rows
 from pilotfish.kernels.cuda.delta_net import DeltaScratch, gdn_window, pending_width
-from pilotfish.kernels.rope import inverse_frequencies
+from pilotfish.kernels.norm import rms_norm
+from pilotfish.kernels.rope import apply_rope, inverse_frequencies
 from tests.bench.bench_kernels_linear import LAUNCHES, PAST_L2, RATE, in_graph
 from tests.support.kernel_references import gdn_window_reference
 
@@ -194,14 +195,14 @@ class Contexts:
         self.projected = numbers(rows, 2 * (self.heads + self.kv) * self.dim, dtype=torch.bfloat16)
         self.qk_norm = 1 + numbers(self.heads + self.kv, self.dim, scale=0.1)
         self.scratch = AttentionScratch.empty(
-            rows, batch, width, context, self.num_pages, self.heads, self.kv, self.dim, kind, torch.device("cuda")
+            batch, width, context, self.num_pages, self.heads, self.kv, self.dim, torch.device("cuda")
         )
         self.out = numbers(rows, self.heads * self.dim, dtype=torch.bfloat16)
 
-    def call(self, number: int, pdl: bool, num_programs: int | None = None) -> None:
+    def call(self, number: int, pdl: bool, num_programs: int | None = None, settled: bool = False) -> None:
         attention_window(
             self.projected, self.slots[number % self.turns], self.plan, self.tables, *self.caches, self.qk_norm, EPS,
-            self.width, self.scratch, self.out, num_programs=num_programs, pdl=pdl,
+            self.width, self.scratch, self.out, num_programs=num_programs, settled=settled, pdl=pdl,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -213,10 +214,12 @@ class Contexts:
         end = self.context + self.width
         pages = self.tables[int(self.slots[0, -1])].long()
         k, v = (c[pages, 0].flatten(0, 1)[:end].double() for c in self.caches)
-        q = self.scratch.q[self.batch * self.width - 1, 0].double()
-        # q holds the scale, and log2 e
-        mixed = torch.softmax(k @ q * 0.6931471805599453, 0) @ v
-        gate = self.projected[self.batch * self.width - 1].view(-1, self.dim)[self.heads + 2 * self.kv].double()
+        last = self.batch * self.width - 1
+        heads = self.projected[last].view(-1, self.dim)
+        q = rms_norm(heads[:1, None], self.qk_norm[:1], EPS, torch.float32)
+        q = apply_rope(q, self.plan.cos[last : last + 1, None], self.plan.sin[last : last + 1, None]).flatten().double()
+        mixed = torch.softmax(k @ q * self.dim**-0.5, 0) @ v
+        gate = heads[self.heads + 2 * self.kv].double()
         wanted, got = mixed * gate.sigmoid(), whole[-1, : self.dim].double()
         scale = float(wanted.abs().max())
         assert torch.allclose(got, wanted, rtol=0.05, atol=0.03 * scale), "values"
@@ -237,18 +240,23 @@ def bench_attention(
         about = {"kv": kind, "context": context, "B": batch, "W": width}
         launches = LAUNCHES if case.num_bytes < 1e9 else 8
         report(f"{model} attention_window", case.num_bytes, *time_both(case.call, launches), **about)
+
+        def settled_call(number: int, pdl: bool, case: Contexts = case) -> None:
+            case.call(number, pdl, settled=pdl)
+
+        report(f"{model} attention_window, settled", case.num_bytes, *time_both(settled_call, launches), **about)
         if parts:
             print_parts(case.call)
         if tune:
-            kept = attention.STAGES
-            for attention.STAGES, programs in combinations((4, 5, 7), (132, 264)):
+            kept = attention.BUFFERS
+            for attention.BUFFERS, programs in combinations((1, 2, 3), (132, 264)):
 
                 def call(number: int, pdl: bool, case: Contexts = case, programs: int = programs) -> None:
                     case.call(number, pdl, programs)
 
-                title = f"{model} {attention.STAGES} stages, {programs}"
+                title = f"{model} {attention.BUFFERS} buffers, {programs}"
                 report(title, case.num_bytes, *time_both(call, launches), **about)
-            attention.STAGES = kept
+            attention.BUFFERS = kept
         del case
         if tune:
             kept = attention.FEW_ITEMS

@@ -117,7 +117,8 @@ def bench_legs() -> list[Leg]:
             "--shapes 5120x17408,2048x4096,9216x2048,28672x2048",
         ),
         _bench(
-            "experts-tune", "tests/bench/bench_kernels_linear.py --tune --no-products --formats NVFP4 --rows 1,4,16,32"
+            "experts-tune",
+            "tests/bench/bench_kernels_linear.py --tune --keep-bits --no-products --formats NVFP4 --rows 1,4,8,16",
         ),
         _bench("linear-formats", "tests/bench/bench_kernels_linear.py --formats FP8,BF16 --rows 1,4,16 --no-experts"),
         _bench("linear-wide", "tests/bench/bench_kernels_linear.py --formats NVFP4 --rows 32,64,256"),

@@ -39,7 +39,8 @@ class Waits:
                 continue
             self.leaves_early |= op[0] in ("ret", "exit")
             if "global" in op and op[0] in ("ld", "st", "atom", "red", "cp"):
-                where = next(part for part in operands if part.startswith("["))
+                # of a copy to shared memory the second address
+                where = [part for part in operands if part.startswith("[")][op[0] == "cp"]
                 self.early.add((op[0], self.origin.get(_register(where), frozenset())))
 
     def _pointers(self, names: list[str]) -> None:

@@ -4,8 +4,10 @@ All threads of a program go through the instructions together, each register an 
 those furthest behind go first, which is what brings them together again. Only the instructions are there that our
 kernels compile to; another is an error that names it. Loads and stores outside of the tensors given, or of shared
 memory never written, are errors too. Programs run one after the other: what one must not see of another is not checked,
-nor is anything about time. Results are those of a GPU but for approximations (ex2, rsqrt, div.full, exact here) and the
-order of additions inside mma, which is exact here and rounded once.
+nor is anything about time. What is asynchronous, copies to shared memory and the warp group's products, is done as late
+as may be: at the wait that asks for it. So a wait that is missing, or memory or a register that is used again too
+early, gives other numbers. Results are those of a GPU but for approximations (ex2, rsqrt, div.full, exact here) and the
+order of additions inside mma and wgmma, which is exact here and rounded once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -25,9 +27,9 @@ from triton.runtime.jit import JITFunction
 from tests.support.compiled import _NoDevice
 
 DTYPES = {"b8": "u1", "u8": "u1", "b16": "u2", "u16": "u2", "s16": "i2", "b32": "u4", "u32": "u4", "s32": "i4"}
-DTYPES |= {"b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "f64": "f8", "bf16": "u2"}
+DTYPES |= {"s8": "i1", "b64": "u8", "u64": "u8", "s64": "i8", "f32": "f4", "f64": "f8", "bf16": "u2"}
 BASE, GAP = 1 << 16, 256
-TOGETHER = {"bar", "shfl", "mma", "ldmatrix", "stmatrix", "redux", "vote"}
+TOGETHER = {"bar", "shfl", "mma", "wgmma", "ldmatrix", "stmatrix", "redux", "vote"}
 
 
 class Memory:
@@ -156,6 +158,9 @@ class Program:
             self.registers[f"%nctaid.{axis}"] = np.full(self.size, of, np.uint32)
         self.at = np.zeros(self.size, np.int64)
         self.active = np.ones(self.size, bool)
+        # what is on its way, by commits: the last of each has not been committed yet
+        self.copies: list[list[Callable[[], None]]] = [[]]
+        self.products: list[list[Callable[[], None]]] = [[]]
 
     def run(self) -> None:
         end = len(self.code.instructions)
@@ -167,8 +172,9 @@ class Program:
                 predicate, wanted, op, operands = self.code.instructions[now]
                 here = self.at == now
                 if op[0] in TOGETHER and not here.all():
-                    # all of a program, or of a warp, must be here; the others may have gone another way round
-                    missing = (~here & (self.at < end)).reshape(1 if op[:2] == ["bar", "sync"] else -1, -1).any(1)
+                    # all of a program, a warp group or a warp must be here; the others may have gone another way round
+                    together = self.size if op[:2] == ["bar", "sync"] else 128 if op[0] == "wgmma" else 32
+                    missing = (~here & (self.at < end)).reshape(-1, together).any(1)
                     waiting |= here & missing.repeat(self.size // len(missing))
                     here &= ~waiting
                     if not here.any():
@@ -203,7 +209,8 @@ class Program:
         if operand.startswith("0d"):
             return np.full(self.size, int(operand[2:], 16), np.uint64).view(dtype)
         if dtype.itemsize > 1 or kind != "pred":
-            return np.full(self.size, int(operand, 0) % (1 << 8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
+            bits = int(operand.rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
+            return np.full(self.size, bits, f"u{dtype.itemsize}").view(dtype)
         return np.full(self.size, bool(int(operand)))
 
     def put(self, operand: str, value: np.ndarray, wide: bool = False) -> None:
@@ -277,6 +284,11 @@ class Program:
         if op[-1] == "bf16":
             values = ((self.get(operand, "bf16").astype(np.uint32) << 16).view(np.float32) for operand in operands[1:])
             return self.put(operands[0], compare[op[1]](*values))
+        if op[-1] == "bf16x2":
+            pairs = [_halves(self.get(operand, "b32")) for operand in operands[1:]]
+            for half, name in enumerate(operands[0].split("|")):
+                self.put(name, compare[op[1]](*(pair[..., half] for pair in pairs)))
+            return None
         self.binary(op, operands, compare[op[1]])
 
     # integers and bits
@@ -311,6 +323,11 @@ class Program:
             return self.put(operands[0], value >> start & (one << width) - one)
         # the field's highest bit is its sign
         self.put(operands[0], value << (bits - width - start) >> (bits - width))
+
+    def op_popc(self, op: list[str], operands: list[str]) -> None:
+        value = self.get(operands[1], op[1])
+        bits = np.unpackbits(value.view(np.uint8).reshape(self.size, -1), axis=1)
+        self.put(operands[0], bits.sum(1).astype(np.uint32))
 
     def op_shf(self, op: list[str], operands: list[str]) -> None:
         low, high, count = (self.get(operand, "u32").astype(np.uint64) for operand in operands[1:])
@@ -390,7 +407,10 @@ class Program:
         self.binary(op, operands, lambda a, b: (a - _quotient(a, b) * b).astype(a.dtype))
 
     def op_abs(self, op: list[str], operands: list[str]) -> None:
+        if op[-1] == "bf16x2":
+            return self.put(operands[0], self.get(operands[1], "b32") & np.uint32(0x7FFF7FFF))
         self.binary(op, operands, (lambda bits: bits & np.uint16(0x7FFF)) if op[-1] == "bf16" else np.abs)
+        return None
 
     def op_ex2(self, op: list[str], operands: list[str]) -> None:
         self.binary(op, operands, np.exp2)
@@ -431,6 +451,51 @@ class Program:
         for part, name in enumerate(names[0]):
             value = c[..., part] + sums[:, g + 8 * (part // 2), 2 * q + part % 2]
             self.put(name, value.astype(np.float32).reshape(-1))
+
+    def op_wgmma(self, op: list[str], operands: list[str]) -> None:
+        """A warp group's product with A in registers and B, rows of 128 bytes, in shared memory."""
+        if op[1] != "mma_async":
+            return None if op[1] == "fence" else self._in_groups(self.products, op[1], operands)
+        shape = re.fullmatch(r"m64n(\d+)k16", op[4])
+        assert shape and op[5:] == ["f32", "bf16", "bf16"] and operands[1][0] == "{", op
+        added = self.get(operands[3], "pred")
+        assert operands[4:] == ["1", "1", "0"] and (added == added[0]).all(), operands
+        sums, weights = (_split(operand[1:-1]) for operand in operands[:2])
+        descriptor = self.get(operands[2], "u64")
+        self.products[-1].append(partial(self._multiply_group, sums, weights, descriptor, int(shape[1]), added[0]))
+        return None
+
+    def _multiply_group(
+        self, sums: list[str], weights: list[str], descriptor: np.ndarray, columns: int, added: bool
+    ) -> None:
+        descriptors = descriptor.reshape(-1, 128)
+        assert (descriptors == descriptors[:, :1]).all(), "the threads of a warp group disagree about B"
+        right = np.stack([self._shared_matrix(int(each), columns) for each in descriptors[:, 0]])
+        lane = np.arange(32)
+        g, q = lane // 4, lane % 4
+        left = np.zeros((len(right), 4, 16, 16))
+        for part, name in enumerate(weights):
+            value = _halves(self.get(name, "b32")).reshape(-1, 4, 32, 2)
+            for i in range(2):
+                left[:, :, g + 8 * (part % 2), 2 * q + 8 * (part // 2) + i] = value[..., i]
+        out = left @ right[:, None]
+        for part, name in enumerate(sums):
+            value = out[:, :, g + 8 * (part // 2 % 2), part // 4 * 8 + 2 * q + part % 2].reshape(-1)
+            before = self.get(name, "f32").astype(np.float64) if added else 0.0
+            self.put(name, (before + value).astype(np.float32))
+
+    def _shared_matrix(self, descriptor: int, columns: int) -> np.ndarray:
+        """fp64 [16, columns] of bf16 in shared memory, a column's numbers next to each other; what is of a column is of
+        no other, so that what no thread has written is NaN."""
+        assert descriptor >> 62 == 1 and descriptor >> 49 & 7 == 0, "B: want rows of 128 bytes, swizzled"
+        start, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 32))
+        column, k = np.arange(columns), np.arange(16)[:, None]
+        address = start + column // 8 * stride + column % 8 * 128 + 2 * k
+        address ^= (address >> 7 & 7) << 4
+        where = address[..., None] + np.arange(2)
+        assert (where < len(self.shared)).all(), "shared: read outside"
+        words = np.ascontiguousarray(self.shared[where]).view(np.uint16)[..., 0].astype(np.uint32) << 16
+        return np.where(self.written[where].all(-1), words.view(np.float32), np.nan).astype(np.float64)
 
     # between lanes
 
@@ -497,19 +562,37 @@ class Program:
             self._write(space, address + place * step, self.get(name, op[-1]))
 
     def op_cp(self, op: list[str], operands: list[str]) -> None:
-        """Asynchronous copies to shared memory are there at once: a wait that is missing is not found."""
+        """Asynchronous copies to shared memory: done when they are waited for."""
         if op[2] in ("commit_group", "wait_group"):
-            return
+            return self._in_groups(self.copies, op[2], operands)
         assert op[-2:] == ["shared", "global"], op
         target, source = (self._address(operand) for operand in operands[:2])
         size = int(operands[2], 0)
         copied = self.get(operands[3], "u32") if len(operands) > 3 else np.full(self.size, size)
-        active = self.active
-        for place in range(size):
-            self.active = active & (place < copied)
-            byte = self._read("global", source + place, "u8")
-            self.active = active
-            self._write("shared", target + place, byte)
+        self.copies[-1].append(partial(self._copy, target, source, size, copied, self.active))
+
+    def _copy(self, target: np.ndarray, source: np.ndarray, size: int, copied: np.ndarray, active: np.ndarray) -> None:
+        """The first `copied` bytes of size, then zeros."""
+        there = np.arange(size) < copied[active][:, None]
+        where = (source[active][:, None] + np.arange(size))[there]
+        assert (where >= 0).all() and (where < len(self.memory.bytes)).all() and self.memory.valid[where].all(), (
+            "global: read outside"
+        )
+        bytes_of = np.zeros(there.shape, np.uint8)
+        bytes_of[there] = self.memory.bytes[where]
+        where = target[active][:, None] + np.arange(size)
+        assert (where >= 0).all() and (where < len(self.shared)).all(), "shared: written outside"
+        self.shared[where], self.written[where] = bytes_of, True
+
+    def _in_groups(self, groups: list[list[Callable[[], None]]], step: str, operands: list[str]) -> None:
+        """Closes a group, or does all but the last ones closed. For all threads of a program alike."""
+        assert self.active.all(), "a group of asynchronous steps of some threads only"
+        if step == "commit_group":
+            groups.append([])
+            return
+        while len(groups) - 1 > int(operands[0], 0):
+            for one in groups.pop(0):
+                one()
 
     def op_atom(self, op: list[str], operands: list[str]) -> None:
         """One thread after the other."""
@@ -539,24 +622,30 @@ class Program:
             if "trans" not in op:
                 self.put(name, self._read("shared", self._rows(address, matrix), "b32"))
                 continue
-            # a lane's two numbers stand in one column, below each other
-            rows = address.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
-            low, high = (rows[:, 2 * (np.arange(32) % 4) + i] + 2 * (np.arange(32) // 4) for i in range(2))
-            low, high = (self._read("shared", part.reshape(-1), "u16").astype(np.uint32) for part in (low, high))
+            low, high = (self._read("shared", part, "u16").astype(np.uint32) for part in self._columns(address, matrix))
             self.put(name, high << 16 | low)
 
     def op_stmatrix(self, op: list[str], operands: list[str]) -> None:
-        assert "trans" not in op, op
         address = self._address(operands[0])
         for matrix, name in enumerate(_split(operands[1].strip("{} "))):
-            self._write("shared", self._rows(address, matrix), self.get(name, "b32"))
+            if "trans" not in op:
+                self._write("shared", self._rows(address, matrix), self.get(name, "b32"))
+                continue
+            value = self.get(name, "b32")
+            for half, part in enumerate(self._columns(address, matrix)):
+                self._write("shared", part, (value >> 16 * half & 0xFFFF).astype(np.uint16))
+
+    def _columns(self, address: np.ndarray, matrix: int) -> list[np.ndarray]:
+        """The same for the transposed matrix: a lane's two numbers stand in one column, below each other."""
+        rows = address.reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
+        return [(rows[:, 2 * (np.arange(32) % 4) + i] + 2 * (np.arange(32) // 4)).reshape(-1) for i in range(2)]
 
     # what changes no value here
 
     def _nothing(self, op: list[str], operands: list[str]) -> None:
         pass
 
-    op_bar = op_createpolicy = op_griddepcontrol = op_pmevent = _nothing
+    op_bar = op_createpolicy = op_fence = op_griddepcontrol = op_pmevent = _nothing
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:

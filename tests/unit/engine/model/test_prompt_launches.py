@@ -37,7 +37,7 @@ MANY = {
     "PRODUCT": ["_expand_kernel"],
     # b and a stay BF16, and are written out by a launch of their own
     "IN_PROJ": ["_expand_kernel"] * 2,
-    "EXPERTS": ["list_kernel", *["_experts_kernel"] * 2],
+    "EXPERTS": ["_prepare_kernel", *["_experts_kernel"] * 2],
 }
 """What stands for each part: of few rows a round's kernels, of many what unpacks once for all of them."""
 

@@ -1,10 +1,9 @@
-"""The experts' plain Triton kernels in the interpreter, which is right for fp32 and integers (not for bf16)."""
+"""The experts' lists in Triton's interpreter, which is right for integers."""
 
 import pytest
 import torch
 
 from pilotfish.kernels.cuda import moe
-from tests.support.kernel_references import combine_reference
 
 
 @pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(17, 8, 2), (40, 6, 3), (256, 5, 4)])
@@ -26,22 +25,3 @@ def test_lists_each_experts_pairs_in_order(rows, num_experts, top_k):
         wanted_items += [(expert * 32 + which) * 32 + number for which, number in enumerate(numbers)]
     assert items.tolist() == wanted_items + [0] * (num_items - len(wanted_items))
     assert after.tolist() == [-7] * 3
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("hidden", [96, 256])
-def test_combine(hidden, norm):
-    generator = torch.Generator().manual_seed(hidden)
-    parts = torch.randn(3, 4, hidden, generator=generator)
-    weights, gate = torch.rand(3, 3, generator=generator), torch.rand(3, generator=generator)
-    x = torch.randn(5, hidden, generator=generator)
-    scale = torch.rand(hidden, generator=generator) if norm else None
-    want, got = x.clone(), x.clone()
-    outs = [torch.full((5, hidden), float("nan")) if norm else None for _ in range(2)]
-    combine_reference(parts, weights, gate, want, scale, 1e-6, outs[0])
-    moe.combine(parts, weights, gate, got, scale, 1e-6, outs[1])
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    assert torch.equal(got[3:], x[3:])
-    if norm:
-        torch.testing.assert_close(outs[1][:3], outs[0][:3], rtol=1e-5, atol=1e-5)
-        assert outs[1][3:].isnan().all()

@@ -1,5 +1,5 @@
-"""The reference of `attention_window` means what the torch table means. The kernels are compared with it in
-Triton's interpreter, in a process of its own: interpret_attention.py."""
+"""The reference of `attention_window` means what the torch table means. The kernels are compared with it by their PTX
+(test_run_attention.py), `plan_rows` in Triton's interpreter, in a process of its own (interpret_attention.py)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_fp8_cache_holds_values_over_their_scale():
         torch.testing.assert_close(stored, plain[page, :, offset], rtol=2**-4, atol=2**-9)
 
 
-def test_kernels_in_the_interpreter():
+def test_plans_in_the_interpreter():
     run_interpreted(__file__, "interpret_attention.py")
 
 

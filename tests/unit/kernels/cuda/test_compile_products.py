@@ -7,11 +7,12 @@ spills; few instructions a weight. A change that loses one of these is slower by
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import launch_shapes, linear, moe
+from pilotfish.kernels.cuda import launch_shapes, linear, moe, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
@@ -57,6 +58,23 @@ def test_nvfp4_loads_wide_and_early(rows, swiglu, most_registers):
     assert len(code.instructions) / lane_weights < (3.1 if shape.tiles == 2 else 3.5)
 
 
+@pytest.mark.parametrize(("rows", "programs", "registers"), [(32, 3, 168), (64, 2, 255)])
+def test_a_wide_product_unpacks_into_the_warp_groups_operands(rows, programs, registers):
+    """Nothing is spilled, and no weight stored or brought from another lane; the first tiles are asked for before the
+    wait for x."""
+    product = PackedLinear([nvfp4(64, 5120)] * 2, swiglu=True)
+    x, out = torch.zeros(rows, 5120).bfloat16(), torch.empty(rows, 64).bfloat16()
+    with compiling() as kernels:
+        wide.launch(product.ranges[0], x, out, 4, True, True)
+    (kernel,) = kernels
+    code = Code(kernel)
+    assert code.stack == 0 and code.registers <= registers and kernel.metadata.shared <= (226 << 10) // programs
+    assert code.count("HGMMA") == 16 and code.count("HMUL2") == 64 and code.count("SHFL") == code.count("R2UR") == 0
+    # of a unit a thread copies four times 16 bytes of codes; scales and x come in other sizes
+    assert code.before("LDGSTS.E.BYPASS.128", "ACQBULK") == 4
+    assert code.before("LDGSTS.E ", "ACQBULK") == 0
+
+
 @pytest.mark.parametrize("kind", ["fp8 channel", "fp8 block", "bf16"])
 def test_other_formats_load_as_wide(kind):
     code, _, lane_weights = code_of([weights(256, 2048)[kind]], 8)
@@ -66,7 +84,7 @@ def test_other_formats_load_as_wide(kind):
     assert code.count("HMMA") == lane_weights // 8
 
 
-@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("rows", [1, 4, 40])
 def test_experts_load_wide_and_early(rows):
     expert = ExpertWeights(nvfp4(512, 2048), nvfp4(512, 2048), nvfp4(2048, 512))
     packed = GroupedExperts([expert], expert, 1)
@@ -74,12 +92,64 @@ def test_experts_load_wide_and_early(rows):
     with compiling() as kernels:
         packed.rows(torch.zeros(rows, 2048).bfloat16(), torch.zeros(rows, 1, dtype=torch.int32), scratch, True)
     assert len(kernels) == (2 if rows <= 8 else 4)
-    for kernel, part in zip(kernels[-2:], (packed.groups[0].gate_up, packed.groups[0].down), strict=True):
-        code, shape = Code(kernel), moe.choose_shape(part.format, part.num_tiles // 2, part.num_units, rows)
+    parts = (packed.groups[0].gate_up, packed.groups[0].down)
+    gate_up, down = codes = [Code(kernel) for kernel in kernels[-2:]]
+    for code, part in zip(codes, parts, strict=True):
+        shape = moe.choose_shape(part.format, part.num_tiles // 2, part.num_units, rows)
         # 512 threads an SM at least
         assert code.stack == 0 and code.registers <= 128
-        assert code.before("LDG.E.EF.128", "HMMA") >= 2 * shape.tiles * shape.stages
-        assert code.loads["LDG.E.128"] > 0
+        # where a step's loads stay apart, the next step's weights too are asked for before the first product
+        ahead = min(shape.stages + shape.pinned, part.num_units // shape.warps)
+        assert code.before("LDG.E.EF.128", "HMMA") >= 2 * shape.tiles * ahead
+        # x of a step at once, not one load after each other's product
+        assert code.before("LDG.E.128", "HMMA") >= (4 * (1 + shape.x_ahead) if shape.pinned else 1)
+    if rows <= 8:
+        # programs that find their rows by themselves: warps of gate_up do not wait for each other to ask for weights
+        assert gate_up.before("BAR", "LDG.E.EF.128") == 0
+    if rows == 1:
+        # all of an expert's weights before the wait; three programs of gate_up and three of down have room together
+        assert down.before("LDG.E.EF.128", "ACQBULK") == down.loads["LDG.E.EF.128"] == 8
+        assert down.before("LDG.E.128", "HMMA") == down.loads["LDG.E.128"] == 8
+        assert gate_up.registers <= 112 and down.registers <= 112
+
+
+@pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (4096, 10)])
+def test_combine_asks_for_all_at_once(hidden, top_k):
+    """The assembler would load two parts of a row at a time, as many ways to the L2 one after the other."""
+    x, parts, factors = torch.zeros(1, hidden), torch.zeros(1, top_k + 1, hidden).bfloat16(), torch.zeros(1, top_k)
+    with compiling() as kernels:
+        moe.combine(parts, factors, torch.zeros(1), x, torch.zeros(hidden), 1e-6, x.bfloat16(), True)
+    code = Code(kernels[0])
+    assert code.stack == 0 and code.count("LDL") == code.count("STL") == 0
+    for first in ("FMUL", "FFMA", "FADD"):
+        assert code.before("LDG", first) == code.count("LDG") == 2 * (top_k + 1) + 4
+    # of them the norm's scale alone before the wait
+    assert code.before("LDG", "ACQBULK") == 2
+
+
+@pytest.mark.parametrize(
+    ("format", "height", "width", "segments"),
+    # q|gate|k|v, output products and router of the 35B-A3B, output product of the 27B
+    [
+        (Format.NVFP4, 9216, 2048, 0),
+        (Format.NVFP4, 2048, 4096, 8),
+        (Format.BF16, 257, 2048, 0),
+        (Format.NVFP4, 5120, 6144, 8),
+    ],
+)
+def test_x_of_a_step_is_asked_for_at_once(format, height, width, segments):
+    """The assembler would put loads of x between the first products, each as far from its own as the L2 is."""
+    part = empty(format, height, width)
+    shape = launch_shapes.choose_shape(part, 1, segments=segments)
+    x, out = (torch.empty((1, size), dtype=torch.bfloat16, device="meta") for size in (width, height))
+    with compiling() as kernels:
+        linear.launch(part, x, out, shape, False, True)
+    code = Code(kernels[0])
+    assert shape.pinned and code.stack == 0 and code.registers <= 104
+    assert code.before("LDG.E.128", "HMMA") >= 4 * (1 + shape.x_ahead)
+    between = [op for op in code.instructions if op == "LDG.E.128" or op.startswith("HMMA")]
+    changes = sum(a != b for a, b in pairwise(between))
+    assert changes <= 2 * (part.num_units // shape.warps)
 
 
 def weights_before_waits(code: Code) -> list[Counter[str]]:

@@ -73,7 +73,7 @@ def test_no_length_of_a_prompt_chooses_a_kernel():
         "_state_kernel",
         "_gate_kernel",
         "_route_kernel",
-        "list_kernel",
+        "_prepare_kernel",
         "_experts_kernel",
         "combine_kernel",
     }

@@ -27,7 +27,7 @@ from pilotfish.engine.round import buffers
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.executor import make_executor
 from pilotfish.engine.round.shapes import Shape
-from pilotfish.kernels.cuda import attention_kernels, delta_net
+from pilotfish.kernels.cuda import attention_items, delta_net
 from pilotfish.spec.slots import EVERYTHING, FILTERED
 from tests.support.compiled import Code
 from tests.support.launches import Launch, launches_of
@@ -64,6 +64,9 @@ PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel")
 order, by instructions that are written out, and nothing is contracted: test_run_products.py has their bits."""
 STEPS = (1, 8, FAST_ROWS, 32, 64, 256)
 """Rows up to which they are the same ones."""
+ROUTER = ("norm._add_norm_kernel", "linear._rows_kernel", "router._route_kernel")
+"""What more than router.FEW_ROWS rows launch in place of `_add_norm_route_kernel`: another kernel, whose bits
+test_run_router.py holds to theirs."""
 LISTS = ("moe_kernels.list_kernel", "moe_kernels.groups_kernel")
 """Launched for more than 8 rows alone."""
 INTEGERS = (*LISTS, "commit._accept_commit_kernel", "lookup._look_up_kernel")
@@ -124,7 +127,16 @@ class Found:
         """A part whose products may be other kernels for more rows."""
         step = next(most for most in STEPS if num_rows <= most)
         self.add(f"{part}, up to {step} rows", launches, where)
-        self.add(part, [launch for launch in launches if launch.kernel not in (*PRODUCTS, *LISTS)], where)
+        kept = without_router(launches)
+        self.add(part, [launch for launch in kept if launch.kernel not in (*PRODUCTS, *LISTS)], where)
+
+
+def without_router(launches: list[Launch]) -> list[Launch]:
+    names = [launch.kernel for launch in launches]
+    found = {place for place, name in enumerate(names) if name == "router._add_norm_route_kernel"}
+    found |= {place + i for place in range(len(names)) if tuple(names[place : place + 3]) == ROUTER for i in range(3)}
+    assert not any("route" in name for place, name in enumerate(names) if place not in found)
+    return [launch for place, launch in enumerate(launches) if place not in found]
 
 
 def add_plan(found: Found, kind: str, plan: Plan) -> None:
@@ -173,7 +185,7 @@ def test_no_plan_and_no_batch_chooses_a_kernel(kind):
     parts = {part.partition(":")[0].partition(",")[0] for part in found.first}
     assert parts == {"verify", "decide", "decide without filters", "look up", "repair", "mtp", "trimmed"}
     seen = {launch.kernel: launch for launches, _ in found.first.values() for launch in launches}
-    assert {"delta_net._finish_kernel", "attention_kernels.items_kernel", PRODUCTS[0], "sample._choose_kernel"} < set(
+    assert {"delta_net._finish_kernel", "attention_items.items_kernel", PRODUCTS[0], "sample._choose_kernel"} < set(
         seen
     )
     # each compiles
@@ -221,10 +233,9 @@ def test_a_number_that_is_looked_at_is_found(monkeypatch):
     """Even where both plans' page tables have neither one nor sixteen pages."""
     plans = Plan(3, 1, 600), Plan(3, 1, 1200)
     assert not differences_of(*plans)
-    for kernel in (attention_kernels.items_kernel, attention_kernels.project_kernel):
-        param = next(param for param in kernel.params if param.name == "max_pages")
-        monkeypatch.setattr(param, "do_not_specialize", False)
-    assert differences_of(*plans) == {"attention_kernels.items_kernel", "attention_kernels.project_kernel"}
+    param = next(param for param in attention_items.items_kernel.params if param.name == "max_pages")
+    monkeypatch.setattr(param, "do_not_specialize", False)
+    assert differences_of(*plans) == {"attention_items.items_kernel"}
 
 
 def test_an_address_that_follows_the_batch_is_found(monkeypatch):

@@ -6,6 +6,9 @@ spills, no barrier inside a step of the recurrence.
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -31,6 +34,13 @@ def checked(kernel, most_registers):
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
     assert code.before("STG", "ACQBULK") == 0
     return code
+
+
+def fusible(ptx):
+    """Sums and differences of a product, which the assembler may round once or twice."""
+    products = set(re.findall(r"mul\.f32\s+(%r\d+)", ptx))
+    sums = re.findall(r"(?:add|sub)\.f32\s+%r\d+, (%r\d+), (%r\d+);", ptx)
+    return [registers for registers in sums if products & set(registers)]
 
 
 def test_delta_net():
@@ -85,16 +95,31 @@ def test_attention(cache_dtype):
         for batch, width in SHAPES:
             slots = [1, 2, 3] * 6
             layer.step(layer.rows(batch * width, 1), slots[:batch], width, num_programs=132, pdl=True)
-    assert names(kernels[:4]) == ["plan_kernel", "project_kernel", "items_kernel", "merge_kernel"]
-    assert len({kernel.hash for kernel in kernels}) == 4
-    plan, project, items, merge = kernels[:4]
+    assert names(kernels[:3]) == ["plan_kernel", "items_kernel", "merge_kernel"]
+    assert len({kernel.hash for kernel in kernels}) == 3
+    plan, items, merge = kernels[:3]
     # large angles are reduced in local memory, by the library's sine
     assert Code(plan).registers <= 64
-    checked(project, 64)
-    checked(merge, 128)
+    code = checked(merge, 128)
+    # of up to eight chunks all parts are asked for before any is looked at: the best, the mass and 4 columns of 8 units
+    assert code.before("LDG", "MUFU.EX2") >= 4 + 8 * (2 + 1)
     code = checked(items, 255)
+    # rows are normed in six places, each of them the same: no product is left that could become one with a sum or not
+    for kernel in (items, merge):
+        assert fusible(kernel.asm["ptx"]) == []
     assert items.metadata.shared <= HOPPER_SHARED
     # 16 rows x 16 columns x 256, then x 64 columns of the 256: one instruction for every row of every window
     assert code.count("HMMA.16816.F32") == 64 and code.count("HGMMA") == 0
-    # keys and values straight to shared memory: two units ahead of the loop, one in it
+    # keys and values straight to shared memory: two units ahead of the loop, one in it; the queries come after them
     assert code.count("LDGSTS.E.BYPASS.128") == (48 if cache_dtype == torch.bfloat16 else 12)
+    assert code.before("LDG.E.128", "LDGSTS") == 0
+    with compiling() as kernels:
+        layer.step(layer.rows(1, 1), [1], 1, num_programs=132, pdl=True, settled=True)
+    early = Code(kernels[1])
+    # two units are on their way before the wait
+    assert early.before("LDGSTS", "ACQBULK") == (32 if cache_dtype == torch.bfloat16 else 24)
+    assert early.stack == early.before("STG", "ACQBULK") == 0
+    # who has waited for its own copies waits for those of the others before it looks at any
+    order = [op for op in code.instructions if op.startswith(("DEPBAR.LE", "BAR.SYNC", "LDS"))]
+    after = [next_op for op, next_op in pairwise(order) if op.startswith("DEPBAR.LE")]
+    assert len(after) == 3 and all(op.startswith("BAR.SYNC") for op in after)

@@ -148,5 +148,5 @@ def test_names_the_expert_that_does_not_fit(change, error):
         GroupedExperts(routed, shared, TOP_K)
 
 
-def test_small_kernels_in_the_interpreter():
+def test_lists_in_the_interpreter():
     run_interpreted(__file__, "interpret_experts.py")
