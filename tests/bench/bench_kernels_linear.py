@@ -49,6 +49,7 @@ SHAPES = (
     (5120, 6144),
 )
 ROW_PARALLEL = {(2048, 4096): 8, (5120, 6144): 8, (5120, 17408): 8}  # their segments of K
+GATED = ((34816, 5120),)
 SMALL = ((257, 2048), (64, 2048), (96, 5120))  # router; b and a
 TOGETHER = ((12288, 64, 2048), (16384, 96, 5120))  # q|k|v|z with b|a in BF16
 EXPERTS = {"35B-A3B": (256, 8, 2048, 512)}
@@ -224,10 +225,9 @@ def bench_together(formats: list[Format], rows: list[int]) -> None:
                 report(title, count, part.num_bytes + plain.num_bytes, plain_time, pdl_time)
 
 
-def tuned_shapes(part: Packed, rows: int, keep_bits: bool, segments: int) -> Iterator[LaunchShape]:
+def tuned_shapes(part: Packed, chosen: LaunchShape, keep_bits: bool) -> Iterator[LaunchShape]:
     most = {Format.NVFP4: 8, Format.FP8: 4, Format.BF16: 2}[part.format]
-    chosen = choose_shape(part, rows, segments=segments)
-    row_tiles = chosen.row_tiles
+    row_tiles, segments = chosen.row_tiles, chosen.segments
     if segments:
         for (warps, parts), tiles, stages, ahead in combinations(
             ((8, 1), (4, 1), (4, 2), (2, 4)), (1, 2), (1, 2, 4), (0, 1)
@@ -249,30 +249,53 @@ def tuned_shapes(part: Packed, rows: int, keep_bits: bool, segments: int) -> Ite
             yield from (LaunchShape(warps, tiles, row_tiles, stages, ahead, pinned=pinned) for pinned in (False, True))
 
 
+def tuned_parts(format: Format, shapes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, PackedLinear]]:
+    """Each shape as it is in a model: GATED with SwiGLU, TOGETHER with BF16 beside it, in segments if ROW_PARALLEL."""
+    beside = {(height, width): plain for height, plain, width in TOGETHER}
+    for height, width in shapes:
+        name = f"{format.value} {height}x{width}"
+        if (height, width) in GATED:
+            halves = [random_weight(format, height // 2, width) for _ in range(2)]
+            yield f"{name} swiglu", PackedLinear(halves, swiglu=True)
+            continue
+        parts = [random_weight(format, height, width)]
+        if format is not Format.BF16 and (height, width) in beside:
+            plain = beside[height, width]
+            yield f"{name}+{plain}", PackedLinear([*parts, random_weight(Format.BF16, plain, width)])
+        else:
+            yield name, PackedLinear(parts, segments=ROW_PARALLEL.get((height, width), 0))
+
+
 def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool) -> None:
-    for format, (height, width) in combinations(formats, shapes):
-        segments = ROW_PARALLEL.get((height, width), 0)
-        part = PackedLinear([random_weight(format, height, width)], segments=segments).ranges[0]
-        x = torch.randn(max(rows), width, dtype=torch.bfloat16, device="cuda")
+    for name, product in (case for format in formats for case in tuned_parts(format, shapes)):
+        part, plain = product.launches(1)[0]
+        x = torch.randn(max(rows), product.in_features, dtype=torch.bfloat16, device="cuda")
         copies = copies_of(part)
         for count in rows:
-            out = torch.empty((count, height), dtype=torch.bfloat16, device="cuda")
-            tried = list(tuned_shapes(part, count, keep_bits, segments))
-            compile_all(lambda: [linear.launch(part, x, out, shape, False, True) for shape in tried])  # noqa: B023
+            out = torch.empty((count, product.out_features), dtype=torch.bfloat16, device="cuda")
+            chosen = choose_shape(part, count, product.swiglu, plain, product.segments)
+            tried = list(tuned_shapes(part, chosen, keep_bits))
+            if product.swiglu:
+                tried = [shape for shape in tried if shape.tiles > 1]
+            tried += [] if chosen in tried else [chosen]
+
+            def run(shape: LaunchShape, part: Packed) -> None:
+                linear.launch(part, x, out, shape, product.swiglu, True, plain)  # noqa: B023
+
+            compile_all(lambda: [run(shape, part) for shape in tried])  # noqa: B023
             times = []
             for shape in tried:
-                seconds = in_graph(
-                    lambda number: linear.launch(copies[number % len(copies)], x, out, shape, False, True),  # noqa: B023
-                    20,
-                    5,
-                )
+                seconds = in_graph(lambda number: run(shape, copies[number % len(copies)]), 20, 5)  # noqa: B023
                 times.append((seconds, shape))
-            chosen = choose_shape(part, count, segments=segments)
             for seconds, shape in sorted(times, key=lambda entry: -entry[0])[-6:]:
-                report(f"{format.value} {height}x{width}", count, part.num_bytes, seconds, seconds, shape=vars(shape))
+                report(name, count, part.num_bytes, seconds, seconds, shape=vars(shape))
                 tqdm.write(f"    {shape}", file=sys.stderr)
-            ours = next((seconds for seconds, shape in times if shape == chosen), float("nan"))
-            tqdm.write(f"    chosen now: {chosen}, {ours * 1e6:.2f} us", file=sys.stderr)
+            for pinned in (False, True):
+                same = replace(chosen, pinned=pinned)
+                ours = next((seconds for seconds, shape in times if shape == same), float("nan"))
+                tqdm.write(
+                    f"    {'chosen now' if same == chosen else 'not'}: {same}, {ours * 1e6:.2f} us", file=sys.stderr
+                )
 
 
 def random_experts(format: Format, name: str) -> GroupedExperts:
