@@ -68,8 +68,9 @@ class RoundBody:
             mixed = sum_over_ranks(v.delta)
             if self.is_watched:
                 self.see(f"layers.{index}.{kind}", mixed[:num_rows])
+            ops.add_norm(v.x, mixed, layer.post_norm, v.h)
             out = v.hidden if after is trunk.norm else v.h
-            self._feed_forward(layer, mixed, num_rows, after, out, name=f"layers.{index}")
+            self._feed_forward(layer, num_rows, after, out, name=f"layers.{index}")
         ops.keep_rows(slots, trunk.state, b.scratch)
         ops.linear(trunk.lm_head, v.hidden, b.logits[:rows])
         self.see("logits", b.logits[:num_rows])
@@ -142,7 +143,8 @@ class RoundBody:
         assert isinstance(layer.mixer, GatedAttention)
         ops.add_norm(v.x, None, layer.input_norm, v.h)
         self._attention(layer.mixer, cache, count, width)
-        self._feed_forward(layer, sum_over_ranks(v.delta), count * width, norm, out, chosen)
+        ops.add_norm(v.x, sum_over_ranks(v.delta), layer.post_norm, v.h)
+        self._feed_forward(layer, count * width, norm, out, chosen)
 
     def choose_draft(self, count: int, number: int, flags: int) -> None:
         """Draft `number` of each sequence by its own rule and noise, from head_hidden, into the state and `draft`."""
@@ -186,11 +188,10 @@ class RoundBody:
         ops.linear(mixer.output, mixed, v.delta)
 
     def _feed_forward(
-        self, layer: Layer, mixed: torch.Tensor, num_rows: int, norm: Norm, out: torch.Tensor,
-        chosen: torch.Tensor | None = None, name: str | None = None,
+        self, layer: Layer, num_rows: int, norm: Norm, out: torch.Tensor, chosen: torch.Tensor | None = None,
+        name: str | None = None,
     ) -> None:  # fmt: skip
-        """x += mixed, the layer's first half, and += its second half of that; then out = `norm` of x, of all rows or
-        those chosen.
+        """x += the layer's second half of h; then out = `norm` of x, of all rows or those chosen.
 
         x may stay as it was where rows are chosen: it is read no more. A layer with a `name` is shown.
         """
@@ -199,7 +200,6 @@ class RoundBody:
         x = v.x
         if isinstance(layer.mlp, GatedMlp):
             inner = v.inner(layer.mlp.down.in_features)
-            ops.add_norm(x, mixed, layer.post_norm, v.h)
             ops.gate_up(layer.mlp, v.h, inner)
             ops.linear(layer.mlp.down, inner, v.delta)
             added = sum_over_ranks(v.delta)
@@ -210,7 +210,8 @@ class RoundBody:
             moe = layer.mlp
             weights, ids, gate = b.expert_weights[:num_rows], b.expert_ids[:num_rows], b.shared_gate[:num_rows]
             logits = v.router_logits(moe.router.out_features)
-            ops.add_norm_route(x, mixed, layer.post_norm, moe.router, v.h, logits, weights, ids, gate, b.scratch)
+            ops.linear(moe.router, v.h, logits)
+            ops.route(logits, weights, ids, gate)
             if name is not None:
                 self.see(f"{name}.experts", ids)
             parts: Any = sum_over_ranks(ops.experts(moe, v.h, ids, b.scratch))

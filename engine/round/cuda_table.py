@@ -23,9 +23,8 @@ from pilotfish.engine.round.operators import AnyMoe
 from pilotfish.engine.round.shapes import Sizes
 from pilotfish.engine.round.spans import Span, padded_length
 from pilotfish.engine.round.torch_table import TorchOperators
-from pilotfish.kernels.cuda import attention, commit, delta_net, lookup, moe, moe_prompt, sample
+from pilotfish.kernels.cuda import attention, commit, delta_net, lookup, moe, moe_prompt, router, sample
 from pilotfish.kernels.cuda import norm as norm_kernels
-from pilotfish.kernels.cuda import router as router_kernels
 from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_prompt
 from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
 from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
@@ -51,7 +50,6 @@ class CudaScratch:
     pending: tuple[torch.Tensor, ...]
     choice: sample.ChoiceScratch
     look_up: lookup.LookupScratch
-    router: router_kernels.RouterScratch | None
     experts: moe.ExpertScratch | None
 
     @property
@@ -111,7 +109,6 @@ class CudaOperators:
             ),
             sample.ChoiceScratch.empty(rows, config.vocab_size, device),
             lookup.LookupScratch.empty(sizes.max_sequences, device),
-            router_kernels.RouterScratch.make(config.num_experts, device) if config.is_moe else None,
             _expert_scratch(config, rows, device) if config.is_moe else None,
         )  # fmt: skip
 
@@ -190,20 +187,8 @@ class CudaOperators:
             width, scratch.delta, out, pdl=self.pdl,
         )  # fmt: skip
 
-    def add_norm_route(
-        self, x: torch.Tensor, delta: torch.Tensor, norm: Norm, router: AnyLinear, out: torch.Tensor,
-        logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, scratch: CudaScratch,
-    ) -> None:  # fmt: skip
-        """See Operators; one launch for few rows, with the bits of three."""
-        assert isinstance(router, PackedLinear) and scratch.router is not None
-        if router_kernels.takes(router, len(ids)):
-            router_kernels.add_norm_route(
-                x, delta, norm.scale, norm.eps, router, out, weights, ids, gate, scratch.router, pdl=self.pdl
-            )
-        else:
-            self.add_norm(x, delta, norm, out)
-            self.linear(router, out, logits)
-            router_kernels.route(logits, logits.shape[1] - 1, weights, ids, gate, pdl=self.pdl)
+    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
+        router.route(logits, logits.shape[1] - 1, weights, ids, gate, pdl=self.pdl)
 
     def experts(self, mlp: AnyMoe, x: torch.Tensor, ids: torch.Tensor, scratch: CudaScratch) -> torch.Tensor:
         """See Operators; [R, k + 1, H], each row's experts in rank order, then the shared one."""
@@ -329,7 +314,7 @@ class CudaOperators:
         weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
         ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
         gate = torch.empty(rows, dtype=torch.float32, device=device)
-        route = router_kernels.route if self.on_device else router_kernels.route_reference
+        route = router.route if self.on_device else router.route_reference
         route(logits, packed.num_experts, weights, ids, gate)
         return weights, ids, gate
 

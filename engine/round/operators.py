@@ -146,16 +146,12 @@ class Operators(Protocol):
         """
         ...
 
-    def add_norm_route(
-        self, x: torch.Tensor, delta: torch.Tensor, norm: Norm, router: AnyLinear, out: torch.Tensor,
-        logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, scratch: Any,
-    ) -> None:  # fmt: skip
-        """`add_norm`, then what the router's product with out, fp32 logits [R, E + 1], chooses: weights fp32 and ids
-        [R, k] in rank order, the shared expert's gate fp32 [R]. CUDA: `logits` may stay as it was.
+    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
+        """What fp32 logits [R, E + 1] choose: weights fp32 and ids [R, k] in rank order, the shared expert's gate fp32
+        [R].
 
         Definition: kernels.moe.route; held by tests/support/small_operators.py (kernels.cuda.router.route_reference:
-        the same but where probabilities of different logits round to equal ones), and where it is one launch by
-        tests/unit/kernels/cuda/test_run_router.py.
+        the same but where probabilities of different logits round to equal ones).
         """
         ...
 

@@ -226,12 +226,7 @@ class TorchOperators:
         # its own memory: the next layer's projection overwrites what it was cut from
         scratch.pending.append((k, v, beta, decay, u.clone()))
 
-    def add_norm_route(
-        self, x: torch.Tensor, delta: torch.Tensor, norm: Norm, router: AnyLinear, out: torch.Tensor,
-        logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor, scratch: TorchScratch,
-    ) -> None:  # fmt: skip
-        self.add_norm(x, delta, norm, out)
-        self.linear(router, out, logits)
+    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
         num_experts = logits.shape[1] - 1
         chosen_weights, chosen_ids = route(logits[: len(ids), :num_experts], ids.shape[1])
         weights.copy_(chosen_weights)

@@ -268,15 +268,9 @@ def _stored(embedding_VH: torch.Tensor | PackedRows) -> tuple[torch.Tensor, int]
     return embedding_VH, 0
 
 
-def num_warps(hidden: int) -> int:
-    """Warps that a row's sum is divided among: with the tile they are its order, and depend on the width alone."""
-    return min(16, max(1, _block(hidden) // 512))
-
-
-def _block(hidden: int) -> int:
-    # not by Triton's own function, made for kernels: it takes 4 us
-    return 1 << (hidden - 1).bit_length()
-
-
 def _options(hidden: int, pdl: bool) -> dict[str, int | bool]:
-    return {"H": hidden, "BLOCK": _block(hidden), "PDL": pdl, "num_warps": num_warps(hidden), "launch_pdl": pdl}
+    """The tile and the number of warps depend on the width alone, and the order of a row's sum on them."""
+    # not by Triton's own function, made for kernels: it takes 4 us
+    block = 1 << (hidden - 1).bit_length()
+    warps = min(16, max(1, block // 512))
+    return {"H": hidden, "BLOCK": block, "PDL": pdl, "num_warps": warps, "launch_pdl": pdl}

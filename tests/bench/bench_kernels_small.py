@@ -1,6 +1,6 @@
 """The small operators on a GPU: embedding, norms, router, commit, and choosing over a full and a trimmed vocabulary.
 
-    python -m tests.bench.bench_kernels_small [--rows 1,4,8,16] [--only choose] [--no-choose]
+    python -m tests.bench.bench_kernels_small [--rows 1,4,8,16] [--only choose]
 
 Regime: decoding, 1 .. 16 rows, launch-bound but for `choose`, whose limit is the logits' bytes over the memory's rate
 (4.37 TB/s of an H200; "cold": as many logits in turn as pass the L2; "warm": just written, as in a round). A time is
@@ -22,10 +22,8 @@ import triton
 from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.cuda import commit, norm, router, sample
-from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.warm import compile_all
-from tests.bench.bench_kernels_linear import PAST_L2, RATE, in_graph, random_weight
+from tests.bench.bench_kernels_linear import PAST_L2, RATE, in_graph
 from tests.support.device_reference import Reference
 
 VOCAB, TRIMMED = 248320, 32768
@@ -88,53 +86,12 @@ def small_cases(rows: int) -> Iterator[Case]:
             router.route(logits, experts, *out, pdl)
 
         yield f"route {experts} top {top_k}", logits.nbytes, route
-    yield from router_cases(rows)
     verdicts = commit.Verdicts.empty(len(slots), "cuda")
     yield (
         "accept_commit",
         len(slots) * 1200,
         lambda number, pdl: commit.accept_commit(tokens, slots, state, verdicts, width, 3, pdl=pdl),
     )
-
-
-def router_cases(rows: int) -> Iterator[Case]:
-    """A layer's norm, router and choice, of 40 layers' weights in turn: as three launches and, of few rows, as one. The
-    output product stands before them as in a round: what is asked for ahead of the wait is asked for beside it."""
-    layers = [PackedLinear([bf16(257, 2048)]) for _ in range(40)]
-    # past the L2, as weights of a round are
-    before = [PackedLinear([random_weight(Format.NVFP4, 2048, 4096)], segments=8) for _ in range(16)]
-    mixed = bf16(rows, 4096)
-    x, h, delta = torch.zeros(rows, 2048, device="cuda"), bf16(rows, 2048), bf16(rows, 2048)
-    scale, logits = torch.ones(2048, device="cuda"), torch.zeros(rows, 257, device="cuda")
-    ids = torch.zeros(rows, 8, dtype=torch.int32, device="cuda")
-    out = (torch.zeros(rows, 8, device="cuda"), ids, torch.zeros(rows, device="cuda"))
-    scratch = router.RouterScratch.make(256, torch.device("cuda"))
-
-    def product(number: int, pdl: bool) -> None:
-        before[number % len(before)].rows(mixed, delta, pdl)
-
-    def three(number: int, pdl: bool) -> None:
-        product(number, pdl)
-        norm.add_norm(x, delta, scale, EPS, h, pdl=pdl)
-        layers[number % len(layers)].rows(h, logits, pdl)
-        router.route(logits, 256, *out, pdl)
-
-    def one(number: int, pdl: bool) -> None:
-        product(number, pdl)
-        router.add_norm_route(x, delta, scale, EPS, layers[number % len(layers)], h, *out, scratch, pdl)
-
-    product_bytes = before[0].num_bytes
-    num_bytes = product_bytes + layers[0].num_bytes + rows * 2048 * 12
-    yield "router: output product 2048x4096 alone", product_bytes, product
-    yield "router: with norm, router, choice in three launches", num_bytes, three
-    if router.takes(layers[0], rows):
-        found = []
-        for launch in (three, one):
-            x.zero_()
-            launch(0, False)
-            found.append([part.clone() for part in (x, h, *out)])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "bits of one launch are not those of three"
-        yield "router: with norm, router, choice in one launch", num_bytes, one
 
 
 def choose_cases(rows: int) -> Iterator[Case]:
@@ -184,14 +141,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,4,8,16")
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--no-choose", action="store_true", help="not even made: logits, and their kernels")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     frame = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     print(json.dumps(frame), flush=True)
     for rows in (int(count) for count in args.rows.split(",")):
-        for cases in (small_cases, choose_cases)[: 1 if args.no_choose else 2]:
+        for cases in (small_cases, choose_cases):
             for name, num_bytes, launch in cases(rows):
                 if args.only not in name:
                     continue

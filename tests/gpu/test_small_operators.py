@@ -10,12 +10,10 @@ from pilotfish.engine.link.messages import SamplingParams
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.cuda import norm, router, sample
 from pilotfish.kernels.cuda.packing import PackedRows, pack
-from pilotfish.kernels.cuda.router import FEW_ROWS
 from pilotfish.kernels.cuda.warm import compile_all
 from pilotfish.spec.gumbel import gumbel_noise
 from tests.support import small_operators as small
 from tests.support.device_reference import Reference
-from tests.support.routing import ARGUMENTS, Case, by_one_launch, by_three, make_case, same_bits
 from tests.support.small_operators import *  # noqa: F403
 from tests.support.small_operators import EPS, draw, integers
 
@@ -106,58 +104,6 @@ def test_the_norm_is_near_float64(hidden):
     exact = exact * (exact.square().mean(-1, keepdim=True) + EPS).rsqrt()
     norm.add_norm(x, delta, torch.ones(hidden, device="cuda"), EPS, h)
     assert ((h - exact).abs() <= 4e-7 * exact.abs() + 1e-7).all()
-
-
-# -- the router with the norm before it, in one launch -----------------------------------------------------------------
-
-
-def assert_same(got, want, rows=slice(None)):
-    for name, mine, theirs in zip(ARGUMENTS, got, want, strict=True):
-        assert same_bits(mine[rows], theirs[rows]), name
-
-
-@pytest.mark.parametrize(
-    ("hidden", "experts", "top_k"), [(2048, 256, 8), (4096, 512, 10), (1024, 77, 3), (384, 8, 2), (256, 16, 16)]
-)
-def test_one_launch_for_the_router_has_the_bits_of_three(hidden, experts, top_k):
-    whole = make_case(hidden, experts, FEW_ROWS, "cuda")
-    whole.x[3] *= 1e5
-    want = by_three(whole, top_k)
-    scratch = router.RouterScratch.make(experts, "cuda")
-    for rows in range(1, FEW_ROWS + 1):
-        for pdl in (False, True):
-            assert_same(by_one_launch(whole.rows(rows), top_k, pdl, scratch), want, slice(rows))
-    for row in (0, 7, 8, 31):
-        alone = Case(whole.x[row : row + 1].clone(), whole.delta[row : row + 1].clone(), whole.scale, whole.matrix)
-        assert_same(by_one_launch(alone, top_k, True, scratch), [part[row : row + 1] for part in want])
-    whole.x[5], whole.delta[8] = float("nan"), float("inf")
-    others = [row for row in range(FEW_ROWS) if row not in (5, 8)]
-    assert_same(by_one_launch(whole, top_k, True, scratch), want, others)
-    assert (scratch.arrived == router.EMPTY.value).all()
-
-
-@pytest.mark.parametrize("rows", [1, 4, 9, 32])
-def test_one_launch_for_the_router_replayed_many_times_races_with_nothing(rows):
-    """40 launches back to back in a graph, each of other rows, as layers follow each other; 500 times over."""
-    cases = [make_case(2048, 256, rows, "cuda", seed) for seed in range(40)]
-    want = [by_three(case, 8) for case in cases]
-    scratch = router.RouterScratch.make(256, "cuda")
-    by_one_launch(cases[0], 8, True, scratch)
-    origin = torch.stack([case.x for case in cases])
-    streams = torch.empty_like(origin)
-    outs = [(x, *case.outputs(8)[1:]) for x, case in zip(streams, cases, strict=True)]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        streams.copy_(origin)
-        for case, (x, *others) in zip(cases, outs, strict=True):
-            router.add_norm_route(x, case.delta, case.scale, EPS, case.packed, *others, scratch, pdl=True)
-    for replay in range(500):
-        graph.replay()
-        if replay % 20 == 0:
-            for got, wanted in zip(outs, want, strict=True):
-                assert_same(got, wanted)
-    assert (scratch.arrived == router.EMPTY.value).all()
 
 
 # -- a full vocabulary -------------------------------------------------------------------------------------------------
