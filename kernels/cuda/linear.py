@@ -6,8 +6,7 @@ then the shares' sums: in order, or, of a row-parallel product, whose shares are
 the tree. The shares follow from the weight's shape alone. One CTA takes 16 rows of W, or a few times 16, and its warps
 have a share each, or in turn. How many tiles a CTA has, how many units are in flight and how many rows of x share a
 weight's unpacking follow from the number of rows, and change no bit. A few tiles of BF16 beside many of another format
-(b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own. Of more than 16 rows
-products of many tiles are another kernel's (wide.py), which gives the same bits.
+(b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own.
 
 Reads the packed weights once, x from L1 or L2. The floor is those bytes over the memory's rate. R = rows, N, K.
 """
@@ -29,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from pilotfish.kernels.cuda import packing, wide
+from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import REGISTERS, SM_COUNT, LaunchShape, beside, choose_shape
 from pilotfish.kernels.cuda.mma import (
@@ -339,10 +338,7 @@ class PackedLinear:
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part, plain in self.launches(num_rows):
             shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments)
-            if plain is None and not self.segments and wide.takes(part, num_rows, shape.warps):
-                wide.launch(part, x, out, shape.warps, self.swiglu, pdl)
-            else:
-                launch(part, x, out, shape, self.swiglu, pdl, plain)
+            launch(part, x, out, shape, self.swiglu, pdl, plain)
 
     def launches(self, num_rows: int) -> list[tuple[Packed, Packed | None]]:
         """What each launch takes: a range, and the next one if that is BF16 and small beside it."""

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from pilotfish.engine.checkpoint.fp8 import per_channel
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
-from pilotfish.kernels.cuda import linear, moe, wide
+from pilotfish.kernels.cuda import linear, moe
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
@@ -169,23 +169,7 @@ def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[i
             launches = LAUNCHES if count <= 16 else 10
             plain, pdl = (in_graph(lambda number, pdl=pdl: launch(number, pdl), launches) for pdl in (False, True))
             report(f"{format.value} {height}x{width}", count, part.num_bytes, plain, pdl, shape=vars(shape))
-            if not segments and wide.takes(part, count, shape.warps):
-                bench_wide(f"{format.value} {height}x{width} wide", copies, x, out, shape)
         del product, copies, part
-
-
-def bench_wide(name: str, copies: list[Packed], x: torch.Tensor, out: torch.Tensor, shape: LaunchShape) -> None:
-    """The same product by the warp group's instruction, which `rows` takes for it."""
-    want = torch.empty_like(out)
-    linear.launch(copies[0], x, want, shape, False, False)
-    wide.launch(copies[0], x, out, shape.warps, False, False)
-    assert torch.equal(out, want), "bits depend on the kernel"
-
-    def launch(number: int, pdl: bool) -> None:
-        wide.launch(copies[number % len(copies)], x, out, shape.warps, False, pdl)
-
-    plain, pdl = (in_graph(lambda number, pdl=pdl: launch(number, pdl), 10) for pdl in (False, True))
-    report(name, len(out), copies[0].num_bytes, plain, pdl)
 
 
 def bench_together(formats: list[Format], rows: list[int]) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pilotfish.engine.checkpoint.fp8 import per_tensor
 from pilotfish.engine.checkpoint.nvfp4 import quantize
-from pilotfish.kernels.cuda import linear, wide
+from pilotfish.kernels.cuda import linear
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
@@ -202,24 +202,6 @@ def _dot_kernel(a, b, out, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
         right = tl.load(b + columns[None, :] * K + k[:, None])
         total = tl.dot(left, right, total)
     tl.store(out + rows[:, None] * N + columns[None, :], total)
-
-
-@pytest.mark.parametrize(("kind", "swiglu"), [("nvfp4", False), ("modelopt", True)])
-def test_wide_products_have_the_bits_of_a_warps(kind, swiglu):
-    """By the warp group's instruction from 17 rows on, where tiles are many; in every one of many launches, beside
-    which the copies to shared memory are on their way."""
-    product, x = packed(kind, 8704 if swiglu else 17408, 2048, swiglu), draw(256, 2048, scale=0.01)
-    x[3] *= 1e4
-    x[5, 1::2] = -x[5, ::2]
-    (part,) = product.ranges
-    for rows in (17, 32, 33, 64, 65, 200, 256):
-        shape = choose_shape(part, rows, swiglu)
-        assert wide.takes(part, rows, shape.warps)
-        want = torch.full((rows, product.out_features), float("nan"), device="cuda")
-        linear.launch(part, x, want, shape, swiglu, False)
-        for launch in range(20):
-            assert same_bits(run(product, x, rows, pdl=launch > 10), want), (rows, launch)
-    assert same_bits(run(product, x, 16), want[:16])
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "cancelling"])

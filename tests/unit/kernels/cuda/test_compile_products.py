@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import launch_shapes, linear, moe, wide
+from pilotfish.kernels.cuda import launch_shapes, linear, moe
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
@@ -56,23 +56,6 @@ def test_nvfp4_loads_wide_and_early(rows, swiglu, most_registers):
     assert code.count("HMMA") == lane_weights // 8 * row_tiles
     # 2.1 of them a weight in the middle, the rest before and after
     assert len(code.instructions) / lane_weights < (3.1 if shape.tiles == 2 else 3.5)
-
-
-@pytest.mark.parametrize(("rows", "programs", "registers"), [(32, 3, 168), (64, 2, 255)])
-def test_a_wide_product_unpacks_into_the_warp_groups_operands(rows, programs, registers):
-    """Nothing is spilled, and no weight stored or brought from another lane; the first tiles are asked for before the
-    wait for x."""
-    product = PackedLinear([nvfp4(64, 5120)] * 2, swiglu=True)
-    x, out = torch.zeros(rows, 5120).bfloat16(), torch.empty(rows, 64).bfloat16()
-    with compiling() as kernels:
-        wide.launch(product.ranges[0], x, out, 4, True, True)
-    (kernel,) = kernels
-    code = Code(kernel)
-    assert code.stack == 0 and code.registers <= registers and kernel.metadata.shared <= (226 << 10) // programs
-    assert code.count("HGMMA") == 16 and code.count("HMUL2") == 64 and code.count("SHFL") == code.count("R2UR") == 0
-    # of a unit a thread copies four times 16 bytes of codes; scales and x come in other sizes
-    assert code.before("LDGSTS.E.BYPASS.128", "ACQBULK") == 4
-    assert code.before("LDGSTS.E ", "ACQBULK") == 0
 
 
 @pytest.mark.parametrize("kind", ["fp8 channel", "fp8 block", "bf16"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import launch_shapes, linear, norm, wide
+from pilotfish.kernels.cuda import launch_shapes, linear, norm
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
@@ -75,36 +75,6 @@ def test_bits_depend_on_no_launch_shape_but_the_shares():
         results.append(out)
     assert all(same_bits(results[0], other) for other in results[1:])
     close(results[0], x.double() @ dequantized(product).double().T, 1e-6)
-
-
-@pytest.mark.parametrize(("kind", "swiglu", "rows"), [("nvfp4", False, 70), ("modelopt", True, 20)])
-def test_a_wide_product_has_the_bits_of_the_other_kernel(kind, swiglu, rows):
-    """A tile that is not full, places past the last one, rows of two programs, a width that is no whole unit, and
-    neighbours that are no numbers."""
-    parts, x = [weights(88, 976)[kind]] * 2, draw(rows, 976, 1e-3)
-    product = PackedLinear(parts, swiglu=swiglu)
-    want, got, beside = (torch.full((rows, product.out_features), NAN) for _ in range(3))
-    others = torch.full_like(x, NAN)
-    others[17] = x[17]
-    with running() as names:
-        linear.launch(product.ranges[0], x, want, LaunchShape(4, 2, 4, 1, 0), swiglu, True)
-        wide.launch(product.ranges[0], x, got, 4, swiglu, True)
-        wide.launch(product.ranges[0], others, beside, 4, swiglu, False)
-    assert names[1:] == ["_wide_kernel"] * 2
-    assert same_bits(got, want) and same_bits(beside[17], want[17])
-
-
-def test_from_17_rows_on_products_of_many_tiles_are_wide(monkeypatch):
-    monkeypatch.setattr(wide, "SM_COUNT", 1)
-    product, x = PackedLinear([nvfp4(144, 512)]), draw(17, 512)
-    out, one = torch.full((17, 144), NAN), torch.full((1, 144), NAN)
-    with running() as names:
-        product.rows(x, out, True)
-        product.rows(x[16:].contiguous(), one, True)
-    assert names == ["_wide_kernel", "_rows_kernel"]
-    assert same_bits(out[16:], one)
-    assert not wide.takes(PackedLinear([nvfp4(48, 512)]).ranges[0], 17, 4)
-    assert not wide.takes(PackedLinear([weights(144, 512)["fp8 channel"]]).ranges[0], 17, 4)
 
 
 @pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 1024, 8), ("fp8 block", 512, 2)])
