@@ -41,15 +41,7 @@ def choose_shape(
     part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None, segments: int = 0
 ) -> LaunchShape:
     """The shape for tiles of one format and a number of rows; `plain`: what is `beside` them; `segments`: of a
-    row-parallel product."""
-    shape = _chosen(part, num_rows, swiglu, plain, segments)
-    # of few rows and tiles programs run at once, and wait for x: all of a step's at once, not a load after each product
-    few = num_rows <= 8 and part.num_tiles < MANY_TILES and part.format is not Format.FP8
-    return replace(shape, pinned=few and (shape.tiles == 1 or part.num_units // shape.warps <= 4))
-
-
-def _chosen(part: Packed, num_rows: int, swiglu: bool, plain: Packed | None, segments: int) -> LaunchShape:
-    """The shape, but for whether it is pinned.
+    row-parallel product.
 
     Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
     registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.
@@ -74,13 +66,15 @@ def _chosen(part: Packed, num_rows: int, swiglu: bool, plain: Packed | None, seg
         return replace(shape, registers=REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs))
     if part.num_tiles >= MANY_TILES:
         return shape
-    # less on the way of each program leaves room for more of them; not so beside BF16, which takes the registers
+    if plain is not None and steps > 4:
+        # BF16 takes the registers; what is on the way is spared where that keeps all of a long loop in them
+        return replace(shape, stages=2, x_ahead=0) if row_tiles == 1 and steps > 8 else shape
+    # less on the way of each program leaves room for more of them; a tile alone may have more, where K is short
     if plain is None:
         tiles = 2 if swiglu else row_tiles
-    elif steps > 4:
-        return shape
+    stages = 3 if tiles == 1 and steps <= 4 else 2
     x_ahead = min(steps - 1, 1 if row_tiles == 1 or steps > 4 else 0)
-    return replace(shape, tiles=tiles, stages=min(2, steps), x_ahead=x_ahead)
+    return replace(shape, tiles=tiles, stages=min(stages, steps), x_ahead=x_ahead)
 
 
 def three_a_multiprocessor(programs: int) -> int:
@@ -94,7 +88,10 @@ def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
     """The shape for NVFP4 and FP8, measured for 320 and for 128 tiles of weights. Where there are few more tiles than
     room for at a time, programs that share K keep all SMs at work."""
     many = part.num_tiles > 2 * SM_COUNT
-    if num_rows <= 8:
+    if num_rows <= 8 and many and part.format is Format.NVFP4:
+        long = part.num_units > 8 * segments  # then two programs have it
+        shape = LaunchShape(4, 1, 1, 2, 1, split=2, pinned=True) if long else LaunchShape(8, 1, 1, 2, 0)
+    elif num_rows <= 8:
         shape = LaunchShape(8, 1, 1, 2 if many else 4, 1)
     elif num_rows <= 16:
         shape = LaunchShape(4, 1, 2, 2, 0, split=2) if many else LaunchShape(8, 1, 2, 4, 1)
