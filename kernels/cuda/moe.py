@@ -282,15 +282,15 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     if format is not Format.NVFP4:
         return shape
     # more programs at a time pay more than more on the way of each, the more so where each has a list to read first
-    if num_rows > FAST_ROWS:
+    if num_rows > 4:
         return replace(shape, stages=1, x_ahead=0)
     steps = num_units // warps
-    if steps >= 4:
-        return replace(shape, stages=2, x_ahead=0 if num_rows == 1 else 1, pinned=True)
     if num_rows > 1:
-        return replace(shape, stages=1, x_ahead=0, pinned=True)
-    # of one row all programs run at once: all that down reads is on its way, weights before its turn, x as it comes
-    return replace(shape, stages=min(2, steps), x_ahead=min(1, steps - 1), pinned=True)
+        # more tiles share what is loaded of x
+        return replace(shape, tiles=4, stages=1, x_ahead=0 if steps < 4 else 1, pinned=steps < 4)
+    # of one row all programs run at once, and each has half of what it reads on its way; a loop has no registers for it
+    x_ahead = steps // 2 if steps <= 4 else 1
+    return replace(shape, stages=1 if steps < 4 else 2, x_ahead=x_ahead, pinned=True)
 
 
 def _pack_experts(names: Sequence[str], experts: Sequence[ExpertWeights], hidden: int) -> list[ExpertGroup]:

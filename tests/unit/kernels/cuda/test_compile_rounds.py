@@ -62,7 +62,7 @@ LENGTHS = (200, 600, 4080)
 PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel")
 """Compiled anew for more rows, see Found.add_rows. A row is a column of mma, its sum is over the same units in the same
 order, by instructions that are written out, and nothing is contracted: test_run_products.py has their bits."""
-STEPS = (1, 8, FAST_ROWS, 32, 64, 256)
+STEPS = (1, 4, 8, FAST_ROWS, 32, 64, 256)
 """Rows up to which they are the same ones."""
 LISTS = ("moe_kernels.list_kernel", "moe_kernels.groups_kernel")
 """Launched for more than 8 rows alone."""
