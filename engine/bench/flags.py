@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from pilotfish.engine.bench.admission import STREAMS
-from pilotfish.engine.command_line.parser import Parser, whole_number
+from pilotfish.engine.command_line.parser import Parser, numbers, whole_number
 from pilotfish.engine.options import DUMMY_LAYOUTS, KV_CACHE_DTYPES, MAX_DEPTH
 from pilotfish.engine.plan import MAX_ROWS
 from pilotfish.engine.round.synthetic import acceptance_rate
@@ -42,14 +41,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="how random weights are stored (default: %(default)s)",
     )
     parser.add_argument(
-        "--k", type=_numbers(0, MAX_DEPTH), default=[0, 3], metavar="LIST", help="drafted tokens a round (default: 0,3)"
+        "--k", type=numbers(0, MAX_DEPTH), default=[0, 3], metavar="LIST", help="drafted tokens a round (default: 0,3)"
     )
     parser.add_argument(
-        "--batch", type=_numbers(1, MAX_ROWS), default=[1], metavar="LIST", help="sequences at once (default: 1)"
+        "--batch", type=numbers(1, MAX_ROWS), default=[1], metavar="LIST", help="sequences at once (default: 1)"
     )
     parser.add_argument(
         "--context",
-        type=_numbers(1, 1 << 20),
+        type=numbers(1, 1 << 20),
         default=[1024],
         metavar="LIST",
         help="tokens of each prompt (default: 1024)",
@@ -149,14 +148,3 @@ def _add_conversation(parser: Parser) -> None:
         help="turns that are read cold as well: every N-th, and the last (default: all; 0: none)",
     )
     group.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it, with matplotlib")
-
-
-def _numbers(least: int, most: int) -> Any:
-    def read(text: str) -> list[int]:
-        words = [word.strip() for word in text.split(",") if word.strip()]
-        values = sorted({int(word) for word in words if word.isdecimal()})
-        if not words or not all(map(str.isdecimal, words)) or values[0] < least or values[-1] > most:
-            raise argparse.ArgumentTypeError(f"want numbers in {least}..{most}, got {text!r}")
-        return values
-
-    return read

@@ -95,3 +95,17 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def numbers(least: int, most: int) -> Callable[[str], list[int]]:
+    """A type of flags: whole numbers with commas between them, both bounds included, sorted and each once; raises
+    ArgumentTypeError for others."""
+
+    def read(text: str) -> list[int]:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        values = sorted({int(word) for word in words if word.isdecimal()})
+        if not words or not all(map(str.isdecimal, words)) or values[0] < least or values[-1] > most:
+            raise argparse.ArgumentTypeError(f"want numbers in {least}..{most}, got {text!r}")
+        return values
+
+    return read

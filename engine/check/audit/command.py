@@ -34,12 +34,14 @@ from pilotfish.engine.checkpoint.load import load_weights
 from pilotfish.engine.checkpoint.names import is_mtp
 from pilotfish.engine.checkpoint.recognise import open_checkpoint
 from pilotfish.engine.checkpoint.sidecar import attach_head
-from pilotfish.engine.command_line.parser import Parser
+from pilotfish.engine.command_line.parser import Parser, numbers
 from pilotfish.engine.command_line.speculation import speculative_config
 from pilotfish.engine.errors import OptionError, PilotfishError
 from pilotfish.engine.options import KV_CACHE_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.plan import make_plan, reserved_pages
 from pilotfish.kernels.attention import PAGE
+
+MAX_BATCH = 64
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -56,6 +58,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--max-depth", type=int, default=MAX_DEPTH, metavar="K", help="largest k to check (default: %(default)s)"
     )
     parser.add_argument("--max-batch", type=int, default=4, metavar="N", help="largest batch (default: %(default)s)")
+    parser.add_argument(
+        "--k", type=numbers(1, MAX_DEPTH), metavar="LIST", help="of k = 1 up to --max-depth these alone (default: all)"
+    )
+    parser.add_argument(
+        "--batch", type=numbers(1, MAX_BATCH), metavar="LIST", help="these batches (default: 1 up to --max-batch)"
+    )
     parser.add_argument(
         "--num-prompts",
         type=int,
@@ -82,10 +90,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.speculation = {"draft_head": args.draft_head} | (args.speculative_config or {})
     args.max_depth = args.speculation.pop("num_speculative_tokens", args.max_depth)
-    for name, most in (("max_depth", MAX_DEPTH), ("max_batch", 64), ("num_prompts", 64), ("max_tokens", 4096)):
+    for name, most in (("max_depth", MAX_DEPTH), ("max_batch", MAX_BATCH), ("num_prompts", 64), ("max_tokens", 4096)):
         value = getattr(args, name)
         if not 1 <= value <= most:
             parser.error(f"--{name.replace('_', '-')}: want 1..{most}, got {value}")
+    args.k = args.k or list(range(1, args.max_depth + 1))
+    args.batch = args.batch or list(range(1, args.max_batch + 1))
+    args.max_batch = args.batch[-1]
+    if args.k[-1] > args.max_depth:
+        parser.error(f"--k: want at most --max-depth, {args.max_depth}, got {args.k[-1]}")
     return args
 
 
@@ -162,8 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.json:
         dtypes = f"{str(plan.dtype)[6:]}, KV cache {str(plan.cache_sizes.kv_dtype)[6:]}"
         print(f"{args.model} on {plan.device}, {dtypes}; {len(auditor.requests)} requests")
-    depths, batches = list(range(1, args.max_depth + 1)), list(range(1, args.max_batch + 1))
-    report = Report(auditor, depths, batches, args.json, auditor.hits)
-    for result in audit(auditor, depths, batches, auditor.hits):
+    report = Report(auditor, args.k, args.batch, args.json, auditor.hits)
+    for result in audit(auditor, args.k, args.batch, auditor.hits):
         report.add(result)
     return report.end()

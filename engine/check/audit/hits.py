@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NUM_SNAPSHOTS = 16
 GPU_DEPTHS = (1, 3)
-"""The k that a GPU compares, of those asked for and beside the largest of them."""
+"""The k that a GPU compares, beside the largest."""
 
 
 class Hits:
@@ -105,9 +105,10 @@ class Hits:
         }
 
 
-def depths_of(depths: list[int], device: torch.device) -> list[int]:
-    """The k that are compared: all on a CPU, few on a GPU, where prompts are longer."""
-    return [k for k in depths if device.type == "cpu" or k in (*GPU_DEPTHS, max(depths))]
+def depths_of(depths: list[int], most: int, device: torch.device) -> list[int]:
+    """The k that are compared, of those that are asked for: all on a CPU; few on a GPU, where prompts are longer, with
+    the largest of all, `most`, among them, or one at least."""
+    return [k for k in depths if device.type == "cpu" or k in (*GPU_DEPTHS, most)] or depths[-1:]
 
 
 def poison(model: Model) -> None:

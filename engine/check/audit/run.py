@@ -345,7 +345,7 @@ def audit(auditor: Auditor, depths: list[int], batches: list[int], hits: Hits | 
         if auditor.plan.fused:
             yield auditor.run(depth, batch, forced, captured=True)
     if hits is not None:
-        for depth in depths_of(depths, auditor.model.device):
+        for depth in depths_of(depths, auditor.plan.depth, auditor.model.device):
             yield hits.run(auditor, depth, max(batches))
             if auditor.plan.fused:
                 yield hits.run(auditor, depth, max(batches), captured=True)

@@ -86,6 +86,15 @@ def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
     ]
 
 
+def test_k_and_batch_are_lists_or_all_up_to_the_largest(folder):
+    args = parse([str(folder), "--k", "7,1", "--batch", "2,8"])
+    assert (args.k, args.batch, args.max_depth, args.max_batch) == ([1, 7], [2, 8], 8, 8)
+    args = parse([str(folder), "--max-depth", "3"])
+    assert (args.k, args.batch) == ([1, 2, 3], [1, 2, 3, 4])
+    with pytest.raises(SystemExit):
+        parse([str(folder), "--max-depth", "3", "--k", "4"])
+
+
 @pytest.fixture
 def once(monkeypatch):
     """The command audits once, and tells of that whenever it is called."""

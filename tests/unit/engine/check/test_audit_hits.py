@@ -195,8 +195,11 @@ def test_a_model_that_takes_no_boundary_is_not_compared(tmp_path, auditor, capsy
 
 def test_a_gpu_compares_few_k():
     depths = list(range(1, 9))
-    assert depths_of(depths, torch.device("cpu")) == depths
-    assert depths_of(depths, torch.device("cuda")) == [1, 3, 8] and depths_of([1, 2], torch.device("cuda")) == [1, 2]
+    cuda = torch.device("cuda")
+    assert depths_of(depths, 8, torch.device("cpu")) == depths
+    assert depths_of(depths, 8, cuda) == [1, 3, 8] and depths_of([1, 2], 2, cuda) == [1, 2]
+    # of lists that share them out each has one at least
+    assert [depths_of(some, 8, cuda) for some in ([1, 7], [3, 6], [2, 8], [4, 5])] == [[1], [3], [8], [5]]
 
 
 @torch.inference_mode()
