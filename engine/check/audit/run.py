@@ -78,6 +78,8 @@ class Auditor:
         self.num_by_book = 0
         # what follows a text that ended at a stop: drafts that are right beyond its end
         self._beyond: dict[str, list[int]] = {}
+        # the newest engine of captured rounds, with its depth and batch
+        self._captured: tuple[int, int, EngineLoop] | None = None
 
     @property
     def prompt_lengths(self) -> dict[str, int]:
@@ -212,11 +214,20 @@ class Auditor:
         keep: int = 0,
         plan: Plan | None = None,
     ) -> Recorder:
-        """Runs requests at depth k, at most `batch` at once; `plan`: in place of the auditor's own."""
-        loop = self.make_loop(depth, batch, len(requests), captured, plan)
+        """Runs requests at depth k, at most `batch` at once. `captured`: in rounds that are replayed; else `plan` may
+        stand in place of the auditor's own."""
+        loop = self._captured_loop(depth, batch) if captured else self.make_loop(depth, batch, len(requests), plan=plan)
         recorder = Recorder(loop, requests, rows, keep)
         self.run_to_end(recorder, requests, Forcer(self, loop, depth, requests) if forced else None)
         return recorder
+
+    def _captured_loop(self, depth: int, batch: int) -> EngineLoop:
+        """One engine for own and forced drafts: capturing takes longer than a run."""
+        if self._captured is None or self._captured[:2] != (depth, batch):
+            # the memory of the one before is free first
+            self._captured = None
+            self._captured = depth, batch, self.make_loop(depth, batch, len(self.requests), captured=True)
+        return self._captured[2]
 
     def make_loop(
         self, depth: int, batch: int, num_requests: int, captured: bool = False, plan: Plan | None = None

@@ -86,6 +86,18 @@ def test_a_look_up_and_a_head_from_a_file_are_audited(folder, tmp_path, capsys):
     ]
 
 
+@torch.inference_mode()
+def test_own_and_forced_drafts_have_one_captured_engine(folder, monkeypatch):
+    made, auditor = [], auditor_of(folder, "--k", "1,2", "--batch", "3")
+    real = auditor.make_loop
+    monkeypatch.setattr(auditor, "make_loop", lambda *args, **more: made.append(args[:2]) or real(*args, **more))
+    auditor.run_reference()
+    made.clear()
+    results = [auditor.run(k, 3, forced, captured=True) for k in (1, 2) for forced in (False, True)]
+    assert findings(results) == [] and made == [(1, 3), (2, 3)]
+    assert all(result.num_tokens == 3 * 16 and result.most_at_once == 3 for result in results)
+
+
 def test_k_and_batch_are_lists_or_all_up_to_the_largest(folder):
     args = parse([str(folder), "--k", "7,1", "--batch", "2,8"])
     assert (args.k, args.batch, args.max_depth, args.max_batch) == ([1, 7], [2, 8], 8, 8)
