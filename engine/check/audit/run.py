@@ -346,6 +346,10 @@ def _at_most(request: Submit, k: int) -> Submit:
 
 def audit(auditor: Auditor, depths: list[int], batches: list[int], hits: Hits | None = None) -> Iterator[RunResult]:
     """Runs every configuration, the reference first. `hits`: what is held against cold runs."""
+    if auditor.plan.fused:
+        for depth in depths:
+            # in parallel; where a round meets a kernel that is not there, one is compiled after the other
+            auditor.make_loop(depth, max(batches), len(auditor.requests)).executor.compile()
     yield auditor.run_reference()
     own = [False] if auditor.model.head is not None else []
     # what a head drafts by itself is one text's matter: forced drafts alone are run in every batch
