@@ -47,6 +47,9 @@ FIRST_TESTS = ("small_operators", "linear", "moe", "delta_net", "attention")
 """Files of tests/gpu in the order in which one builds on another; the rest follow by name."""
 AUDITED = ("auto", "fp8")
 """Parameters of tests/gpu/test_audit.py."""
+AUDITED_DEPTHS = ("1,7", "3,6", "2,8", "4,5")
+"""The k of each of the demo model's audits, which take about as long: rounds are fewer at a larger k, and each list has
+one k at which hits of the prefix cache are compared."""
 LOCK = Path(gettempdir()) / "pilotfish-gpu-legs.lock"
 FREED_SECONDS = 30.0
 """A process that was killed holds the device's memory for a while."""
@@ -89,9 +92,11 @@ def test_legs() -> list[Leg]:
         # the audit's engines are made for each dtype of the cache: a leg each
         parts = {f"{name}-{part}": ("-k", part) for part in AUDITED} if name == "audit" else {name: ()}
         tests += [Leg("test", part, (*command, *chosen)) for part, chosen in parts.items()]
-    audit = "-m pilotfish.server.cli audit demo/model --device cuda --kernels fused --max-batch 4"
+    on_demo = "demo/model --device cuda --kernels fused"
+    audit = f"-m pilotfish.server.cli audit {on_demo} --batch 1,2,4,8 --k"
+    audits = [Leg("test", f"audit-demo-{k.replace(',', '-')}", (*audit.split(), k)) for k in AUDITED_DEPTHS]
     first = Leg("test", "environment", ("-m", "tests.gpu.environment"), 120)
-    return [first, *tests, Leg("test", "audit-demo", tuple(audit.split()))]
+    return [first, *tests, *audits]
 
 
 def bench_legs() -> list[Leg]:

@@ -191,7 +191,7 @@ def test_weights_are_packed_and_keys_and_values_held_in_what_was_asked_for(kv_dt
 @pytest.mark.parametrize("kv_dtype", ("auto", "fp8"))
 @torch.inference_mode()
 def test_bits_do_not_depend_on_k_or_batch(kv_dtype):
-    """Rows of a few runs; tokens of all k and batches are compared below, the rows of all by the leg audit-demo."""
+    """Rows of a few runs; tokens of all k and batches are compared below, the rows of all by the legs audit-demo."""
     results = list(audit(over(kv_dtype), [3, 8], [2]))
     assert_nothing_found(results)
     assert all(result.num_rows > 1000 for result in results if result.name.endswith("drafts"))

@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from pilotfish.engine.check.audit.hits import depths_of
+from pilotfish.engine.options import MAX_DEPTH
 from tests.gpu import legs
 from tests.gpu.legs import Leg, main, run
 from tests.gpu.test_audit import RUNS
@@ -142,6 +145,14 @@ def test_every_file_of_tests_has_a_leg():
 
 def test_the_audit_s_legs_are_all_of_its_parameters():
     assert list(RUNS) == list(legs.AUDITED)
+
+
+def test_the_demo_model_s_audits_share_out_every_k():
+    lists = [[int(k) for k in one.split(",")] for one in legs.AUDITED_DEPTHS]
+    assert sorted(k for one in lists for k in one) == list(range(1, MAX_DEPTH + 1))
+    # hits of the prefix cache: each k that one audit of all would compare, and no list without any
+    of_lists = [depths_of(one, MAX_DEPTH, torch.device("cuda")) for one in lists]
+    assert {1, 3, MAX_DEPTH} <= {k for one in of_lists for k in one} and {len(one) for one in of_lists} == {1}
 
 
 IMPORTS = """
