@@ -96,7 +96,8 @@ def test_legs() -> list[Leg]:
     audit = f"-m pilotfish.server.cli audit {on_demo} --batch 1,2,4,8 --k"
     audits = [Leg("test", f"audit-demo-{k.replace(',', '-')}", (*audit.split(), k)) for k in AUDITED_DEPTHS]
     first = Leg("test", "environment", ("-m", "tests.gpu.environment"), 120)
-    return [first, *tests, *audits]
+    long = f"-m tests.gpu.long_comparison {on_demo} --tokens 1000000"
+    return [first, *tests, *audits, Leg("test", "long", tuple(long.split()))]
 
 
 def bench_legs() -> list[Leg]:
