@@ -23,7 +23,7 @@ class LaunchShape:
 
     tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x;
     split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes;
-    pinned: a step's loads and arithmetic stay apart (mma.products).
+    pinned: a step's loads and arithmetic stay apart (mma.products); ring: the units are on their way to shared memory.
     """
 
     warps: int
@@ -35,6 +35,7 @@ class LaunchShape:
     split: int = 1
     registers: int = 0
     pinned: bool = False
+    ring: bool = False
 
 
 def choose_shape(

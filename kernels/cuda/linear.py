@@ -78,6 +78,7 @@ def _tiles(
     TREE: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
@@ -111,7 +112,9 @@ def _tiles(
     units: gl.constexpr = UNITS // SPLIT
     shares: gl.constexpr = SHARES // SPLIT
     first_unit = gl.program_id(2) * units if SPLIT > 1 else 0
-    stages = units_ahead(data, block_scale, tiles, first_unit, UNITS, units, MT, FORMAT, BLOCKS, warps, shares, STAGES)
+    stages = units_ahead(
+        data, block_scale, tiles, first_unit, UNITS, units, MT, FORMAT, BLOCKS, warps, shares, STAGES, RING
+    )
     totals = products(
         stages,
         data,
@@ -131,6 +134,7 @@ def _tiles(
         warps,
         shares,
         STAGES,
+        RING,
         X_AHEAD,
         PINNED,
         PDL,
@@ -205,6 +209,7 @@ def _rows_kernel(
     TREE: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PLAIN_SHARES: gl.constexpr,
     PLAIN_STAGES: gl.constexpr,
@@ -253,6 +258,7 @@ def _rows_kernel(
                 False,
                 1,
                 PLAIN_STAGES,
+                False,
                 PLAIN_AHEAD,
                 True,
                 PDL,
@@ -286,6 +292,7 @@ def _rows_kernel(
         TREE,
         SPLIT,
         STAGES,
+        RING,
         X_AHEAD,
         PINNED,
         PDL,
@@ -463,6 +470,7 @@ def launch(
         TREE=shape.segments > 0,
         SPLIT=shape.split,
         STAGES=shape.stages,
+        RING=shape.ring,
         X_AHEAD=shape.x_ahead,
         PLAIN_SHARES=other.warps,
         PLAIN_STAGES=other.stages,

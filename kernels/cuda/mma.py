@@ -105,6 +105,18 @@ def unit_words(FORMAT):
     return _WORDS[FORMAT]
 
 
+@gluon.constexpr_function
+def _code_loads(FORMAT):
+    """Loads of 16 bytes a lane of a unit."""
+    return {0: 2, 1: 4, 2: 8}[FORMAT]
+
+
+@gluon.constexpr_function
+def _ring_asm(num_bytes):
+    """Room in shared memory for a program: its address, to $0, and 16 bytes further for each thread $1."""
+    return f"{{\n.shared .align 16 .b8 ring[{num_bytes}];\nmov.u32 $0, ring;\nmad.lo.u32 $0, $1, 16, $0;\n}}"
+
+
 @gluon.jit
 def in_order(ARITHMETIC: gl.constexpr = False):
     """Loads stay on their side of this: the assembler would else put off those made early until they are needed.
@@ -119,7 +131,7 @@ def in_order(ARITHMETIC: gl.constexpr = False):
 @gluon.jit
 def load_unit(data, offsets, lane, FORMAT: gl.constexpr):
     """A unit's registers: loads of 4 words a lane, rows g before rows g + 8; NVFP4 with a word of scales last."""
-    loads: gl.constexpr = 2 if FORMAT == NVFP4 else (4 if FORMAT == FP8 else 8)
+    loads: gl.constexpr = _code_loads(FORMAT)
     unit = ()
     for load in gl.static_range(loads):
         unit = unit + (gl.load(data + (offsets + load * 128), eviction_policy="evict_first"),)
@@ -232,16 +244,147 @@ def units_ahead(
     WARPS: gl.constexpr,
     SHARES: gl.constexpr,
     STAGES: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Asks for the first STAGES units of each warp and tile: what `products` begins with. Nothing that comes after goes
     before it."""
     bases, block_scales = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT)
-    stages = ()
-    for step in gl.static_range(STAGES):
-        unit = _unit_of(step, step, UNITS, WARPS, SHARES)
-        stages = stages + (_load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, UNITS // SHARES),)
-    in_order()
+    if RING:
+        # a scale for each unit would be one more load
+        gl.static_assert(not BLOCKS)
+        stages = _make_ring(STAGES, MT, FORMAT, WARPS)
+        for step in gl.static_range(STAGES):
+            unit = _unit_of(step, step, UNITS, WARPS, SHARES)
+            _copy_step(stages, step, bases, unit, STAGES, MT, FORMAT, WARPS, UNITS // SHARES)
+    else:
+        stages = ()
+        for step in gl.static_range(STAGES):
+            unit = _unit_of(step, step, UNITS, WARPS, SHARES)
+            stages = stages + (_load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, UNITS // SHARES),)
+        in_order()
     return stages
+
+
+@gluon.jit
+def _make_ring(STAGES: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr):
+    """Room in shared memory for STAGES units of each warp and tile, as each thread's address, int32 [warps * 32].
+
+    A thread reads what it has copied itself and nothing else, so that it waits for its own copies and for no other
+    thread. Of each slot, a tile's unit, stand each load of 16 bytes of all threads, then, behind those of all slots,
+    their words of scales.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
+    lane_bytes: gl.constexpr = _code_loads(FORMAT) * 16 + (4 if FORMAT == NVFP4 else 0)
+    return gl.inline_asm_elementwise(
+        _ring_asm(STAGES * MT * WARPS * 32 * lane_bytes), "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _ring_scales(ring, slot, STAGES: gl.constexpr, MT: gl.constexpr, WARPS: gl.constexpr):
+    """Where the word of a slot's scales is: NVFP4 has two loads of 16 bytes before them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
+    return ring - thread * 12 + (STAGES * MT * 2 * 16 + slot * 4) * (WARPS * 32)
+
+
+@gluon.jit
+def _copy_step(
+    ring,
+    stage,
+    bases,
+    unit,
+    STAGES: gl.constexpr,
+    MT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    WARPS: gl.constexpr,
+    APART: gl.constexpr,
+):
+    """Asks for a unit of each of MT tiles, to a stage of the ring; the warps' units are APART."""
+    words: gl.constexpr = unit_words(FORMAT)
+    loads: gl.constexpr = _code_loads(FORMAT)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
+    warp = thread // 32
+    lane = thread % 32
+    for m in gl.static_range(MT):
+        slot = stage * MT + m
+        source = bases[m] + unit * words + warp * (APART * words)
+        for load in gl.static_range(loads):
+            gl.inline_asm_elementwise(
+                "cp.async.cg.shared.global [$1], [$2], 16; // $0",
+                "=r,r,l",
+                [ring + (slot * loads + load) * (WARPS * 512), source + (lane * 4 + load * 128)],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        if FORMAT == NVFP4:
+            gl.inline_asm_elementwise(
+                "cp.async.ca.shared.global [$1], [$2], 4; // $0",
+                "=r,r,l",
+                [_ring_scales(ring, slot, STAGES, MT, WARPS), source + (lane + 256)],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
+    gl.inline_asm_elementwise("cp.async.commit_group; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _left(step, steps, stages):
+    """Steps asked for behind this one when it is its turn."""
+    return min(steps, step + stages) - step - 1
+
+
+@gluon.constexpr_function
+def _wait_asm(left):
+    return f"cp.async.wait_group {left}; // $0"
+
+
+@gluon.jit
+def _read_step(
+    ring,
+    LEFT: gl.constexpr,
+    STAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    MT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The units that `_copy_step` has copied to a stage, as `_load_step` gives them, when no more than the LEFT steps
+    asked for last are still to come."""
+    loads: gl.constexpr = _code_loads(FORMAT)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    gl.inline_asm_elementwise(_wait_asm(LEFT), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    units = ()
+    for m in gl.static_range(MT):
+        slot = STAGE * MT + m
+        unit = ()
+        for load in gl.static_range(loads):
+            codes = gl.inline_asm_elementwise(
+                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+                "=r,=r,=r,=r,r,r,r,r",
+                [(ring + (slot * loads + load) * (WARPS * 512))[:, None] + word * 0],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=4,
+            )
+            unit = unit + (codes,)
+        if FORMAT == NVFP4:
+            scales = gl.inline_asm_elementwise(
+                "ld.shared.b32 $0, [$1];",
+                "=r,r",
+                [_ring_scales(ring, slot, STAGES, MT, WARPS)],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
+            unit = unit + (scales[:, None],)
+        units = units + (unit,)
+    return (units, ())
 
 
 @gluon.jit
@@ -272,13 +415,15 @@ def products(
     WARPS: gl.constexpr,
     SHARES: gl.constexpr,
     STAGES: gl.constexpr,
+    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     WAIT: gl.constexpr,
 ):
     """Sums of each warp's units, MT * NT tensors fp32 [warps * 32, 4], tile by tile: mma's accumulators.
 
-    stages: of `units_ahead`: so many units a tile are on their way while one is multiplied, and X_AHEAD steps of x.
+    stages: of `units_ahead`: so many units a tile are on their way while one is multiplied, and X_AHEAD steps of x;
+    with RING to shared memory, else to registers.
     data int32, x int32 (two bf16 each); x_offsets, x_masks: for each of NT tiles of 8 rows of x, where a lane's row g
     begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles, of WIDTH units, of which UNITS
     from first_unit on are this program's. WAIT: for what writes x, before
@@ -327,25 +472,36 @@ def products(
                 unit = _unit_of(step + X_AHEAD, s + X_AHEAD, UNITS, WARPS, SHARES)
                 xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
                 in_order(PINNED)
-                totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], s % shares, MT, NT, FORMAT, BLOCKS)
+                now = _read_step(stages, STAGES - 1, s % STAGES, STAGES, MT, FORMAT, WARPS) if RING else stages[0]
+                totals = _multiply(now[0], xs[0], totals, now[1], s % shares, MT, NT, FORMAT, BLOCKS)
                 xs = xs[1:]
                 unit = _unit_of(step + STAGES, s + STAGES, UNITS, WARPS, SHARES)
-                loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
-                in_order(PINNED)
-                stages = stages[1:] + (loaded,)
+                if RING:
+                    _copy_step(stages, s % STAGES, bases, unit, STAGES, MT, FORMAT, WARPS, units)
+                else:
+                    loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
+                    in_order(PINNED)
+                    stages = stages[1:] + (loaded,)
     for step in gl.static_range(looped, steps):
         if step + X_AHEAD < steps:
             unit = _unit_of(step + X_AHEAD, step + X_AHEAD, UNITS, WARPS, SHARES)
             xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
             in_order(PINNED)
-        totals = _multiply(stages[0][0], xs[0], totals, stages[0][1], step % shares, MT, NT, FORMAT, BLOCKS)
+        if RING:
+            now = _read_step(stages, _left(step, steps, STAGES), step % STAGES, STAGES, MT, FORMAT, WARPS)
+        else:
+            now = stages[0]
+            stages = stages[1:]
+        totals = _multiply(now[0], xs[0], totals, now[1], step % shares, MT, NT, FORMAT, BLOCKS)
         xs = xs[1:]
-        stages = stages[1:]
         if step + STAGES < steps:
             unit = _unit_of(step + STAGES, step + STAGES, UNITS, WARPS, SHARES)
-            loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
-            in_order(PINNED)
-            stages = stages + (loaded,)
+            if RING:
+                _copy_step(stages, step % STAGES, bases, unit, STAGES, MT, FORMAT, WARPS, units)
+            else:
+                loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
+                in_order(PINNED)
+                stages = stages + (loaded,)
     return totals
 
 

@@ -115,6 +115,9 @@ class Code:
         text = "\n".join(line for line in lines if not re.match(r"\s*\.(loc|pragma)\b", line))
         self.labels: dict[str, int] = {}
         self.instructions: list[tuple[str | None, bool, list[str], list[str]]] = []
+        # variables in shared memory, one behind the other behind what the launch asks for
+        self.static_bytes = 0
+        variable, place = "", 0
         for statement in text.split(";"):
             rest = statement.strip()
             while found := re.match(r"(?:[{}]|(\$\w+):)\s*", rest):
@@ -123,13 +126,18 @@ class Code:
                 rest = rest[found.end() :]
             if not rest or rest.startswith(".reg"):
                 continue
+            if declared := re.match(r"\.shared \.align 16 \.b8 (\w+)\[(\d+)\]", rest):
+                variable, place = declared[1], self.static_bytes
+                self.static_bytes += -(-int(declared[2]) // 16) * 16
+                continue
             predicate = re.match(r"@(!?)(%p\d+)\s+", rest)
             if predicate:
                 rest = rest[predicate.end() :]
             op, _, operands = rest.partition(" ") if " " in rest else rest.partition("\t")
             op, _, more = op.partition("\t")
             name, wanted = (predicate[2], not predicate[1]) if predicate else (None, True)
-            self.instructions.append((name, wanted, op.split("."), _split(f"{more} {operands}")))
+            parts = [f"static_{place}" if part == variable else part for part in _split(f"{more} {operands}")]
+            self.instructions.append((name, wanted, op.split("."), parts))
 
 
 def _split(operands: str) -> list[str]:
@@ -150,7 +158,9 @@ class Program:
     ):
         self.code, self.memory, self.parameters = code, memory, parameters
         self.size = num_warps * 32
-        self.shared, self.written = np.zeros(shared_bytes, np.uint8), np.zeros(shared_bytes, bool)
+        self.static = -(-shared_bytes // 16) * 16
+        room = self.static + code.static_bytes
+        self.shared, self.written = np.zeros(room, np.uint8), np.zeros(room, bool)
         self.lane = np.arange(self.size) % 32
         self.registers: dict[str, np.ndarray] = {"%tid.x": np.arange(self.size, dtype=np.uint32)}
         for axis, at, of in zip("xyz", place, grid, strict=True):
@@ -204,6 +214,8 @@ class Program:
             return value.view(dtype)
         if operand == "global_smem":
             return np.zeros(self.size, dtype)
+        if operand.startswith("static_"):
+            return np.full(self.size, self.static + int(operand.removeprefix("static_")), dtype)
         if operand.startswith("0f"):
             return np.full(self.size, int(operand[2:], 16), np.uint32).view(np.float32)
         if operand.startswith("0d"):
