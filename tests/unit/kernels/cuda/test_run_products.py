@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product as combinations
 
 import pytest
 import torch
@@ -64,17 +65,37 @@ def test_a_rows_bits_depend_on_no_other_row():
     assert same_bits(run(product, x, 9), all_rows[:9])
 
 
-def test_bits_depend_on_no_launch_shape_but_the_shares():
-    """With a loop and without, several depths of prefetching, one tile a program and four, some past the last."""
-    product, x = PackedLinear([weights(40, 1024)["nvfp4"]]), draw(9, 1024)
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8 channel"])
+def test_bits_depend_on_no_launch_shape_but_the_shares(kind):
+    """With a loop and without, several depths of prefetching to registers and to shared memory, one tile a program and
+    four, some past the last."""
+    product, x = PackedLinear([weights(40, 1024)[kind]]), draw(9, 1024)
     results = []
-    for tiles, row_tiles, stages, ahead in ((1, 1, 1, 0), (2, 2, 3, 1), (4, 4, 1, 0), (1, 1, 4, 3)):
+    shapes = [(1, 1, 1, 0), (2, 2, 3, 1), (4, 4, 1, 0), (1, 1, 4, 3)]
+    for ring, (tiles, row_tiles, stages, ahead) in combinations((False, True), shapes):
+        if kind == "fp8 channel" and tiles * stages > 4 and not ring:
+            continue
         out = torch.full((9, 40), NAN)
+        shape = LaunchShape(2, tiles, row_tiles, stages, ahead, ring=ring)
         with running():
-            linear.launch(product.ranges[0], x, out, LaunchShape(2, tiles, row_tiles, stages, ahead), False, True)
+            linear.launch(product.ranges[0], x, out, shape, False, True)
         results.append(out)
     assert all(same_bits(results[0], other) for other in results[1:])
     close(results[0], x.double() @ dequantized(product).double().T, 1e-6)
+
+
+def test_a_row_parallel_products_units_may_be_on_their_way_to_shared_memory():
+    """Shares in turn, a program's and several programs'; a loop over groups of steps and a rest."""
+    product, x = PackedLinear([weights(40, 4096)["nvfp4"]], segments=8), draw(3, 4096)
+    want = torch.full((3, 40), NAN)
+    with running():
+        linear.launch(product.ranges[0], x, want, LaunchShape(8, 1, 1, 2, 1, 8), False, True)
+    for warps, split, stages in ((8, 1, 1), (4, 1, 2), (4, 2, 3), (2, 2, 2)):
+        out = torch.full((3, 40), NAN)
+        with running():
+            shape = LaunchShape(warps, 2, 1, stages, 1, 8, split, ring=True)
+            linear.launch(product.ranges[0], x, out, shape, False, True)
+        assert same_bits(out, want)
 
 
 @pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 1024, 8), ("fp8 block", 512, 2)])

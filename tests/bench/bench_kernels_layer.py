@@ -1,0 +1,160 @@
+"""A dense layer's products one behind the other, as a round has them, on a GPU: which launch shapes are fast there.
+
+    python tests/bench/bench_kernels_layer.py [--rows 1,8,16,32] [--products mix,out,gate_up,down]
+
+Regime: decoding, layers of the 27B in NVFP4 with more weights than the L2 holds, in a CUDA graph with programmatic
+dependent launch. A product alone, launched again and again, finds its x where it was; here each x has just been written
+by the kernel before, as in a round. Of one product at a time other launch shapes are tried; times are those of a whole
+layer without attention or GatedDeltaNet, the median of replays. Bits are compared first. One JSON line a shape on
+stdout, a table, the best last, on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product as combinations
+
+import torch
+from tqdm import tqdm
+
+from pilotfish.kernels.cuda import linear, norm
+from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
+from pilotfish.kernels.cuda.linear import PackedLinear
+from pilotfish.kernels.cuda.packing import UNIT_BYTES, Format, Packed
+from pilotfish.kernels.cuda.swiglu import silu_product
+from pilotfish.kernels.cuda.warm import compile_all
+from tests.bench.bench_kernels_linear import random_weight
+
+HIDDEN, WIDTH, MIX, GATES, HEADS = 5120, 17408, 16384, 96, 6144
+LAYERS = 6
+SHARED_BYTES = 48 * 1024
+EPS = 1e-6
+
+
+class Layer:
+    def __init__(self) -> None:
+        kind = Format.NVFP4
+        self.products = {
+            "mix": PackedLinear([random_weight(kind, MIX, HIDDEN), random_weight(Format.BF16, GATES, HIDDEN)]),
+            "out": PackedLinear([random_weight(kind, HIDDEN, HEADS)], segments=8),
+            "gate_up": PackedLinear([random_weight(kind, WIDTH, HIDDEN) for _ in range(2)], swiglu=True),
+            "down": PackedLinear([random_weight(kind, HIDDEN, WIDTH)], segments=8),
+        }
+
+
+class Chain:
+    """The products of all layers for so many rows, each by its own launch shape."""
+
+    def __init__(self, layers: list[Layer], rows: int):
+        self.layers, self.rows = layers, rows
+        self.chosen = {}
+        for name, product in layers[0].products.items():
+            part, plain = product.launches(rows)[0]
+            self.chosen[name] = replace(choose_shape(part, rows, product.swiglu, plain, product.segments), pinned=False)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device="cuda")
+
+        self.stream, self.scale = empty(rows, HIDDEN, dtype=torch.float32), torch.ones(HIDDEN, device="cuda")
+        self.start = torch.randn(rows, HIDDEN, device="cuda", generator=torch.Generator("cuda").manual_seed(rows))
+        self.normed, self.delta, self.heads = empty(rows, HIDDEN), empty(rows, HIDDEN), empty(rows, HEADS)
+        self.mixed, self.inner = empty(rows, MIX + GATES), empty(rows, WIDTH)
+
+    def launch(self, shapes: dict[str, LaunchShape]) -> None:
+        def rows(layer: Layer, name: str, x: torch.Tensor, out: torch.Tensor) -> None:
+            product = layer.products[name]
+            for part, plain in product.launches(self.rows):
+                linear.launch(part, x, out, shapes[name], product.swiglu, True, plain)
+
+        self.stream.copy_(self.start)
+        norm.add_norm(self.stream, None, self.scale, EPS, self.normed, pdl=True)
+        for layer in self.layers:
+            rows(layer, "mix", self.normed, self.mixed)
+            silu_product(self.mixed[:, :HEADS], self.mixed[:, HEADS : 2 * HEADS], self.heads)
+            rows(layer, "out", self.heads, self.delta)
+            norm.add_norm(self.stream, self.delta, self.scale, EPS, self.normed, pdl=True)
+            rows(layer, "gate_up", self.normed, self.inner)
+            rows(layer, "down", self.inner, self.delta)
+            norm.add_norm(self.stream, self.delta, self.scale, EPS, self.normed, pdl=True)
+
+    def seconds(self, shapes: dict[str, LaunchShape], replays: int = 9) -> float:
+        """Of a layer."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self.launch(shapes)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.launch(shapes)
+        times = []
+        for _ in range(replays + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / len(self.layers))
+        return statistics.median(times[2:])
+
+
+def candidates(part: Packed, chosen: LaunchShape) -> Iterator[LaunchShape]:
+    yield chosen
+    row_tiles, segments = chosen.row_tiles, chosen.segments
+    ways = ((8, 1), (4, 2), (2, 4)) if segments else ((chosen.warps, 1),)
+    all_tiles = {1: (1, 2, 4), 2: (1, 2, 4), 4: (2,)}[row_tiles] if segments else (2,) if row_tiles == 4 else (2, 4)
+    bounds = {1: (0, 96), 2: (0, 128), 4: (168,)}[row_tiles]
+    for (warps, parts), tiles, stages, registers in combinations(ways, all_tiles, (1, 2, 3, 4, 5), bounds):
+        steps, turns = part.num_units // parts // warps, max(1, segments // parts // warps)
+        size = max(stages, turns)
+        room = SHARED_BYTES - 512 * warps * tiles
+        if size % stages or size % turns or stages > steps:
+            continue
+        if UNIT_BYTES[Format.NVFP4] * warps * tiles * stages <= room:
+            ahead = 1 if row_tiles == 1 and tiles < 4 else 0
+            yield LaunchShape(warps, tiles, row_tiles, stages, ahead, segments, parts, registers, ring=True)
+    if row_tiles < 4:
+        yield replace(chosen, stages=2, x_ahead=0)
+        yield replace(chosen, stages=2, x_ahead=1, pinned=bool(segments))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,8,16,32")
+    parser.add_argument("--products", default="mix,out,gate_up,down")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    layers = [Layer() for _ in range(LAYERS)]
+    for rows, name in combinations(map(int, args.rows.split(",")), args.products.split(",")):
+        chain = Chain(layers, rows)
+        part = layers[0].products[name].ranges[0]
+        tried = [chain.chosen | {name: shape} for shape in candidates(part, chain.chosen[name])]
+        compile_all(lambda: [chain.launch(shapes) for shapes in tried])  # noqa: B023
+        chain.launch(chain.chosen)
+        want = chain.stream.clone()
+        assert want.isfinite().all()
+        times = []
+        for shapes in tried:
+            chain.launch(shapes)
+            assert torch.equal(chain.stream, want), f"bits depend on the launch shape: {shapes[name]}"
+            times.append((chain.seconds(shapes), shapes[name]))
+        before = times[0][0]
+        for seconds, shape in sorted(times, key=lambda entry: -entry[0]):
+            line = {"name": name, "rows": rows, "layer_us": round(seconds * 1e6, 2), "shape": vars(shape)}
+            line["less_us"] = round((before - seconds) * 1e6, 2)
+            print(json.dumps(line), flush=True)
+            chosen = " as chosen" if shape == times[0][1] else ""
+            tqdm.write(
+                f"{name:8} {rows:3} rows {seconds * 1e6:8.2f} us a layer, {line['less_us']:6.2f} less{chosen} {shape}",
+                file=sys.stderr,
+            )
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
