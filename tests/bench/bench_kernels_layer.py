@@ -107,8 +107,9 @@ def candidates(part: Packed, chosen: LaunchShape) -> Iterator[LaunchShape]:
     row_tiles, segments = chosen.row_tiles, chosen.segments
     ways = ((8, 1), (4, 2), (2, 4)) if segments else ((chosen.warps, 1),)
     all_tiles = {1: (1, 2, 4), 2: (1, 2, 4), 4: (2,)}[row_tiles] if segments else (2,) if row_tiles == 4 else (2, 4)
-    bounds = {1: (0, 96), 2: (0, 128), 4: (168,)}[row_tiles]
-    for (warps, parts), tiles, stages, registers in combinations(ways, all_tiles, (1, 2, 3, 4, 5), bounds):
+    bounds = {1: (96,), 2: (0,), 4: (168,)}[row_tiles] if segments else {1: (0, 96), 2: (0, 128), 4: (168,)}[row_tiles]
+    all_stages = (2, 3, 4) if segments else (1, 2, 3, 4)
+    for (warps, parts), tiles, stages, registers in combinations(ways, all_tiles, all_stages, bounds):
         steps, turns = part.num_units // parts // warps, max(1, segments // parts // warps)
         size = max(stages, turns)
         room = SHARED_BYTES - 512 * warps * tiles
