@@ -183,7 +183,7 @@ class Contexts:
         slots = self.turns * batch
         self.num_pages = slots * pages + 1
         cache = torch.empty(self.num_pages, self.kv, PAGE, self.dim, dtype=torch.bfloat16, device="cuda")
-        self.caches = [cache.normal_().to(kind) for _ in range(2)]
+        self.caches = [cache.normal_().to(kind, copy=True) for _ in range(2)]
         order = torch.randperm(slots * pages, device="cuda").int() + 1
         self.tables = torch.cat((torch.zeros_like(order[:pages])[None], order.view(slots, pages)))
         self.slots = torch.arange(1, slots + 1, dtype=torch.int32, device="cuda").view(self.turns, batch)
