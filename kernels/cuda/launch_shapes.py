@@ -14,6 +14,11 @@ MANY_TILES = 32 * SM_COUNT  # from here on what is on the way makes no differenc
 # of a thread, by tiles of rows: four and three programs of 128 threads an SM. The assembler takes more, and need not,
 # for kernels of two formats, and for two tiles and 8 rows of x from a width of 20 units on
 REGISTERS = {1: 128, 2: 168}
+LONG_STEPS = 8
+"""A warp that has more units than this finds room for more of them on their way in shared memory than in registers; of
+fewer what it takes to read them back costs more."""
+# with units in shared memory: five and four programs of 128 threads an SM
+RING_REGISTERS = {1: 96, 2: 128}
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,14 @@ def choose_shape(
         return replace(shape, registers=REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs))
     if part.num_tiles >= MANY_TILES:
         return shape
+    long = steps > LONG_STEPS
     if plain is not None and steps > 4:
         # BF16 takes the registers; what is on the way is spared where that keeps all of a long loop in them
-        return replace(shape, stages=2, x_ahead=0) if row_tiles == 1 and steps > 8 else shape
+        if long and row_tiles == 2:
+            return replace(shape, stages=2, x_ahead=0, ring=True, registers=RING_REGISTERS[2])
+        return replace(shape, stages=2, x_ahead=0) if long else shape
+    if long and swiglu and row_tiles == 1:
+        return replace(shape, stages=2, x_ahead=1, ring=True, registers=RING_REGISTERS[1])
     # less on the way of each program leaves room for more of them; a tile alone may have more, where K is short
     if plain is None:
         tiles = 2 if swiglu else row_tiles
@@ -90,8 +100,10 @@ def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
     room for at a time, programs that share K keep all SMs at work."""
     many = part.num_tiles > 2 * SM_COUNT
     if num_rows <= 8 and many and part.format is Format.NVFP4:
-        long = part.num_units > 8 * segments  # then two programs have it
-        shape = LaunchShape(4, 1, 1, 2, 1, split=2, pinned=True) if long else LaunchShape(8, 1, 1, 2, 0)
+        # two programs have K, all of whose units are on their way to shared memory, if it is long or rows are more
+        shape = LaunchShape(8, 1, 1, 2, 0)
+        if num_rows > 4 or part.num_units > LONG_STEPS * segments:
+            shape = LaunchShape(4, 1, 1, 3, 1, split=2, registers=RING_REGISTERS[1], ring=True)
     elif num_rows <= 8:
         shape = LaunchShape(8, 1, 1, 2 if many else 4, 1)
     elif num_rows <= 16:

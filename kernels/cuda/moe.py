@@ -223,14 +223,12 @@ class GroupedExperts:
             TOP_K=self.top_k,
             TOP=triton.next_power_of_2(self.top_k),
             STAGES=shape.stages,
-            RING=shape.ring,
             X_AHEAD=shape.x_ahead,
             PINNED=shape.pinned,
             PDL=pdl,
             num_warps=shape.warps,
             # variants for more rows are compiled apart, and round alike
             enable_fp_fusion=False,
-            maxnreg=shape.registers or None,
             launch_pdl=pdl,
         )
 

@@ -131,7 +131,6 @@ def experts_kernel(
     TOP_K: gl.constexpr,
     TOP: gl.constexpr,
     STAGES: gl.constexpr,
-    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
@@ -205,7 +204,7 @@ def experts_kernel(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tile * 2),)
             counts = counts + (gl.load(place + tile * 2 + 1),)
-    stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING)
+    stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False)
     if not LISTS and not ONE_ROW:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
@@ -241,7 +240,7 @@ def experts_kernel(
         warps,
         warps,
         STAGES,
-        RING,
+        False,
         X_AHEAD,
         PINNED,
         PDL and DOWN,

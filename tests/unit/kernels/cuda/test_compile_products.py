@@ -7,7 +7,6 @@ spills; few instructions a weight. A change that loses one of these is slower by
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 import torch
@@ -107,20 +106,27 @@ def test_combine_asks_for_all_at_once(hidden, top_k):
     assert code.before("LDG", "ACQBULK") == 2
 
 
-def test_x_of_a_step_is_asked_for_at_once():
-    """In dense down of the 27B, whose K two programs share. The assembler would put loads of x between the first
-    products, each as far from its own as the L2 is."""
-    part = empty(Format.NVFP4, 5120, 17408)
-    shape = launch_shapes.choose_shape(part, 1, segments=8)
-    x, out = (torch.empty((1, size), dtype=torch.bfloat16, device="meta") for size in (17408, 5120))
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "swiglu", "segments", "plain"),
+    [
+        (34816, 5120, 1, True, 0, 0),
+        (5120, 17408, 8, False, 8, 0),
+        (5120, 6144, 8, False, 8, 0),
+        (16384, 5120, 16, False, 0, 96),
+    ],
+)
+def test_units_of_a_long_loop_are_on_their_way_to_shared_memory(height, width, rows, swiglu, segments, plain):
+    """Of the 27B: five programs of 128 threads an SM, four beside BF16, and no unit in flight in registers."""
+    part, beside = empty(Format.NVFP4, height, width), empty(Format.BF16, plain, width) if plain else None
+    shape = launch_shapes.choose_shape(part, rows, swiglu, beside, segments)
+    x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height + plain))
     with compiling() as kernels:
-        linear.launch(part, x, out, shape, False, True)
+        linear.launch(part, x, out, shape, swiglu, True, beside)
     code = Code(kernels[0])
-    assert shape.pinned and code.stack == 0 and code.registers <= 104
-    assert code.before("LDG.E.128", "HMMA") >= 4 * (1 + shape.x_ahead)
-    between = [op for op in code.instructions if op == "LDG.E.128" or op.startswith("HMMA")]
-    changes = sum(a != b for a, b in pairwise(between))
-    assert changes <= 2 * (part.num_units // shape.split // shape.warps)
+    assert shape.ring and code.stack == 0 and code.registers <= (128 if plain else 96)
+    copies = 3 * shape.tiles * shape.stages
+    assert code.before("LDGSTS", "HMMA") >= (0 if plain else copies) and code.count("LDGSTS") >= copies
+    assert not any(load.startswith("LDG.E.EF") for load in code.loads) or plain
 
 
 def weights_before_waits(code: Code) -> list[Counter[str]]:
