@@ -16,6 +16,7 @@ from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import Format
+from pilotfish.kernels.cuda.swiglu import silu_product
 from tests.support.check_products import empty
 from tests.support.compiled import Code, compiling
 from tests.unit.kernels.cuda.test_packing import nvfp4, weights
@@ -195,3 +196,12 @@ def test_many_rows_leave_room_for_several_programs(height, width, segments, rows
 def test_fewer_registers_only_where_no_more_of_the_gpu_idles():
     # 34816x5120 and 12288x2048 at 32 rows; 16384x5120 there (512 programs: 2 waves either way), and at 64
     assert [bool(launch_shapes.three_a_multiprocessor(n)) for n in (1088, 384, 512, 1024)] == [True, True, False, True]
+
+
+def test_silu_of_a_part_of_a_wide_product_moves_16_bytes_at_a_time():
+    """Number by number it took three times as long as its bytes."""
+    with compiling() as kernels:
+        # the second part of three, as `bulk` has them
+        silu_product(*torch.zeros(2, 13088).bfloat16().chunk(2, -1), torch.zeros(2, 17408).bfloat16()[:, 6544:13088])
+    code = Code(kernels[0])
+    assert code.loads == {"LDG.E.128": 2} and code.count("STG.E.128") == code.count("STG") == 1
