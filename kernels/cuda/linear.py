@@ -366,26 +366,40 @@ class PackedLinear:
 
         scratch: bf16, at least `scratch_size` numbers; overwritten: by as many tiles at a time as it holds.
         """
+        return self.bulk_each([x], scratch, None if out is None else [out])[0]
+
+    def bulk_each(
+        self, xs: Sequence[torch.Tensor], scratch: torch.Tensor, outs: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """`bulk` of each x, with the bits that each would have alone; the weights are expanded once for all."""
         span = 2 if self.swiglu else 1
         step = scratch.numel() // (TILE * self.in_features) // span * span
         assert step > 0, f"want scratch of at least {self.scratch_size} numbers, got {scratch.numel()}"
         # the library wants rows at multiples of 16 bytes
-        if out is None:
-            out = torch.empty((len(x), -(-self.out_features // 8) * 8), dtype=x.dtype, device=x.device)
-        assert out.shape == (len(x), -(-self.out_features // 8) * 8) and out.is_contiguous(), out.shape
+        width = -(-self.out_features // 8) * 8
+        if outs is None:
+            outs = [torch.empty((len(x), width), dtype=x.dtype, device=x.device) for x in xs]
+        for x, out in zip(xs, outs, strict=True):
+            assert out.shape == (len(x), width) and out.is_contiguous(), out.shape
         num_tiles = sum(part.num_tiles for part in self.ranges)
         for begin in range(0, num_tiles, step):
             end = min(begin + step, num_tiles)
-            matrix = scratch[: (end - begin) * TILE * self.in_features].view(-1, self.in_features)
-            first = 0
-            for part in self.ranges:
-                tiles = slice(max(0, begin - first), min(part.num_tiles, end - first))
-                if tiles.start < tiles.stop:
-                    rows = matrix[(first + tiles.start - begin) * TILE : (first + tiles.stop - begin) * TILE]
-                    expand(part, tiles, rows, tiles.stop - tiles.start if self.swiglu else 0)
-                first += part.num_tiles
-            self._multiply(x, matrix, begin // span, end // span, out)
-        return out[:, : self.out_features]
+            matrix = self._expand(begin, end, scratch)
+            for x, out in zip(xs, outs, strict=True):
+                self._multiply(x, matrix, begin // span, end // span, out)
+        return [out[:, : self.out_features] for out in outs]
+
+    def _expand(self, begin: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Tiles begin .. end as one matrix of bf16, in scratch; with SwiGLU gate's rows, then up's."""
+        matrix = scratch[: (end - begin) * TILE * self.in_features].view(-1, self.in_features)
+        first = 0
+        for part in self.ranges:
+            tiles = slice(max(0, begin - first), min(part.num_tiles, end - first))
+            if tiles.start < tiles.stop:
+                rows = matrix[(first + tiles.start - begin) * TILE : (first + tiles.stop - begin) * TILE]
+                expand(part, tiles, rows, tiles.stop - tiles.start if self.swiglu else 0)
+            first += part.num_tiles
+        return matrix
 
     def _multiply(self, x: torch.Tensor, matrix: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
         """Columns of tiles begin .. end of the product (with SwiGLU, of gate and of up), expanded in `matrix`."""

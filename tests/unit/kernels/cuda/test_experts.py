@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pilotfish.kernels.cuda import linear
+from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
 from pilotfish.kernels.norm import rms_norm
@@ -101,6 +103,22 @@ def test_bulk_of_a_product_takes_as_much_as_scratch_holds(swiglu):
     for size in (product.scratch_size, 4 * 16 * H):
         got = product.bulk(x, torch.full((size,), float("nan")).bfloat16())
         torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_several_inputs_have_the_bits_that_each_has_alone(swiglu, monkeypatch):
+    product = PackedLinear([small(nvfp4(72, H, seed=1)), small(nvfp4(72, H, seed=2))], swiglu)
+    xs = [torch.randn(rows, H, generator=torch.Generator().manual_seed(rows)).bfloat16() for rows in (20, 7, 20)]
+    expanded = []
+    monkeypatch.setattr(linear, "expand", lambda *given: (expanded.append(given[1]), expand(*given)))
+    for size in (product.scratch_size, 4 * 16 * H):
+        scratch = torch.full((size,), float("nan")).bfloat16()
+        alone = [product.bulk(x, scratch) for x in xs]
+        expanded.clear()
+        together = product.bulk_each(xs, scratch)
+        assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+        # once for all of them
+        assert [tile for tiles in expanded for tile in range(tiles.start, tiles.stop)] == list(range(10))
 
 
 @pytest.mark.parametrize("heights", [(72, 13), (40, 4, 5), (3,)], ids=str)
