@@ -103,6 +103,10 @@ class RecurrentState:
         last_hidden = torch.full((num_slots, config.hidden_size), float("nan"), dtype=dtype, device=device)
         return cls(buffer(heads, dk, dv), buffer(history, config.conv_dim, kind=dtype), last_hidden, pending)
 
+    def of_slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All that a sequence carries from one piece of its prompt to the next: s, conv and last_hidden."""
+        return self.s[:, slot], self.conv[:, slot], self.last_hidden[slot]
+
     def reset(self, slot: int) -> None:
         """The state before the first token: zero. There is no hidden row yet, and none is read."""
         self.s[:, slot].zero_()

@@ -7,7 +7,7 @@ A model's weights may be packed where there is no GPU, for tests of what is laun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -250,12 +250,25 @@ class CudaOperators:
     def product(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Operators: few rows by a round's kernel, which unpacks on the way, more from weights written out."""
         assert isinstance(weight, PackedLinear)
-        if not (self.on_device and len(x) <= FEW_ROWS):
+        if not self._are_few(x):
             return weight.bulk(x, self.bulk_scratch.memory, out)
         if out is None:
             out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
         weight.rows(x.contiguous(), out)
         return out
+
+    def products(
+        self, weight: AnyLinear, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """See Operators: weights are written out once for all."""
+        assert isinstance(weight, PackedLinear)
+        if any(map(self._are_few, xs)):
+            given: Sequence[torch.Tensor | None] = outs or [None] * len(xs)
+            return [self.product(weight, x, out) for x, out in zip(xs, given, strict=True)]
+        return weight.bulk_each(xs, self.bulk_scratch.memory, outs)
+
+    def _are_few(self, x: torch.Tensor) -> bool:
+        return self.on_device and len(x) <= FEW_ROWS
 
     def project_prompt(
         self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache, q: torch.Tensor
@@ -290,13 +303,18 @@ class CudaOperators:
         return gdn_prompt(projected, *memory, *weights, mixer.eps)
 
     def feed_forward_prompt(
-        self, mlp: GatedMlp | AnyMoe, x: torch.Tensor, normed: torch.Tensor, after: Norm
-    ) -> torch.Tensor:
-        """See Operators: experts from their packed weights, of few rows by a round's kernels, of many by those of
-        moe_prompt.py where they hold them."""
+        self, mlp: GatedMlp | AnyMoe, xs: Sequence[torch.Tensor], normed: Sequence[torch.Tensor], after: Norm
+    ) -> list[torch.Tensor]:
+        """See Operators."""
         if isinstance(mlp, GatedMlp):
-            return self.norm_of_sum(x, self.product(mlp.down, self.product(mlp.gate_up, normed)), after)
+            deltas = self.products(mlp.down, self.products(mlp.gate_up, normed))
+            return [self.norm_of_sum(x, delta, after) for x, delta in zip(xs, deltas, strict=True)]
         assert isinstance(mlp, PackedMoeMlp)
+        return [self._experts_prompt(mlp, x, rows, after) for x, rows in zip(xs, normed, strict=True)]
+
+    def _experts_prompt(self, mlp: PackedMoeMlp, x: torch.Tensor, normed: torch.Tensor, after: Norm) -> torch.Tensor:
+        """Experts from their packed weights, of few rows by a round's kernels, of many by those of moe_prompt.py where
+        they hold them."""
         packed = mlp.experts
         weights, ids, gate = self._route(self.product(mlp.router, normed), packed)
         few = self.on_device and len(normed) <= MAX_ROWS

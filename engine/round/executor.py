@@ -101,12 +101,25 @@ class RoundExecutor:
 
     def prefill(
         self, slot: int, table: list[int], prompt: list[int], start: int, end: int, depth: int, logprobs: int | None,
-        prompt_logprobs: int | None = None, generates: bool = True,
+        prompt_logprobs: int | None = None, generates: bool = True, middle: int | None = None,
     ) -> Reading:  # fmt: skip
         """Begins to read prompt[start:end], nothing where the state of all of it was restored: in steps, between which
         rounds may run. The piece that ends the prompt also chooses the first token, which is waited for, and drafts
-        `depth` tokens from it; not so, and the sequence is done, unless it `generates`. One piece is read at a time."""
-        return Reading(self, Piece(slot, table, prompt, start, end, depth, logprobs, prompt_logprobs, generates))
+        `depth` tokens from it; not so, and the sequence is done, unless it `generates`. One piece is read at a time, or
+        two, cut at `middle`, where the prompt pass `reads_pairs`; neither has prompt_logprobs then. The state between
+        them is `prompt.between`, until others are read."""
+        assert middle is None or prompt_logprobs is None
+        fields = (slot, table, prompt, start, end, depth, logprobs, prompt_logprobs, generates, middle)
+        return Reading(self, Piece(*fields))
+
+    def state_at(self, slot: int, is_middle: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A slot's state, as RecurrentState.of_slot has it: after the newest piece of its prompt, or before the second
+        of the two that were read last."""
+        if not is_middle:
+            return self.model.trunk.state.of_slot(slot)
+        between = self.prompt.between
+        assert between is not None
+        return between.s, between.conv, between.last_hidden
 
     def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
         """Captured steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None:

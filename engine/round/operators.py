@@ -12,7 +12,7 @@ rows. Results go into `out` and what is named so; memory is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -228,6 +228,15 @@ class Operators(Protocol):
         """
         ...
 
+    def products(
+        self, weight: AnyLinear, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """`product` of each, with the bits that it has alone.
+
+        Definition: AnyLinear.bulk; held by tests/unit/kernels/cuda/test_experts.py, tests/gpu/test_linear.py.
+        """
+        ...
+
     def project_prompt(
         self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache, q: torch.Tensor
     ) -> None:
@@ -259,9 +268,10 @@ class Operators(Protocol):
         ...
 
     def feed_forward_prompt(
-        self, mlp: GatedMlp | AnyMoe, x: torch.Tensor, normed: torch.Tensor, after: Norm
-    ) -> torch.Tensor:
-        """x fp32 [T, H] += the layer's second half of `normed`; the norm `after` of it.
+        self, mlp: GatedMlp | AnyMoe, xs: Sequence[torch.Tensor], normed: Sequence[torch.Tensor], after: Norm
+    ) -> list[torch.Tensor]:
+        """Each x fp32 [T, H] += the layer's second half of its `normed`; the norm `after` of it. Bits of each are those
+        that it has alone.
 
         Definition: kernels.moe.expert_bulk; held by tests/support/prompt_experts.py.
         """

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from pilotfish.engine.cache.tensors import KvCache
+from pilotfish.engine.cache.tensors import KvCache, RecurrentState
 from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.engine.model.attention import GatedAttention
@@ -35,6 +35,12 @@ TIMED = 2
 """Reads that are timed together at the start."""
 MOST_ROWS = 64
 """Rows of hidden states that become logits in one product."""
+PAIRS = True
+"""Whether two whole pieces of a prompt are read in the same steps where that spares work: a dense model's weights are
+then written out once for both. No bit depends on it."""
+
+Taken = tuple[SpanRows, Span]
+"""A piece of a prompt: the memory it goes through, and its place."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,28 @@ class Group:
     begun: Layer | None
 
 
+@dataclass(frozen=True)
+class Between:
+    """What a sequence carries from the first of two pieces to the second, kept when the second has been read too: as
+    engine.cache.snapshots has it. s fp32 [L, Hv, dk, dv], conv [L, J-1, C], last_hidden [H]; L = linear layers."""
+
+    s: torch.Tensor
+    conv: torch.Tensor
+    last_hidden: torch.Tensor
+
+    @classmethod
+    def empty(cls, state: RecurrentState) -> Between:
+        return cls(*(torch.empty_like(slots) for slots in state.of_slot(NULL_SLOT)))
+
+    def keep(self, number: int, state: RecurrentState, slot: torch.Tensor) -> None:
+        """Copies linear layer `number` of a slot, int32 [1]."""
+        for kept, slots in ((self.s, state.s), (self.conv, state.conv)):
+            torch.index_select(slots[number], 0, slot, out=kept[number, None])
+
+    def keep_hidden(self, state: RecurrentState, slot: torch.Tensor) -> None:
+        torch.index_select(state.last_hidden, 0, slot, out=self.last_hidden[None])
+
+
 class PromptPass:
     """A model's prompts; `operators` are its own table unless another is given.
 
@@ -57,9 +85,12 @@ class PromptPass:
     def __init__(self, model: Model, operators: Operators | None = None):
         self.model, self.ops = model, operators or operators_of(model)
         self.groups = _groups(model)
-        self._static: StaticSpan | None = None
+        self._static: list[StaticSpan] = []
         self._graphs: Graphs | None = None
-        self._taken: tuple[SpanRows, Span] | None = None
+        self._taken: tuple[Taken, ...] = ()
+        # MoE: experts are multiplied as they are packed, and little else is written out
+        self.reads_pairs = PAIRS and self.ops.fixed_shapes and not model.config.is_moe
+        self.between: Between | None = None
         # of a captured step, by number of rows, attention to what stands before left out
         self.step_seconds: dict[int, float] = {}
         # of what follows the newest prompt, its first token and drafts, where steps end before they return
@@ -76,96 +107,146 @@ class PromptPass:
             pass
         return rows.hidden[: span.length]
 
-    def take(self, slot: int, start: int, tokens: Sequence[int], table: list[int]) -> tuple[SpanRows, Span]:
+    def take(self, slot: int, start: int, tokens: Sequence[int], table: list[int]) -> Taken:
         """A piece of a prompt, for `steps`: in memory that stays, if there is enough; the next piece overwrites it."""
+        taken = self._take(0, slot, start, tokens, table)
+        self._stays((taken,))
+        return taken
+
+    def take_pair(
+        self, slot: int, start: int, middle: int, tokens: Sequence[int], table: list[int]
+    ) -> tuple[Taken, Taken]:
+        """Two pieces, the second from position `middle` on, for `steps`; in memory as `take`."""
+        first, second = tokens[: middle - start], tokens[middle - start :]
+        taken = self._take(0, slot, start, first, table), self._take(1, slot, middle, second, table)
+        self.between = self.between or Between.empty(self.model.trunk.state)
+        self._stays(taken)
+        return taken
+
+    def _stays(self, taken: tuple[Taken, ...]) -> None:
+        """Remembers pieces whose memory all stays: what is captured works on these alone."""
+        known = [static.first(span.num_rows) for static, (_, span) in zip(self._static, taken, strict=False)]
+        self._taken = taken if [id(rows) for rows in known] == [id(rows) for rows, _ in taken] else ()
+
+    def _take(self, place: int, slot: int, start: int, tokens: Sequence[int], table: list[int]) -> Taken:
         num_rows = self.ops.prompt_rows(len(tokens))
-        if self._static is None or num_rows > self._static.num_rows:
+        if place >= len(self._static) or num_rows > self._static[place].num_rows:
             padded = torch.tensor(padded_tokens(tokens, num_rows), device=self.model.device)
             return SpanRows.empty(self.model, num_rows, padded), self.span(slot, start, len(tokens), table)
-        self._taken = self._static.first(num_rows), self._static.take(slot, start, tokens, table, num_rows)
-        return self._taken
+        static = self._static[place]
+        return static.first(num_rows), static.take(slot, start, tokens, table, num_rows)
 
-    def steps(self, rows: SpanRows, span: Span) -> Iterator[None]:
+    def steps(self, rows: SpanRows, span: Span, *after: Taken) -> Iterator[None]:
         """The trunk over a span, into rows.hidden, in steps between which anything may run that leaves its slot, its
         pages and `rows` alone: a group of layers if it has been captured, else a layer. The slot's state and the pages
-        hold the span after the last one."""
-        caches = iter(self.model.trunk.kv)
+        hold the span after the last one. The spans `after` it of the same prompt are read in the same steps, with the
+        bits that they would have one after the other; what stands between two is in `between`."""
+        taken, caches = ((rows, span), *after), iter(self.model.trunk.kv)
         for number, group in enumerate(self.groups):
             if number:
                 yield
-            key = (span.num_rows, number)
-            if self._is_captured(key, rows):
+            key = _key(taken, number)
+            if self._is_captured(key, taken):
                 self._replay(key)
             else:
-                yield from self._layers(number, rows, span)
+                yield from self._layers(number, taken)
             if group.begun is not None:
                 assert isinstance(group.begun.mixer, GatedAttention)
-                self.ops.attend_prompt(group.begun.mixer, rows.q, rows.projected, span, next(caches), rows.mixed)
+                cache = next(caches)
+                for rows, span in taken:
+                    self.ops.attend_prompt(group.begun.mixer, rows.q, rows.projected, span, cache, rows.mixed)
 
-    def _is_captured(self, key: tuple[int, int], rows: SpanRows) -> bool:
+    def _is_captured(self, key: Key, taken: Sequence[Taken]) -> bool:
         """Whether there is a graph of it, and it would work on these rows."""
-        if self._graphs is None or self._taken is None or rows is not self._taken[0]:
+        if self._graphs is None or not self._taken:
             return False
-        return key in self._graphs
+        return [id(rows) for rows, _ in taken] == [id(rows) for rows, _ in self._taken] and key in self._graphs
 
-    def _replay(self, key: tuple[int, int]) -> None:
+    def _replay(self, key: Key) -> None:
         assert self._graphs is not None
         self._graphs.replay(key)
 
-    def _layers(self, number: int, rows: SpanRows, span: Span) -> Iterator[None]:
+    def _layers(self, number: int, taken: Sequence[Taken]) -> Iterator[None]:
         """A group's own work, in a step for each layer that ends in it and one for what is left."""
+        xs = [rows.x for rows, _ in taken]
         trunk, ops, group = self.model.trunk, self.ops, self.groups[number]
         caches = sum(earlier.begun is not None for earlier in self.groups[:number])
         linear = sum(len(earlier.linear) for earlier in self.groups[:number])
         if group.ended is None:
-            span.place(self.model.inv_freq)
-            rows.x.copy_(ops.embed(trunk.embedding, rows.tokens))
-            normed = ops.norm(rows.x, trunk.layers[0].input_norm)
+            for rows, span in taken:
+                span.place(self.model.inv_freq)
+                rows.x.copy_(ops.embed(trunk.embedding, rows.tokens))
+            normed = [ops.norm(x, trunk.layers[0].input_norm) for x in xs]
         else:
             layer, after = group.ended
-            normed = self._end(rows.x, ops.product(layer.mixer.output, rows.mixed), layer, after)
+            normed = self._end(xs, ops.products(layer.mixer.output, [rows.mixed for rows, _ in taken]), layer, after)
             yield
         for place, (layer, after) in enumerate(group.linear, linear):
             assert isinstance(layer.mixer, GatedDeltaNet)
-            projected = ops.product(layer.mixer.in_proj, normed)
-            mixed = ops.gdn_prompt(layer.mixer, place, projected, span, trunk.state)
-            normed = self._end(rows.x, ops.product(layer.mixer.output, mixed), layer, after)
+            mixed = self._mix(layer.mixer, place, ops.products(layer.mixer.in_proj, normed), taken)
+            normed = self._end(xs, ops.products(layer.mixer.output, mixed), layer, after)
             yield
         if group.begun is None:
-            rows.hidden.copy_(normed)
+            for (rows, _), last in zip(taken, normed, strict=True):
+                rows.hidden.copy_(last)
         else:
             assert isinstance(group.begun.mixer, GatedAttention)
-            ops.product(group.begun.mixer.qkvg, normed, rows.projected)
-            ops.project_prompt(group.begun.mixer, rows.projected, span, trunk.kv[caches], rows.q)
+            ops.products(group.begun.mixer.qkvg, normed, [rows.projected for rows, _ in taken])
+            for rows, span in taken:
+                ops.project_prompt(group.begun.mixer, rows.projected, span, trunk.kv[caches], rows.q)
+
+    def _mix(
+        self, mixer: GatedDeltaNet, number: int, projected: Sequence[torch.Tensor], taken: Sequence[Taken]
+    ) -> list[torch.Tensor]:
+        """Linear layer `number` over pieces, one after the other."""
+        state, mixed = self.model.trunk.state, list[torch.Tensor]()
+        for place, (rows, (_, span)) in enumerate(zip(projected, taken, strict=True), 1):
+            mixed.append(self.ops.gdn_prompt(mixer, number, rows, span, state))
+            if place < len(taken):
+                assert self.between is not None
+                self.between.keep(number, state, span.numbers[:1])
+        return mixed
 
     # -- getting ready ----------------------------------------------------------------------------------------------
 
     def reserve(self, num_rows: int, max_length: int) -> None:
         """Memory that stays, for pieces of up to so many tokens of prompts of up to `max_length`."""
-        self._static = StaticSpan(self.model, self.ops.prompt_rows(min(num_rows, max_length)), max_length)
+        most = self.ops.prompt_rows(min(num_rows, max_length))
+        self._static = [StaticSpan(self.model, most, max_length) for _ in range(1 + self.reads_pairs)]
+        if self.reads_pairs:
+            self.between = Between.empty(self.model.trunk.state)
 
     def lengths(self) -> list[int]:
         """The numbers of rows that the memory which stays is enough for."""
-        most = 0 if self._static is None else self._static.num_rows
+        most = self._static[0].num_rows if self._static else 0
         return sorted({self.ops.prompt_rows(length) for length in range(LENGTHS[0], most + 1, LENGTHS[0])})
+
+    def pair_lengths(self) -> list[int]:
+        """The numbers of rows of each of two pieces that are read together: of the largest, and of the half that a
+        prompt may begin with, where prompts are so long."""
+        if len(self._static) < 2:
+            return []
+        most, longest = self._static[0].num_rows, self._static[0].max_length
+        return [rows for rows in self.lengths() if rows in (most // 2, most) and 2 * rows <= longest]
 
     @property
     def num_bytes(self) -> int:
         """Memory that stays."""
-        return 0 if self._static is None else tensor_bytes(self._static)
+        return tensor_bytes((self._static, self.between))
 
     def capture(self, graphs: Graphs, head_on: bool, progress: bool = True) -> None:
         """Captures every group of layers for every number of rows, the most first: what they need beside the memory
         that stays they share. Reads prompts into the null slot, so that libraries have set up what they need."""
         lengths = self.lengths()[::-1]
-        for num_rows in tqdm(lengths, desc="capturing prompts", unit="length", disable=not progress):
-            self._read_dummy(num_rows)
+        several = [(rows, rows) for rows in self.pair_lengths()[::-1]] + [(rows,) for rows in lengths]
+        for num_rows in tqdm(several, desc="capturing prompts", unit="length", disable=not progress):
+            self._read_dummy(*num_rows)
             for number in range(len(self.groups)):
                 graphs.capture((num_rows, number), partial(self._work_taken, number), warm_ups=0)
             graphs.capture((num_rows, END), partial(self._end_taken, head_on), warm_ups=1)
         self._graphs = graphs
-        for num_rows in lengths:
-            self.step_seconds[num_rows] = self._time(num_rows) / len(self.groups)
+        for rows in lengths:
+            self.step_seconds[rows] = self._time(rows) / len(self.groups)
         self.model.trunk.state.reset(NULL_SLOT)
 
     def launch_each(self, head_on: bool) -> None:
@@ -174,14 +255,18 @@ class PromptPass:
             self._read_dummy(num_rows)
             self._end_taken(head_on)
 
-    def _read_dummy(self, num_rows: int) -> None:
-        """Reads a dummy prompt of so many rows into the null slot and the null page. Its tokens differ, so that many
-        experts are chosen, as in a real one."""
-        assert self._static is not None
+    def _read_dummy(self, num_rows: int, then: int = 0) -> None:
+        """Reads a dummy prompt of so many rows, and another piece of so many, into the null slot and the null page. Its
+        tokens differ, so that many experts are chosen, as in a real one."""
         # of a few more rows than the longest prompt has tokens the last are padding
-        length = min(num_rows, self._static.max_length)
+        length = min(num_rows + then, self._static[0].max_length)
         tokens = [token % self.model.config.vocab_size for token in range(length)]
-        for _ in self.steps(*self.take(NULL_SLOT, 0, tokens, [])):
+        if then:
+            self.take_pair(NULL_SLOT, 0, num_rows, tokens, [])
+        else:
+            self.take(NULL_SLOT, 0, tokens, [])
+        (rows, span), *after = self._taken
+        for _ in self.steps(rows, span, *after):
             pass
 
     def _time(self, num_rows: int) -> float:
@@ -194,13 +279,11 @@ class PromptPass:
         return (perf_counter() - began) / TIMED
 
     def _work_taken(self, number: int) -> None:
-        assert self._taken is not None
-        for _ in self._layers(number, *self._taken):
+        for _ in self._layers(number, self._taken):
             pass
 
     def _end_taken(self, head_on: bool) -> None:
-        assert self._taken is not None
-        self._end_span(*self._taken, head_on)
+        self._end_spans(self._taken, head_on)
 
     def full_layer(self, x: torch.Tensor, layer: Layer, span: Span, cache: KvCache, after: Norm) -> torch.Tensor:
         """A full-attention layer over a span, as draft heads have: the norm `after` of what x fp32 [T, H] becomes."""
@@ -209,7 +292,7 @@ class PromptPass:
         ops.product(layer.mixer.qkvg, ops.norm(x, layer.input_norm), rows.projected)
         ops.project_prompt(layer.mixer, rows.projected, span, cache, rows.q)
         ops.attend_prompt(layer.mixer, rows.q, rows.projected, span, cache, rows.mixed)
-        return self._end(x, ops.product(layer.mixer.output, rows.mixed), layer, after)
+        return self._end([x], [ops.product(layer.mixer.output, rows.mixed)], layer, after)[0]
 
     def enter_layer(self, x: torch.Tensor, layer: Layer, span: Span, cache: KvCache) -> None:
         """What a full-attention layer stores of a span, from its input x fp32 [T, H]."""
@@ -218,15 +301,22 @@ class PromptPass:
         ops.product(layer.mixer.qkvg, ops.norm(x, layer.input_norm), rows.projected)
         ops.project_prompt(layer.mixer, rows.projected, span, cache, rows.q)
 
-    def end_span(self, rows: SpanRows, span: Span, head_on: bool) -> None:
-        """What the text after a span goes on from, once the trunk has read it: the head's pairs of the positions
+    def end_spans(self, taken: Sequence[Taken], head_on: bool) -> None:
+        """What the text after each span goes on from, once the trunk has read it: the head's pairs of the positions
         start - 1 .. end - 2, whose tokens are the span's, and the span's last hidden row, which the state carries to
         the next pair. Looks at nothing on the host, and is captured too."""
-        key = (span.num_rows, END)
-        if self._is_captured(key, rows):
+        key = _key(taken, END)
+        if self._is_captured(key, taken):
             self._replay(key)
         else:
+            self._end_spans(taken, head_on)
+
+    def _end_spans(self, taken: Sequence[Taken], head_on: bool) -> None:
+        for place, (rows, span) in enumerate(taken, 1):
             self._end_span(rows, span, head_on)
+            if place < len(taken):
+                assert self.between is not None
+                self.between.keep_hidden(self.model.trunk.state, span.numbers[:1])
 
     def _end_span(self, rows: SpanRows, span: Span, head_on: bool) -> None:
         carried, (slot, length, start) = self.model.trunk.state.last_hidden, span.numbers.split(1)
@@ -267,10 +357,22 @@ class PromptPass:
             parts.append(out[: len(rows)])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _end(self, x: torch.Tensor, mixed: torch.Tensor, layer: Layer, after: Norm) -> torch.Tensor:
-        """What follows the mixer; x becomes the layer's output, of which this is the norm `after`."""
-        normed = self.ops.norm_of_sum(x, sum_over_ranks(mixed), layer.post_norm)
-        return self.ops.feed_forward_prompt(layer.mlp, x, normed, after)
+    def _end(
+        self, xs: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor], layer: Layer, after: Norm
+    ) -> list[torch.Tensor]:
+        """What follows the mixer; each x becomes the layer's output, of which this is the norm `after`."""
+        normed = [
+            self.ops.norm_of_sum(x, sum_over_ranks(delta), layer.post_norm) for x, delta in zip(xs, mixed, strict=True)
+        ]
+        return self.ops.feed_forward_prompt(layer.mlp, xs, normed, after)
+
+
+Key = tuple[tuple[int, ...], int]
+"""What is captured: pieces of so many rows, and the group of layers, or END."""
+
+
+def _key(taken: Sequence[Taken], number: int) -> Key:
+    return tuple(span.num_rows for _, span in taken), number
 
 
 def _groups(model: Model) -> list[Group]:

@@ -15,9 +15,8 @@ import torch
 from pilotfish.engine.link.messages import TokenLogprob
 from pilotfish.engine.round.buffers import read_report
 from pilotfish.engine.round.pinned import HostCopy
-from pilotfish.engine.round.prompt import MOST_ROWS
+from pilotfish.engine.round.prompt import MOST_ROWS, Taken
 from pilotfish.engine.round.reports import RowLogprobs, SequenceReport, num_forced
-from pilotfish.engine.round.spans import Span, SpanRows
 from pilotfish.spec.slots import FILTERED
 
 if TYPE_CHECKING:
@@ -30,7 +29,8 @@ FIRST, HEAD = "first", "head"
 
 @dataclass(frozen=True)
 class Piece:
-    """prompt[start:end] of the sequence that owns `slot` and the pages `table`; see RoundExecutor.prefill."""
+    """prompt[start:end] of the sequence that owns `slot` and the pages `table`; see RoundExecutor.prefill. With a
+    `middle` it is two pieces, cut there, that are read together."""
 
     slot: int
     table: list[int]
@@ -41,6 +41,7 @@ class Piece:
     logprobs: int | None
     prompt_logprobs: int | None
     generates: bool
+    middle: int | None = None
 
 
 class Once(NamedTuple):
@@ -62,10 +63,12 @@ class Reading:
 
     def __init__(self, executor: RoundExecutor, piece: Piece):
         self.executor, self.piece = executor, piece
-        self._taken: tuple[SpanRows, Span] | None = None
-        if piece.start < piece.end:
-            tokens = piece.prompt[piece.start : piece.end]
-            self._taken = executor.prompt.take(piece.slot, piece.start, tokens, piece.table)
+        self._taken: tuple[Taken, ...] = ()
+        tokens = piece.prompt[piece.start : piece.end]
+        if piece.middle is not None:
+            self._taken = executor.prompt.take_pair(piece.slot, piece.start, piece.middle, tokens, piece.table)
+        elif tokens:
+            self._taken = (executor.prompt.take(piece.slot, piece.start, tokens, piece.table),)
         self._logprobs: list[TokenLogprob] | None = None
         self._steps = self._all_steps()
         self._is_read, self._longest_step = False, 0.0
@@ -85,8 +88,9 @@ class Reading:
         return not count or not self._ends or perf_counter() + self.executor.prompt.first_token_seconds <= until
 
     def _all_steps(self) -> Iterator[None]:
-        if self._taken is not None:
-            yield from self.executor.prompt.steps(*self._taken)
+        if self._taken:
+            (rows, span), *after = self._taken
+            yield from self.executor.prompt.steps(rows, span, *after)
         if not self.executor.ops.fixed_shapes:
             # no round and no first token is waiting to be read behind these
             yield
@@ -104,12 +108,13 @@ class Reading:
             yield
 
     def _end_span(self) -> None:
-        if self._taken is not None:
-            self.executor.prompt.end_span(*self._taken, self.executor.head_on)
+        if self._taken:
+            self.executor.prompt.end_spans(self._taken, self.executor.head_on)
 
     @property
     def num_rows(self) -> int:
-        return 0 if self._taken is None else self._taken[1].num_rows
+        """Of each of its pieces, which are alike."""
+        return self._taken[-1][1].num_rows if self._taken else 0
 
     @property
     def _ends(self) -> bool:
@@ -119,9 +124,9 @@ class Reading:
     @property
     def _hidden(self) -> torch.Tensor:
         """Its rows [n, H]: of a prompt that was found whole the last one, which came with its state."""
-        if self._taken is None:
+        if not self._taken:
             return self.executor.model.trunk.state.last_hidden[self.piece.slot, None]
-        rows, span = self._taken
+        rows, span = self._taken[-1]
         return rows.hidden[: span.length]
 
     def finish(self) -> SequenceReport | None:

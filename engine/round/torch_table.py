@@ -7,7 +7,7 @@ Operators for what each does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -314,6 +314,13 @@ class TorchOperators:
     def product(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return weight.bulk(x) if out is None else out.copy_(weight.bulk(x))
 
+    def products(
+        self, weight: AnyLinear, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        if outs is None:
+            return [self.product(weight, x) for x in xs]
+        return [self.product(weight, x, out) for x, out in zip(xs, outs, strict=True)]
+
     def project_prompt(
         self, mixer: GatedAttention, projected: torch.Tensor, span: Span, cache: KvCache, q: torch.Tensor
     ) -> None:
@@ -345,8 +352,11 @@ class TorchOperators:
         return F.pad(gated_norm(mixer, read, z).to(mixer.dtype), (0, 0, 0, span.num_rows - span.length))
 
     def feed_forward_prompt(
-        self, mlp: GatedMlp | AnyMoe, x: torch.Tensor, normed: torch.Tensor, after: Norm
-    ) -> torch.Tensor:
+        self, mlp: GatedMlp | AnyMoe, xs: Sequence[torch.Tensor], normed: Sequence[torch.Tensor], after: Norm
+    ) -> list[torch.Tensor]:
+        return [self._feed_forward(mlp, x, rows, after) for x, rows in zip(xs, normed, strict=True)]
+
+    def _feed_forward(self, mlp: GatedMlp | AnyMoe, x: torch.Tensor, normed: torch.Tensor, after: Norm) -> torch.Tensor:
         if isinstance(mlp, GatedMlp):
             return self.norm_of_sum(x, mlp_bulk(mlp, normed), after)
         assert isinstance(mlp, MoeMlp)

@@ -190,6 +190,10 @@ def test_bulk_is_the_libraries_product_of_the_same_weights(kind, swiglu):
     scratch = torch.full((product.scratch_size,), float("nan"), dtype=torch.bfloat16, device="cuda")
     got = product.bulk(x, scratch)
     torch.testing.assert_close(got.double(), want.double(), rtol=0.02, atol=0.01 * float(want.abs().max()))
+    # several at once have the bits of each alone
+    other = draw(33, 416, scale=1e-3)
+    alone, together = product.bulk(other, scratch), product.bulk_each([other, x], scratch)
+    assert torch.equal(together[0], alone) and torch.equal(together[1], got)
 
 
 @triton.jit

@@ -19,17 +19,18 @@ def read(driver, prompt):
     """By boundary: keys and values at the places before it, once the whole prompt was read and drafts were made, and
     the state as it was there."""
     state, states = driver.trunk.state, {}
-    end_span = driver.executor.prompt.end_span
+    end_spans = driver.executor.prompt.end_spans
 
-    def watched(rows, span, head_on):
-        end_span(rows, span, head_on)
+    def watched(taken, head_on):
+        end_spans(taken, head_on)
+        ((_, span),) = taken
         states[span.start + span.length] = [
             t.clone() for t in (state.s[:, SLOT], state.conv[:, SLOT], state.last_hidden[SLOT])
         ]
 
-    driver.executor.prompt.end_span = watched
+    driver.executor.prompt.end_spans = watched
     driver.start(SLOT, prompt, TABLE, depth=4)
-    driver.executor.prompt.end_span = end_span
+    driver.executor.prompt.end_spans = end_spans
     caches = [*driver.trunk.kv, driver.executor.model.head.cache]
     return {
         boundary: [driver.entries(cache, SLOT, boundary - cache.lag) for cache in caches] + states[boundary]

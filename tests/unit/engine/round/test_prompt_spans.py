@@ -48,7 +48,7 @@ def read(model, prompt, slot=2, table=TABLE, pause=None, ids=None):
             if pause is not None:
                 pause()
         found.append(rows.hidden[:length].clone())
-        prompt.end_span(rows, span, head_on=True)
+        prompt.end_spans([(rows, span)], head_on=True)
     written = [part.clone() for part in memory(model)]
     padded = written[0][0].isfinite().any()
     for part in written[:-2]:
@@ -115,6 +115,58 @@ def test_a_piece_that_pauses_gives_the_same_bits(model):
         else:
             mine, theirs = mine[:, 2], theirs[:, 2]
         assert same_bits([mine], [theirs])
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_two_pieces_read_together_have_the_bits_of_one_after_the_other(model, captured):
+    """Their rows, what they leave in pages and slot, and what stands between them; they may be padded, and pause."""
+    prompt, other, state = static(model, captured), PromptPass(model, PaddedPrompts()), model.trunk.state
+    ids, table = random_prompt(270, 3), [5, 3]
+    for first, second in ((128, 128), (128, 70), (64, 64), (9, 3)):
+        pieces, found = ((0, 6), (6, first), (6 + first, second)), []
+        for together in (False, True):
+            for part in (*memory(model), state.last_hidden):
+                part.fill_(float("nan"))
+            state.reset(2)
+            taken = prompt.take(2, 0, ids[:6], table)
+            list(prompt.steps(*taken))
+            prompt.end_spans([taken], head_on=True)
+            outs, between = [], []
+            if together:
+                both = prompt.take_pair(2, 6, 6 + first, ids[6 : 6 + first + second], table)
+                for _ in prompt.steps(*both[0], both[1]):
+                    other.trunk(torch.tensor(random_prompt(30, 5)), other.span(1, 0, 30, [7]))
+                    for part in memory(model)[-2:]:
+                        part[:, 1] = float("nan")
+                prompt.end_spans(both, head_on=True)
+                outs = [rows.hidden[: span.length].clone() for rows, span in both]
+                kept = prompt.between
+                between = [part.clone() for part in (kept.s, kept.conv, kept.last_hidden)]
+            else:
+                for start, length in pieces[1:]:
+                    taken = prompt.take(2, start, ids[start : start + length], table)
+                    list(prompt.steps(*taken))
+                    prompt.end_spans([taken], head_on=True)
+                    outs.append(taken[0].hidden[:length].clone())
+                    between = between or [part.clone() for part in state.of_slot(2)]
+            written = [part.clone() for part in memory(model)]
+            for part in written[:-2]:
+                # the null page, and the other's
+                part[[0, 7]] = float("nan")
+            found.append([*outs, *between, *written, state.last_hidden[2].clone()])
+        assert same_bits(*found), (first, second)
+
+
+def test_pairs_are_captured_of_the_pieces_that_come_in_pairs(model):
+    prompt = static(model)
+    # an MoE's experts are not written out
+    assert prompt.reads_pairs == (not model.config.is_moe)
+    assert prompt.pair_lengths() == ([64, 128] if prompt.reads_pairs else [])
+    taken = prompt.take_pair(2, 0, 128, random_prompt(256, 1), TABLE)
+    assert prompt._is_captured(((128, 128), 0), taken) == prompt.reads_pairs
+    # what another piece went through is overwritten by the next
+    prompt.take(2, 0, random_prompt(128, 1), TABLE)
+    assert not prompt._is_captured(((128, 128), 0), taken)
 
 
 def test_the_longest_prompt_may_be_shorter_than_what_it_is_padded_to(model):
