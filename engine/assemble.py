@@ -86,7 +86,8 @@ def assemble(
     pages, slots = Pool("KV pages", plan.num_pages + 1), Pool("state slots", plan.max_num_seqs + 1)
     snapshots = Snapshots.empty(model.trunk.state, plan.num_snapshots) if plan.num_snapshots else None
     prefix = _prefix_cache(model, plan, pages, snapshots)
-    scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.grid, prefix)
+    pairs = executor.prompt.reads_pairs
+    scheduler = Scheduler(pages, slots, plan.max_num_seqs, max_waiting, plan.grid, prefix, pairs)
     held = snapshots.num_bytes if snapshots is not None else 0
     account = ledger.measure(model, state, executor, plan.device, held) | {"checkpoint_bytes": weight_bytes}
     ready = Ready(

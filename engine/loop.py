@@ -329,14 +329,17 @@ class EngineLoop:
             params.logprobs,
             params.prompt_logprobs,
             params.max_tokens > 0,
+            step.middle,
         )
 
     def _finish_reading(self, step: PrefillStep, reading: Reading) -> list[RequestOutput]:
         sequence, ended = step.sequence, reading.end()
-        sequence.num_prefilled, sequence.restore = step.end, None
-        if (snapshot := self.scheduler.prefix.publish(sequence)) is not None:
-            assert self.snapshots is not None
-            self.snapshots.save(snapshot, sequence.slot)
+        sequence.restore = None
+        for end in step.ends:
+            sequence.num_prefilled = end
+            if (snapshot := self.scheduler.prefix.publish(sequence)) is not None:
+                assert self.snapshots is not None
+                self.snapshots.save(snapshot, self.executor.state_at(sequence.slot, is_middle=end == step.middle))
         if not isinstance(ended, FirstToken):
             return [] if ended is None else self._outputs(sequence, ended, after_round=False)
         self._first = sequence, ended

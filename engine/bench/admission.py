@@ -83,8 +83,8 @@ def _step(loop: EngineLoop, times: dict[str, list[float]]) -> None:
 
 
 def _read(loop: EngineLoop, prompt: list[int], wait: bool) -> list[float]:
-    """Seconds of each chunk of a prompt that is read alone, the first token of the last one with it; `wait`: for the
-    device, too, after each one."""
+    """Seconds of each chunk of a prompt that is read alone, or of two that are read together, the first token of the
+    last one with it; `wait`: for the device, too, after each one."""
     driver.submit(loop, {LONG: prompt}, driver.greedy(1))
     times: dict[str, list[float]] = {LONG: []}
     seconds = []
@@ -95,7 +95,7 @@ def _read(loop: EngineLoop, prompt: list[int], wait: bool) -> list[float]:
             torch.cuda.synchronize()
         seconds.append(perf_counter() - began)
     driver.drain(loop)
-    last = loop.scheduler.grid.num_chunks(len(prompt)) - 1
+    last = loop.scheduler.num_steps(len(prompt)) - 1
     return [*seconds[:last], sum(seconds[last:])]
 
 

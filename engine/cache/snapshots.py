@@ -6,6 +6,7 @@ run in the order of the device's stream: what a chunk leaves is copied after it,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -45,11 +46,11 @@ class Snapshots:
         return self.s.nbytes + self.conv.nbytes + self.last_hidden.nbytes
 
     @torch.inference_mode()
-    def save(self, number: int, slot: int) -> None:
-        """Copies a slot's state, and begins to look for NaN in it."""
+    def save(self, number: int, source: Iterable[torch.Tensor]) -> None:
+        """Copies a state, as RecurrentState.of_slot has it, and begins to look for NaN in it."""
         parts = self.s[number], self.conv[number], self.last_hidden[number]
-        for part, slots in zip(parts, self._slot(slot), strict=True):
-            part.copy_(slots)
+        for part, own in zip(parts, source, strict=True):
+            part.copy_(own)
         self.sums[number] = sum(part.sum(dtype=torch.float32) for part in parts)
         if self.sums.device.type == "cuda":
             self.sums_on_host[number].copy_(self.sums[number], non_blocking=True)
@@ -60,7 +61,7 @@ class Snapshots:
     def load(self, number: int, slot: int) -> None:
         """Copies a snapshot to a slot."""
         parts = self.s[number], self.conv[number], self.last_hidden[number]
-        for part, slots in zip(parts, self._slot(slot), strict=True):
+        for part, slots in zip(parts, self.state.of_slot(slot), strict=True):
             slots.copy_(part)
 
     def is_sound(self, number: int) -> bool:
@@ -68,6 +69,3 @@ class Snapshots:
         if number in self.copied:
             self.copied.pop(number).synchronize()
         return not bool(self.sums_on_host[number].isnan())
-
-    def _slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.state.s[:, slot], self.state.conv[:, slot], self.state.last_hidden[slot]

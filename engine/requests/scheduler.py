@@ -31,11 +31,18 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """Run prompt[start:end] of one sequence; nothing is left of one that was found whole."""
+    """Run prompt[start:end] of one sequence; nothing is left of one that was found whole. With a `middle` these are two
+    chunks, to be read together."""
 
     sequence: Sequence
     start: int
     end: int
+    middle: int | None = None
+
+    @property
+    def ends(self) -> list[int]:
+        """Where its chunks end."""
+        return [self.end] if self.middle is None else [self.middle, self.end]
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ class RoundStep:
 
 class Scheduler:
     """`waiting` in lines by key; `running` in order of admission, at most `max_num_seqs`; `retired` have ended, but
-    a launched round still reads what they hold."""
+    a launched round still reads what they hold. `pairs`: two chunks of one length that follow each other are one step
+    while no sequence decodes, which changes no cut and no bit."""
 
     def __init__(
         self,
@@ -57,11 +65,12 @@ class Scheduler:
         max_waiting: int,
         grid: Grid,
         prefix: PrefixCache | None = None,
+        pairs: bool = False,
     ):
         if not 1 <= max_num_seqs <= slots.capacity:
             raise ValueError(f"max_num_seqs: want 1..{slots.capacity} (state slots), got {max_num_seqs}")
         self.pages, self.slots = pages, slots
-        self.max_num_seqs, self.max_waiting, self.grid = max_num_seqs, max_waiting, grid
+        self.max_num_seqs, self.max_waiting, self.grid, self.pairs = max_num_seqs, max_waiting, grid, pairs
         self.prefix = prefix or PrefixCache(grid, pages, PrefixSizes())
         self.waiting = FairLines()
         self.running: list[Sequence] = []
@@ -133,15 +142,36 @@ class Scheduler:
                 return paused
             sequence = self.waiting.least_served(prompts)
             self.prefix.advance(sequence)
-            start, length = sequence.num_prefilled, len(sequence.prompt)
-            end = self.grid.next_cut(start, length) if start < length else length
-            self.waiting.serve(sequence, end - start)
-            self._grow(sequence, end)
-            return PrefillStep(sequence, start, end)
+            # a step that may have to pause is no longer than it must be
+            step = self._chunk(sequence, pairs=self.pairs and not decoding)
+            self.waiting.serve(sequence, step.end - step.start)
+            self._grow(sequence, step.end)
+            return step
         self._last_was_prefill = False
         for sequence in decoding:
             self._grow(sequence, len(sequence.prompt) + sequence.num_written)
         return RoundStep(decoding) if decoding else None
+
+    def _chunk(self, sequence: Sequence, pairs: bool) -> PrefillStep:
+        """The next chunk of a prompt, or two."""
+        start, length = sequence.num_prefilled, len(sequence.prompt)
+        # log-probabilities of a prompt's tokens are made of one chunk's rows
+        pairs = pairs and sequence.request.sampling.prompt_logprobs is None
+        ends = self._ends(start, length, pairs) if start < length else [length]
+        return PrefillStep(sequence, start, ends[-1], middle=ends[0] if len(ends) > 1 else None)
+
+    def _ends(self, start: int, length: int, pairs: bool) -> list[int]:
+        end = self.grid.next_cut(start, length)
+        if pairs and end < length and (further := self.grid.next_cut(end, length)) - end == end - start:
+            return [end, further]
+        return [end]
+
+    def num_steps(self, length: int) -> int:
+        """Steps that a prompt of so many tokens is read in alone."""
+        start, count = 0, 0
+        while start < length:
+            start, count = self._ends(start, length, self.pairs)[-1], count + 1
+        return count
 
     def pause(self, step: PrefillStep) -> None:
         """The chunk is read up to somewhere: the next step of prompts is this one again."""

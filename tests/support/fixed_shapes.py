@@ -61,6 +61,7 @@ def fixed_engine(
     if captured:
         with torch.inference_mode():
             executor.capture(progress=False)
+    engine.scheduler.pairs = executor.prompt.reads_pairs
     return dataclasses.replace(engine, executor=executor)
 
 

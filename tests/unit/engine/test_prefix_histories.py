@@ -25,6 +25,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "dense": {"kind": "hv_gt_hk", "num_pages": 12, "num_snapshots": 6},
     "half a chunk first": {"prefill_chunk": 2 * PAGE, "num_pages": 10, "num_snapshots": 3},
     "ahead, with pauses": {"fixed": True, "run_ahead": True, "num_pages": 12, "num_snapshots": 5},
+    "in pairs": {"kind": "hv_gt_hk", "fixed": True, "run_ahead": True, "num_pages": 12, "num_snapshots": 5},
 }
 SALTS = ("", "another", "ü\N{ZERO WIDTH SPACE}" * 2000)
 
@@ -89,7 +90,10 @@ def engine_of(name: str, **more: Any) -> Prefixes:
 
 @cache
 def cold_engine(name: str) -> Prefixes:
-    return engine_of(name, num_pages=24, num_snapshots=0, run_ahead=False)
+    engine = engine_of(name, num_pages=24, num_snapshots=0, run_ahead=False)
+    # one chunk after the other
+    engine.loop.scheduler.pairs = False
+    return engine
 
 
 @cache

@@ -154,9 +154,9 @@ def test_log_probabilities_of_the_prompt_itself(engine):
 def test_a_state_with_nan_is_not_kept(engine):
     snapshots, save = engine.loop.snapshots, engine.loop.snapshots.save
 
-    def spoil(number, slot):
-        engine.loop.executor.model.trunk.state.s[1, slot, 0, 3, 5] = float("nan")
-        save(number, slot)
+    def spoil(number, source):
+        source[0][1, 0, 3, 5] = float("nan")
+        save(number, source)
 
     engine.loop.snapshots = spoiled = type("Spoiled", (), {"load": snapshots.load, "save": staticmethod(spoil)})()
     assert spoiled is engine.loop.snapshots
@@ -181,6 +181,31 @@ def test_rounds_run_ahead(fixed):
     engine.run()
     assert [engine.shown[name].said for name in names] == cold
     assert sum(engine.shown[name].num_cached for name in names) > 0
+
+
+def test_two_chunks_that_are_read_together_leave_what_each_leaves():
+    """Snapshots, at the boundary between them too, pages, and what their sequence shows."""
+    found = []
+    for pairs in (False, True):
+        engine = Prefixes("hv_gt_hk", fixed=True)
+        assert engine.loop.scheduler.pairs
+        engine.loop.scheduler.pairs = pairs
+        steps = []
+        begin = engine.loop._begin
+        engine.loop._begin = lambda step, steps=steps, begin=begin: (steps.append(step.ends), begin(step))[1]
+        shown, snapshots = engine.ask(TEXT[: 2 * PAGE + 5]), engine.loop.snapshots
+        ends = [PAGE, 2 * PAGE, 2 * PAGE + 5]
+        assert steps == ([ends[:2], ends[2:]] if pairs else [[end] for end in ends])
+        kept = sorted((node.end, number) for number, node in engine.loop.scheduler.prefix.tree._kept.items())
+        states = [part[number] for _, number in kept for part in (snapshots.s, snapshots.conv, snapshots.last_hidden)]
+        assert all(state.isfinite().all() for state in states)
+        hits = [engine.ask(TEXT[: PAGE * n + 1]) for n in (1, 2)]
+        assert [hit.num_cached for hit in hits] == [PAGE, 2 * PAGE]
+        found.append(([end for end, _ in kept], states, shown, hits))
+    (ends, states, shown, hits), (same_ends, same_states, same_shown, same_hits) = found
+    assert ends == same_ends == [PAGE, 2 * PAGE]
+    assert all(torch.equal(one, other) for one, other in zip(states, same_states, strict=True))
+    assert all(same(one, other) for one, other in zip([shown, *hits], [same_shown, *same_hits], strict=True))
 
 
 def test_without_room_for_a_snapshot_nothing_is_kept():

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from msgspec import structs
 
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.cache.pool import Pool
@@ -55,6 +56,40 @@ def test_no_more_run_than_may():
     assert admit(scheduler) == []
     scheduler.finish(scheduler.running[0])
     assert admit(scheduler) == ["c"]
+
+
+def test_two_chunks_of_one_length_are_one_step_where_they_may_be():
+    scheduler, steps = make_scheduler(chunk=2048), []
+    scheduler.pairs = True
+    asks = make_sequence("asks", 4096)
+    asks.request = structs.replace(asks.request, sampling=SamplingParams(prompt_logprobs=0))
+    for sequence in (make_sequence("a", 9000), make_sequence("b", 2047), make_sequence("c", 2048), asks):
+        add(scheduler, sequence)
+        admit(scheduler)
+        while not sequence.is_prefilled:
+            step = scheduler.next_step()
+            scheduler.check()
+            if isinstance(step, PrefillStep):
+                steps.append((sequence.request_id, step.start, *step.ends))
+                sequence.num_prefilled = step.end
+        scheduler.finish(sequence)
+    assert steps == [
+        ("a", 0, 1024, 2048), ("a", 2048, 4096, 6144), ("a", 6144, 8192), ("a", 8192, 9000),
+        ("b", 0, 1024), ("b", 1024, 2047), ("c", 0, 1024, 2048),
+        ("asks", 0, 1024), ("asks", 1024, 2048), ("asks", 2048, 4096),
+    ]  # fmt: skip
+    assert scheduler.num_steps(9000) == 4 and scheduler.num_steps(2048) == 1
+
+
+def test_beside_a_sequence_that_decodes_chunks_are_steps_of_their_own():
+    scheduler = make_scheduler()
+    scheduler.pairs = True
+    add(scheduler, make_sequence("a", 10), make_sequence("b", 3 * CHUNK))
+    admit(scheduler)
+    steps = [advance(scheduler) for _ in range(4)]
+    assert steps == [("a", 0, 10), ["a"], ("b", 0, CHUNK), ["a"]]
+    scheduler.finish(scheduler.running[0])
+    assert advance(scheduler) == ("b", CHUNK, 3 * CHUNK)
 
 
 @pytest.mark.parametrize("max_num_seqs", (0, 9))
