@@ -6,7 +6,8 @@
 Regime: one engine at k = 3, captured, prompts of random tokens. The limits are the products of a prompt at the device's
 bf16 rate (35B-A3B 8 ms for 1 024 tokens, 27B 70) and, below some hundred tokens, one read of all packed weights. First
 what must hold: beside streams, pausing after every step, the long prompt's logits have the bits that they have alone.
-One JSON line a row; `idle` is the share of a prompt's time in which no kernel runs, which is the host's.
+One JSON line a row; `idle` is the share of a prompt's time in which no kernel runs, which is the host's. Where pieces
+are read in pairs they are read one by one too, in turn.
 """
 
 from __future__ import annotations
@@ -92,9 +93,17 @@ def measure(args: argparse.Namespace, bench: argparse.Namespace, say: Callable[.
     say("bits", equal=True)
     for length in args.lengths:
         prompts = [random_prompts(1, length + number, vocab_size)[0][:length] for number in range(TIMES + 1)]
-        first_tokens(loop, prompts[:1])
-        spent = [first_tokens(loop, [prompt]) for prompt in prompts[1:]]
-        say("first", tokens=length, ms=1e3 * statistics.median(spent), best=1e3 * min(spent))
+        ways = (True, False) if loop.scheduler.pairs else (False,)
+        spent: dict[bool, list[float]] = {pairs: [] for pairs in ways}
+        for number, prompt in enumerate(prompts):
+            for pairs in ways:
+                loop.scheduler.pairs = pairs
+                seconds = first_tokens(loop, [prompt])
+                # the first one is to warm up
+                spent[pairs] += [seconds] if number else []
+        loop.scheduler.pairs = ways[0]
+        for pairs, times in spent.items():
+            say("first", tokens=length, pairs=pairs, ms=1e3 * statistics.median(times), best=1e3 * min(times))
     count, length = args.many
     for _ in range(2):
         say(
