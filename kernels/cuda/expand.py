@@ -17,6 +17,9 @@ from pilotfish.kernels.cuda.mma import FORMATS, NVFP4, NVFP4_RESCALE, load_unit,
 from pilotfish.kernels.cuda.packing import TILE, Packed
 
 WARPS = 4
+ALONG_ROWS = True
+"""Programs that follow each other write a tile's rows from their beginning to their end, and read what is stored in one
+piece; else the same columns of many tiles. Bits are the same."""
 
 
 @gluon.jit
@@ -71,15 +74,24 @@ def _expand_kernel(
     DIVIDES: gl.constexpr,
     ROW_NUMBERS: gl.constexpr,
     SPAN: gl.constexpr,
+    ALONG_ROWS: gl.constexpr,
 ):
-    """Program (tile, j): a unit a warp. With SPAN 2, of each GROUP tiles gate's rows come before up's."""
+    """A program has some units of one tile, a unit a warp. With SPAN 2, of each GROUP tiles gate's rows come before
+    up's."""
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     words: gl.constexpr = unit_words(FORMAT)
-    tile = gl.program_id(0)
+    blocks: gl.constexpr = (UNITS + warps - 1) // warps
+    if ALONG_ROWS:
+        tile = gl.program_id(0) // blocks
+        block = gl.program_id(0) % blocks
+    else:
+        num_tiles = gl.num_programs(0) // blocks
+        tile = gl.program_id(0) % num_tiles
+        block = gl.program_id(0) // num_tiles
     thread = gl.arange(0, warps * 32, gl.SliceLayout(1, layout))
     lane = thread % 32
-    unit = gl.program_id(1) * warps + thread // 32
+    unit = block * warps + thread // 32
     # past the last unit: that one once more, not stored
     source = gl.minimum(unit, UNITS - 1) * words
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
@@ -135,7 +147,7 @@ def expand(
             values = values.view(-1, group // 2, 2, TILE, width).transpose(1, 2).reshape(-1, width)
         return out.copy_(values)
     assert out.is_contiguous() and out.dtype == torch.bfloat16 and len(out) == (end - begin) * TILE, out.shape
-    _expand_kernel[(end - begin, -(-part.num_units // WARPS))](
+    _expand_kernel[((end - begin) * -(-part.num_units // WARPS),)](
         data.view(torch.int32),
         number if scale is None else scale,
         number,
@@ -148,6 +160,7 @@ def expand(
         DIVIDES=part.divides,
         ROW_NUMBERS=number.shape[1] > 1,
         SPAN=2 if group else 1,
+        ALONG_ROWS=ALONG_ROWS,
         num_warps=WARPS,
     )
     return out

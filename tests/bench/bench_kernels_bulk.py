@@ -7,9 +7,9 @@ gate_up, silu in a graph, the device kept busy: slice sizes take turns, and a ti
 limits: an expansion moves 2.6 bytes a weight, at 4.15 TB/s; a product 2 FLOP a weight and row, at 989 TFLOP/s of bf16
 or what the device's power allows, which is less.
 
-`all`: as `bulk` does it; `expand`, `product` (with silu): that part alone; `beside`: the next slice is expanded on a
-stream of its own while one is multiplied, into memory of its own. `equal`: whether the bits are those of slices of
-2^26 numbers.
+`all`: as `bulk` does it; `expand`, `product` (with silu): that part alone; `expand across`: its programs in the other
+order; `beside`: the next slice is expanded on a stream of its own while one is multiplied, into memory of its own.
+`equal`: whether the bits are those of slices of 2^26 numbers.
 First what must hold: two inputs together have the bits that each has alone. One JSON line a row, and at the end the
 milliseconds of a piece's products through all layers.
 """
@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch
 
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
+from pilotfish.kernels.cuda import expand as expand_module
 from pilotfish.kernels.cuda import linear
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import TILE
@@ -43,6 +44,8 @@ PRODUCTS = {
 SIZES = (1 << 24, 1 << 25, 8448 * 5120, 1 << 26, 16896 * 5120, 1 << 27, 1 << 28)
 """Numbers of bf16. 8448 rows of 5120 are two whole waves of tiles of 128 x 256 on 132 multiprocessors at 1 024 rows."""
 NOW = 1 << 26
+EXPANSIONS = {"expand": True, "expand across": False}
+"""Of expand.py, its ALONG_ROWS."""
 SECONDS = 0.008
 """Of replays of one graph at a time."""
 
@@ -83,8 +86,9 @@ def only(part: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if part == "product":
             stack.enter_context(patch.object(linear, "expand", lambda *_: None))
-        if part == "expand":
+        if part in EXPANSIONS:
             stack.enter_context(patch.object(PackedLinear, "_multiply", lambda *_: None))
+            stack.enter_context(patch.object(expand_module, "ALONG_ROWS", EXPANSIONS[part]))
         yield
 
 
@@ -109,7 +113,7 @@ def replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
 
 
 def measure(
-    product: PackedLinear, x: torch.Tensor, memory: torch.Tensor, sizes: list[int], passes: int
+    product: PackedLinear, x: torch.Tensor, memory: torch.Tensor, sizes: list[int], passes: int, expansions: list[str]
 ) -> dict[tuple[int, str], dict[str, float | bool]]:
     """By the size of slices and what is timed."""
     out = torch.empty((len(x), -(-product.out_features // 8) * 8), dtype=torch.bfloat16, device="cuda")
@@ -129,7 +133,7 @@ def measure(
         product.bulk(x, scratch, out)
         row = {"slices": -(-num_tiles // step), "equal": torch.equal(out, now)}
         works: dict[str, Callable[[], object]] = {"all": lambda s=scratch: product.bulk(x, s, out)}  # type: ignore[misc]
-        works |= dict.fromkeys(("product", "expand"), works["all"])
+        works |= dict.fromkeys(("product", *expansions), works["all"])
         if step < num_tiles:
             works["beside"] = lambda s=memory[: 2 * size]: beside(product, x, s, out)  # type: ignore[misc]
         for name, work in works.items():
@@ -173,19 +177,24 @@ def main() -> None:
         product = PackedLinear([weight(rows, width) for rows in heights], swiglu=name == "gate_up")
         check(product, memory)
         weights = width * sum(map(abs, heights))
+        expansions = list(EXPANSIONS)
         for rows in map(int, args.rows.split(",")):
             x = torch.randn(rows, width, device="cuda").bfloat16()
-            found = measure(product, x, memory, sizes, args.passes)
+            found = measure(product, x, memory, sizes, args.passes, expansions)
             for (size, part), row in found.items():
-                rate = {"tflop_s": round(2e-6 * weights * rows / float(row["us"]))} if part != "expand" else {}
-                speed = {"tb_s": round(2.5625e-6 * weights / float(row["us"]), 2)} if part == "expand" else {}
-                print(json.dumps({"name": name, "rows": rows, "size": size, "part": part, **row, **rate, **speed}))
+                if part in EXPANSIONS:
+                    rate = {"tb_s": round(2.5625e-6 * weights / float(row["us"]), 2)}
+                else:
+                    rate = {"tflop_s": round(2e-6 * weights * rows / float(row["us"]))}
+                print(json.dumps({"name": name, "rows": rows, "size": size, "part": part, **row, **rate}))
             last: dict[str, float] = {}
             for size in sizes:
                 # one that makes no other slices than the one before it was not timed again
                 last |= {part: float(row["us"]) for (other, part), row in found.items() if other == size}
-                for part in ("all", "product", "expand"):
+                for part in ("all", "product", *expansions):
                     sums[rows, size, part] += layers * last[part] / 1e3
+            # they do not depend on the rows
+            expansions = []
         del product
     for (rows, size, part), milliseconds in sums.items():
         print(json.dumps({"name": "27B", "rows": rows, "size": size, "part": part, "ms": round(milliseconds, 2)}))

@@ -9,6 +9,7 @@ from itertools import product as combinations
 import pytest
 import torch
 
+from pilotfish.kernels.cuda import expand as expand_module
 from pilotfish.kernels.cuda import launch_shapes, linear, norm
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
@@ -188,10 +189,13 @@ def test_one_launch_for_many_tiles_and_a_few_of_bf16():
     assert [len(blocks.launches(rows)) for rows in (8, 9)] == [1, 2]
 
 
+@pytest.mark.parametrize("along_rows", [True, False])
 @pytest.mark.parametrize(("kind", "group"), [("nvfp4", 4), ("modelopt", 0), ("fp8 block", 2), ("bf16", 0)])
-def test_expands_to_what_the_format_says(kind, group):
-    part = PackedLinear([weights(64, 400)[kind]]).ranges[0]
-    want = expand(part, slice(None), torch.empty(64, 400).bfloat16(), group)
+def test_expands_to_what_the_format_says(kind, group, along_rows, monkeypatch):
+    monkeypatch.setattr(expand_module, "ALONG_ROWS", along_rows)
+    # more units than a program has
+    part = PackedLinear([weights(64, 592)[kind]]).ranges[0]
+    want = expand(part, slice(None), torch.empty(64, 592).bfloat16(), group)
     got = torch.full_like(want, NAN)
     with running():
         expand(part, slice(None), got, group, on_device=True)
