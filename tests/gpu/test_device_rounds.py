@@ -22,7 +22,9 @@ from pilotfish.engine.link.messages import SamplingParams, Submit, ThinkingBudge
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.round.batch_state import BatchState
+from pilotfish.engine.round.graphs import Graphs
 from pilotfish.engine.round.prompt import PromptPass
+from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda.linear import PackedLinear
 from tests.support.findings import assert_nothing_found
 from tests.support.grammars import MadeGrammars
@@ -240,6 +242,49 @@ def test_dependent_launch_and_graphs_change_nothing(kv_dtype):
     decoded = decode(loop, 4, requests)
     assert_plain(decoded, kv_dtype, "captured without dependent launch")
     assert set(decoded.graphs) == {True}
+
+
+@torch.inference_mode()
+def test_two_pieces_of_a_prompt_read_together_change_nothing(tmp_path):
+    """Hidden rows, pages, and the state between and after them, captured where prompts are."""
+    checkpoint = open_checkpoint(build_tiny(tmp_path / "dense", "hv_gt_hk", dtype="bfloat16"))
+    weights, device = load_weights(checkpoint, progress=False), torch.device("cuda")
+    model = build_model(weights, checkpoint.config, CacheSizes(4, 5, 0), torch.bfloat16, device, fused=True)
+    ids, table = random_prompts(1, 3 * PAGE, checkpoint.config.vocab_size)[0], [2, 1, 3]
+    prompt, state = PromptPass(model), model.trunk.state
+    prompt.reserve(PAGE, 3 * PAGE)
+    assert prompt.pair_lengths() == [PAGE // 2, PAGE]
+    if prompt.ops.captures_prompts:
+        prompt.capture(Graphs(device), head_on=True, progress=False)
+    caches = [*model.trunk.kv, *model.head.caches]
+
+    def read(taken):
+        (rows, span), *after = taken
+        assert prompt._is_captured(((PAGE,) * len(taken), 0), taken) == prompt.ops.captures_prompts
+        for _ in prompt.steps(rows, span, *after):
+            pass
+        prompt.end_spans(taken, head_on=True)
+        return [rows.hidden.clone() for rows, _ in taken]
+
+    found = []
+    for together in (False, True, False, True):
+        state.reset(1)
+        hidden = read([prompt.take(1, 0, ids[:PAGE], table)])
+        if together:
+            hidden += read(prompt.take_pair(1, PAGE, 2 * PAGE, ids[PAGE:], table))
+            between = [prompt.between.s, prompt.between.conv, prompt.between.last_hidden]
+        else:
+            hidden += read([prompt.take(1, PAGE, ids[PAGE : 2 * PAGE], table)])
+            between = state.of_slot(1)
+        between = [part.clone() for part in between]
+        if not together:
+            hidden += read([prompt.take(1, 2 * PAGE, ids[2 * PAGE :], table)])
+        pages = [part[table].clone() for cache in caches for part in (cache.k, cache.v)]
+        found.append([*hidden, *between, *pages, *(part.clone() for part in state.of_slot(1))])
+    # where a head's cache lags nobody has written the first place
+    found = [[part.nan_to_num(7.5) for part in parts] for parts in found]
+    for other in found[1:]:
+        assert all(torch.equal(one, same) for one, same in zip(found[0], other, strict=True))
 
 
 @torch.inference_mode()
