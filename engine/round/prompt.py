@@ -35,9 +35,6 @@ TIMED = 2
 """Reads that are timed together at the start."""
 MOST_ROWS = 64
 """Rows of hidden states that become logits in one product."""
-PAIRS = True
-"""Whether two whole pieces of a prompt are read in the same steps where that spares work: a dense model's weights are
-then written out once for both. No bit depends on it."""
 
 Taken = tuple[SpanRows, Span]
 """A piece of a prompt: the memory it goes through, and its place."""
@@ -88,8 +85,9 @@ class PromptPass:
         self._static: list[StaticSpan] = []
         self._graphs: Graphs | None = None
         self._taken: tuple[Taken, ...] = ()
-        # MoE: experts are multiplied as they are packed, and little else is written out
-        self.reads_pairs = PAIRS and self.ops.fixed_shapes and not model.config.is_moe
+        # two whole pieces in the same steps: a dense model's weights are written out once for both; a MoE's experts are
+        # multiplied as they are packed, and little else is written out. No bit depends on it
+        self.reads_pairs = self.ops.fixed_shapes and not model.config.is_moe
         self.between: Between | None = None
         # of a captured step, by number of rows, attention to what stands before left out
         self.step_seconds: dict[int, float] = {}
