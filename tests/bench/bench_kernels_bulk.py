@@ -7,9 +7,9 @@ gate_up, silu in a graph, the device kept busy: slice sizes take turns, and a ti
 limits: an expansion moves 2.6 bytes a weight, at 4.15 TB/s; a product 2 FLOP a weight and row, at 989 TFLOP/s of bf16
 or what the device's power allows, which is less.
 
-`all`: as `bulk` does it; `expand`, `product` (with silu): that part alone; `expand across`: its programs in the other
-order; `beside`: the next slice is expanded on a stream of its own while one is multiplied, into memory of its own.
-`equal`: whether the bits are those of slices of 2^26 numbers.
+`all`: as `bulk` does it; `expand`, `product` (with silu): that part alone; `beside`: the next slice is expanded on a
+stream of its own while one is multiplied, into memory of its own. `equal`: whether the bits are those of slices of 2^27
+numbers.
 First what must hold: two inputs together have the bits that each has alone. One JSON line a row, and at the end the
 milliseconds of a piece's products through all layers.
 """
@@ -17,18 +17,17 @@ milliseconds of a piece's products through all layers.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from unittest.mock import patch
 
 import torch
 
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
-from pilotfish.kernels.cuda import expand as expand_module
 from pilotfish.kernels.cuda import linear
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import TILE
@@ -43,9 +42,7 @@ PRODUCTS = {
 """How many layers have it, the rows of its parts (of BF16, where below 0) and its width."""
 SIZES = (1 << 24, 1 << 25, 8448 * 5120, 1 << 26, 16896 * 5120, 1 << 27, 1 << 28)
 """Numbers of bf16. 8448 rows of 5120 are two whole waves of tiles of 128 x 256 on 132 multiprocessors at 1 024 rows."""
-NOW = 1 << 26
-EXPANSIONS = {"expand": True, "expand across": False}
-"""Of expand.py, its ALONG_ROWS."""
+NOW = linear.BULK_NUMBERS
 SECONDS = 0.008
 """Of replays of one graph at a time."""
 
@@ -80,16 +77,13 @@ def beside(product: PackedLinear, x: torch.Tensor, memory: torch.Tensor, out: to
         done.append(multiplying.record_event())
 
 
-@contextlib.contextmanager
-def only(part: str) -> Iterator[None]:
+def only(part: str) -> AbstractContextManager[object]:
     """`bulk` without the rest."""
-    with contextlib.ExitStack() as stack:
-        if part == "product":
-            stack.enter_context(patch.object(linear, "expand", lambda *_: None))
-        if part in EXPANSIONS:
-            stack.enter_context(patch.object(PackedLinear, "_multiply", lambda *_: None))
-            stack.enter_context(patch.object(expand_module, "ALONG_ROWS", EXPANSIONS[part]))
-        yield
+    if part == "product":
+        return patch.object(linear, "expand", lambda *_: None)
+    if part == "expand":
+        return patch.object(PackedLinear, "_multiply", lambda *_: None)
+    return nullcontext()
 
 
 def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -113,7 +107,7 @@ def replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
 
 
 def measure(
-    product: PackedLinear, x: torch.Tensor, memory: torch.Tensor, sizes: list[int], passes: int, expansions: list[str]
+    product: PackedLinear, x: torch.Tensor, memory: torch.Tensor, sizes: list[int], passes: int, parts: list[str]
 ) -> dict[tuple[int, str], dict[str, float | bool]]:
     """By the size of slices and what is timed."""
     out = torch.empty((len(x), -(-product.out_features // 8) * 8), dtype=torch.bfloat16, device="cuda")
@@ -133,7 +127,7 @@ def measure(
         product.bulk(x, scratch, out)
         row = {"slices": -(-num_tiles // step), "equal": torch.equal(out, now)}
         works: dict[str, Callable[[], object]] = {"all": lambda s=scratch: product.bulk(x, s, out)}  # type: ignore[misc]
-        works |= dict.fromkeys(("product", *expansions), works["all"])
+        works |= dict.fromkeys(parts, works["all"])
         if step < num_tiles:
             works["beside"] = lambda s=memory[: 2 * size]: beside(product, x, s, out)  # type: ignore[misc]
         for name, work in works.items():
@@ -177,12 +171,12 @@ def main() -> None:
         product = PackedLinear([weight(rows, width) for rows in heights], swiglu=name == "gate_up")
         check(product, memory)
         weights = width * sum(map(abs, heights))
-        expansions = list(EXPANSIONS)
+        parts = ["product", "expand"]
         for rows in map(int, args.rows.split(",")):
             x = torch.randn(rows, width, device="cuda").bfloat16()
-            found = measure(product, x, memory, sizes, args.passes, expansions)
+            found = measure(product, x, memory, sizes, args.passes, parts)
             for (size, part), row in found.items():
-                if part in EXPANSIONS:
+                if part == "expand":
                     rate = {"tb_s": round(2.5625e-6 * weights / float(row["us"]), 2)}
                 else:
                     rate = {"tflop_s": round(2e-6 * weights * rows / float(row["us"]))}
@@ -191,10 +185,10 @@ def main() -> None:
             for size in sizes:
                 # one that makes no other slices than the one before it was not timed again
                 last |= {part: float(row["us"]) for (other, part), row in found.items() if other == size}
-                for part in ("all", "product", *expansions):
+                for part in ("all", *parts):
                     sums[rows, size, part] += layers * last[part] / 1e3
-            # they do not depend on the rows
-            expansions = []
+            # expansion does not depend on the rows
+            parts = ["product"]
         del product
     for (rows, size, part), milliseconds in sums.items():
         print(json.dumps({"name": "27B", "rows": rows, "size": size, "part": part, "ms": round(milliseconds, 2)}))

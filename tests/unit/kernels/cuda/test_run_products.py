@@ -9,7 +9,6 @@ from itertools import product as combinations
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import expand as expand_module
 from pilotfish.kernels.cuda import launch_shapes, linear, norm
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
@@ -189,10 +188,8 @@ def test_one_launch_for_many_tiles_and_a_few_of_bf16():
     assert [len(blocks.launches(rows)) for rows in (8, 9)] == [1, 2]
 
 
-@pytest.mark.parametrize("along_rows", [True, False])
 @pytest.mark.parametrize(("kind", "group"), [("nvfp4", 4), ("modelopt", 0), ("fp8 block", 2), ("bf16", 0)])
-def test_expands_to_what_the_format_says(kind, group, along_rows, monkeypatch):
-    monkeypatch.setattr(expand_module, "ALONG_ROWS", along_rows)
+def test_expands_to_what_the_format_says(kind, group):
     # more units than a program has
     part = PackedLinear([weights(64, 592)[kind]]).ranges[0]
     want = expand(part, slice(None), torch.empty(64, 592).bfloat16(), group)
