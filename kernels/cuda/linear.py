@@ -47,7 +47,7 @@ from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 
 MAX_ROWS = 256
-BULK_NUMBERS, BULK_TILES = 1 << 26, 64  # expanded at a time for prefill: 128 MiB, if that is 1024 rows
+BULK_NUMBERS, BULK_TILES = 1 << 27, 64  # expanded at a time for prefill: 256 MiB, if that is 1024 rows
 
 
 @gluon.jit
