@@ -3,9 +3,10 @@
 Three launches: gate_up with SwiGLU, down, combine. A program of the first two takes some tiles of one expert; the rows
 that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others are
 masked. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the first pair
-of its expert (of one row each is), so that nothing has to be counted before; beyond, two kernels first list the rows
-of each expert, and a program takes up to 8 or 16 of them. The shared expert is one more, chosen by all rows. Results go
-to their own (row, rank): nothing is added across experts before `combine`, which adds in rank order.
+of its expert (of one row each is), so that nothing has to be counted before; beyond, the rows of each expert are listed
+first, as items of up to 8 or 16, and twice as many programs as there is room for take some tiles of an item in turn.
+The shared expert is one more, chosen by all rows. Results go to their own (row, rank): nothing is added across experts
+before `combine`, which adds in rank order.
 
 R = rows, E = experts, k = experts a token, H = hidden, I = expert width.
 Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform routing. No atomics.
@@ -23,15 +24,31 @@ import triton
 
 from pilotfish.kernels.cuda import packing
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.launch_shapes import LaunchShape, fill
+from pilotfish.kernels.cuda.launch_shapes import SM_COUNT, LaunchShape, fill
 from pilotfish.kernels.cuda.linear import MAX_ROWS
 from pilotfish.kernels.cuda.mma import FORMATS
-from pilotfish.kernels.cuda.moe_kernels import combine_kernel, experts_kernel, groups_kernel, list_kernel
+from pilotfish.kernels.cuda.moe_kernels import (
+    combine_kernel,
+    experts_kernel,
+    groups_kernel,
+    list_groups_kernel,
+    list_kernel,
+    listed_kernel,
+)
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 
 FAST_ROWS = 8
 """The number of rows up to which programs find theirs by themselves: beyond, a second tile of rows would cost more than
 lists do."""
+ONE_LIST_PAIRS = 512
+"""Up to so many pairs of row and rank one launch lists rows and items: each of its programs counts all of them."""
+WAVES = 2
+"""How often listed_kernel has the programs that there is room for. They take units of work in turn; the hardware starts
+those of the second wave where others end first, which turns alone cannot: with combine 32 rows took 89.6 us in place of
+93.7, 64 rows 126.8 in place of 128.2 (docs/measurements.md)."""
+REGISTERS = {Format.NVFP4: (72, 104), Format.FP8: (128, 168), Format.BF16: (136, 176)}
+NOT_HELD = (88, 128)
+"""Of a thread of listed_kernel at most, of one tile of rows and of two; NVFP4 where it is not held to them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +65,7 @@ class ExpertScratch:
     """What a layer writes between its launches, for up to `rows` rows; layers of one model may share it.
 
     inner bf16 [rows, k + 1, I]; out bf16 [rows, k + 1, H], rank k the shared expert's; lists int32, for more than
-    FAST_ROWS rows: for each of E experts the number of its rows, then its (row, rank); then the items of the launches.
+    FAST_ROWS rows: for each of E experts the number of its rows, then its (row, rank); then how many items, and these.
     """
 
     inner: torch.Tensor
@@ -60,7 +77,7 @@ class ExpertScratch:
         """num_experts, width: the largest of any layer, of the routed experts and the shared one."""
         inner = torch.empty((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
         out = torch.empty((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
-        listed = num_experts * (rows + 2) + rows * top_k // 8 if rows > FAST_ROWS else 1
+        listed = num_experts * (rows + 2) + rows * top_k // 8 + 1 if rows > FAST_ROWS else 1
         return ExpertScratch(inner, out, torch.empty(listed, dtype=torch.int32, device=device))
 
     @property
@@ -184,52 +201,68 @@ class GroupedExperts:
         tiles = part.num_tiles // group.num_experts
         shape = choose_shape(part.format, tiles, part.num_units, num_rows)
         routed, lists = group is self.groups[0], num_rows > FAST_ROWS
-        listed = _num_items(num_rows, self.top_k, self.num_experts) if lists else num_rows * self.top_k
-        num_routed = listed if routed else 0
-        shared = group is self.groups[-1]
-        grid = (
-            -(-tiles // shape.tiles),
-            num_routed + (-(-num_rows // (8 * shape.row_tiles)) if shared else 0),
-        )
+        num_routed = 0
+        if routed:
+            num_routed = _num_items(num_rows, self.top_k, self.num_experts) if lists else num_rows * self.top_k
+        num_shared = -(-num_rows // (8 * shape.row_tiles)) if group is self.groups[-1] else 0
+        grid = (-(-tiles // shape.tiles), num_routed + num_shared)
         source, target = (scratch.inner, scratch.out) if down else (x, scratch.inner)
-        experts_kernel[grid](
+        weights = (
             part.data.view(torch.int32),
             part.number if part.block_scale is None else part.block_scale,
             part.place,
             part.number,
+        )
+        strides = (source.shape[-1] // 8, target.shape[-1])
+        constants: dict[str, Any] = {
+            "NUM_EXPERTS": self.num_experts,
+            "TILES": tiles,
+            "K": group.width if down else self.hidden,
+            "UNITS": part.num_units,
+            "MT": shape.tiles,
+            "FORMAT": FORMATS[part.format],
+            "BLOCKS": part.block_scale is not None,
+            "DIVIDES": part.divides,
+            "ROW_NUMBERS": part.number.shape[1] > 1,
+            "SPAN": 1 if down else 2,
+            "DOWN": down,
+            "ROUTED": routed,
+            "TOP_K": self.top_k,
+            "STAGES": shape.stages,
+            "X_AHEAD": shape.x_ahead,
+            "PINNED": shape.pinned,
+            "PDL": pdl,
+            "num_warps": shape.warps,
+            # variants for more rows are compiled apart, and round alike
+            "enable_fp_fusion": False,
+            "launch_pdl": pdl,
+        }
+        if lists:
+            listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape, down)),)](
+                *weights,
+                source.view(torch.int32),
+                scratch.lists,
+                target,
+                num_rows,
+                num_routed,
+                num_shared,
+                *strides,
+                NT=shape.row_tiles,
+                **constants,
+                maxnreg=most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None,
+            )
+            return
+        experts_kernel[grid](
+            *weights,
             source.view(torch.int32),
             ids,
-            scratch.lists,
             target,
             num_rows,
             num_routed,
-            source.shape[-1] // 8,
-            target.shape[-1],
-            NUM_EXPERTS=self.num_experts,
-            TILES=tiles,
-            K=group.width if down else self.hidden,
-            UNITS=part.num_units,
-            MT=shape.tiles,
-            NT=shape.row_tiles,
-            FORMAT=FORMATS[part.format],
-            BLOCKS=part.block_scale is not None,
-            DIVIDES=part.divides,
-            ROW_NUMBERS=part.number.shape[1] > 1,
-            SPAN=1 if down else 2,
-            DOWN=down,
-            ROUTED=routed,
-            LISTS=lists,
+            *strides,
             ONE_ROW=num_rows == 1,
-            TOP_K=self.top_k,
             TOP=triton.next_power_of_2(self.top_k),
-            STAGES=shape.stages,
-            X_AHEAD=shape.x_ahead,
-            PINNED=shape.pinned,
-            PDL=pdl,
-            num_warps=shape.warps,
-            # variants for more rows are compiled apart, and round alike
-            enable_fp_fusion=False,
-            launch_pdl=pdl,
+            **constants,
         )
 
 
@@ -237,6 +270,23 @@ def row_tiles(num_rows: int) -> int:
     """Rows of x that one program multiplies, in units of 8: with 64 rows an expert of many is chosen by two or
     three."""
     return 2 if num_rows > 64 else 1
+
+
+def is_held(format: Format, shape: LaunchShape, down: bool) -> bool:
+    """Whether listed_kernel is held to its REGISTERS: the assembler takes more of NVFP4. Not down by four warps: it
+    would spill."""
+    return format is Format.NVFP4 and not (down and shape.warps == 4)
+
+
+def most_registers(format: Format, shape: LaunchShape, down: bool) -> int:
+    """Of a thread of listed_kernel."""
+    held = format is not Format.NVFP4 or is_held(format, shape, down)
+    return (REGISTERS[format] if held else NOT_HELD)[shape.row_tiles - 1]
+
+
+def num_programs(format: Format, shape: LaunchShape, down: bool) -> int:
+    """The programs of listed_kernel at most: WAVES times what an H200 has room for; registers come by the 8."""
+    return WAVES * SM_COUNT * (65536 // (most_registers(format, shape, down) * 32 * shape.warps))
 
 
 def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
@@ -247,10 +297,28 @@ def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
 
 def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: bool = False) -> None:
     """lists int32, flat: [E, R + 1], the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank; then
-    items, some rows of an expert each (row_tiles): (expert * 32 + which of them) * 32 + their number; 0 past them."""
+    how many items there are, some rows of an expert each (row_tiles), and the items: (expert * 32 + which of them) * 32
+    + their number; 0 past them. One launch up to ONE_LIST_PAIRS, else two; the same lists."""
     num_rows, top_k = ids.shape
     num_items = _num_items(num_rows, top_k, num_experts)
-    assert lists.numel() >= num_experts * (num_rows + 1) + num_items, lists.shape
+    assert lists.numel() >= num_experts * (num_rows + 1) + 1 + num_items, lists.shape
+    group = 8 * row_tiles(num_rows)
+    if ids.numel() <= ONE_LIST_PAIRS:
+        list_groups_kernel[(num_experts,)](
+            ids,
+            lists,
+            ids.numel(),
+            num_experts,
+            num_items,
+            TOP_K=top_k,
+            GROUP=group,
+            BLOCK=triton.next_power_of_2(ids.numel()),
+            BLOCK_E=max(32, triton.next_power_of_2(num_experts)),
+            GROUPS=triton.next_power_of_2(-(-num_rows // group)),
+            PDL=pdl,
+            launch_pdl=pdl,
+        )
+        return
     list_kernel[(num_experts,)](
         ids,
         lists,
@@ -265,7 +333,7 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
         num_rows,
         num_experts,
         num_items,
-        GROUP=8 * row_tiles(num_rows),
+        GROUP=group,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK=triton.next_power_of_2(num_items),
         PDL=pdl,

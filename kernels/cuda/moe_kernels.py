@@ -44,7 +44,7 @@ def groups_kernel(
     PDL: tl.constexpr,
 ):
     """Lists GROUP rows at a time of each expert, as (expert * 32 + which) * 32 + their number, after the experts' own
-    lists; 0 past them."""
+    lists and the number of what it lists; 0 past them."""
     expert = tl.arange(0, BLOCK_E)
     item = tl.arange(0, BLOCK)
     if PDL:
@@ -53,11 +53,55 @@ def groups_kernel(
     rows = tl.load(lists + expert * (num_rows + 1), expert < num_experts, other=0)
     groups = (rows + GROUP - 1) // GROUP
     start = tl.cumsum(groups, 0) - groups
-    items = lists + num_experts * (num_rows + 1)
+    items = lists + num_experts * (num_rows + 1) + 1
+    tl.store(items - 1, tl.sum(groups, 0))
     tl.store(items + item, 0, (item >= tl.sum(groups, 0)) & (item < num_items))
     for group in range(0, (num_rows + GROUP - 1) // GROUP):
         number = tl.minimum(rows - group * GROUP, GROUP)
         tl.store(items + start + group, (expert * 32 + group) * 32 + number, group < groups)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_items"])
+def list_groups_kernel(
+    ids,
+    lists,
+    num_pairs,
+    num_experts,
+    num_items,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """list_kernel and groups_kernel in one: program e counts the pairs of all experts, and so knows where its own items
+    stand. GROUPS: the most that an expert has."""
+    expert = tl.program_id(0)
+    num_rows = num_pairs // TOP_K
+    own = lists + expert.to(tl.int64) * (num_rows + 1)
+    items = lists + num_experts.to(tl.int64) * (num_rows + 1) + 1
+    pair = tl.arange(0, BLOCK)
+    other = tl.arange(0, BLOCK_E)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    choice = tl.load(ids + pair, pair < num_pairs, other=-1)
+    chosen = (choice == expert).to(tl.int32)
+    # a choice of no expert is counted nowhere
+    groups = (tl.histogram(tl.maximum(choice, 0), BLOCK_E, mask=choice >= 0) + (GROUP - 1)) // GROUP
+    tl.store(own + tl.cumsum(chosen, 0), pair + pair // TOP_K, chosen == 1)
+    count = tl.sum(chosen, 0)
+    tl.store(own, count)
+    start = tl.sum(tl.where(other < expert, groups, 0), 0)
+    group = tl.arange(0, GROUPS)
+    number = tl.minimum(count - group * GROUP, GROUP)
+    tl.store(items + start + group, (expert * 32 + group) * 32 + number, number > 0)
+    if expert == 0:
+        total = tl.sum(groups, 0)
+        tl.store(items - 1, total)
+        for first in range(0, num_items, BLOCK):
+            tl.store(items + first + pair, 0, (first + pair >= total) & (first + pair < num_items))
 
 
 @gluon.jit
@@ -71,29 +115,13 @@ def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr, CACHE: gl.cons
 
 
 @gluon.jit
-def _columns(
-    ranks,
-    own_list,
-    index,
-    first,
-    count,
-    is_shared,
-    LISTS: gl.constexpr,
-    ONE_ROW: gl.constexpr,
-    TOP_K: gl.constexpr,
-    CACHE: gl.constexpr,
-):
+def _columns(ranks, index, own_rank, ONE_ROW: gl.constexpr, TOP_K: gl.constexpr):
     """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there.
 
-    index: a column's number within those of the program; of one row `first` is its rank.
+    index: a column's row; of one row the rank is own_rank.
     """
     if ONE_ROW:
-        return index * 0 + first, index == 0
-    elif LISTS:
-        column = first + index
-        there = column < count
-        pair = gl.load(own_list + column, mask=there & (is_shared == 0), other=0, cache_modifier=CACHE)
-        return gl.where(is_shared, column * (TOP_K + 1) + TOP_K, pair), there
+        return index * 0 + own_rank, index == 0
     else:
         rank = gl.gather(ranks, index, 0)
         return index * (TOP_K + 1) + rank, rank >= 0
@@ -107,7 +135,6 @@ def experts_kernel(
     number,
     x,
     ids,
-    lists,
     out,
     num_rows,
     num_routed,
@@ -118,7 +145,6 @@ def experts_kernel(
     K: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
-    NT: gl.constexpr,
     FORMAT: gl.constexpr,
     BLOCKS: gl.constexpr,
     DIVIDES: gl.constexpr,
@@ -126,7 +152,6 @@ def experts_kernel(
     SPAN: gl.constexpr,
     DOWN: gl.constexpr,
     ROUTED: gl.constexpr,
-    LISTS: gl.constexpr,
     ONE_ROW: gl.constexpr,
     TOP_K: gl.constexpr,
     TOP: gl.constexpr,
@@ -135,7 +160,7 @@ def experts_kernel(
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (i, p): tiles i MT ... of the expert of pair p, all rows; with LISTS of item p, 8 NT rows of an expert.
+    """Program (i, p): tiles i MT ... of the expert of pair p, all rows, of which there are up to 8.
     The programs after those are the shared expert's.
 
     x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...]. x_stride is in 16 bytes.
@@ -152,43 +177,24 @@ def experts_kernel(
             gdc_wait()
         gdc_launch_dependents()
     p = gl.program_id(1)
-    first = 0
     expert = 0
-    count = num_rows
     is_shared = p >= num_routed
-    own_list = lists
     lanes: gl.constexpr = min(TOP, 32)
     # gate_up's warps have all pairs each, and need not wait for each other before they ask for weights; of down, which
     # asks L2, they have some each
-    rows_a_lane: gl.constexpr = 1 if DOWN else max(1, NT * 8 * lanes // 32)
+    rows_a_lane: gl.constexpr = 1 if DOWN else max(1, 8 * lanes // 32)
     pairs: gl.constexpr = gl.BlockedLayout([rows_a_lane, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
-    row = gl.arange(0, NT * 8, gl.SliceLayout(1, pairs))
+    row = gl.arange(0, 8, gl.SliceLayout(1, pairs))
     ranks = row * 0 - 1
-    if LISTS:
-        first = (p - num_routed) * (NT * 8)
+    first_pair = p
     if ROUTED:
-        if LISTS:
-            if is_shared:
-                expert = NUM_EXPERTS
-            else:
-                item = gl.load(lists + NUM_EXPERTS * (num_rows + 1) + p, cache_modifier=cache)
-                expert = item // 1024
-                first = item // 32 % 32 * (NT * 8)
-                count = first + item % 32
-            own_list += expert * (num_rows + 1) + 1
-        else:
-            expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=cache)
-            if not ONE_ROW:
-                rank = gl.arange(0, TOP, gl.SliceLayout(0, pairs))
-                ranks, first_pair = _ranks(ids, expert, num_rows, row, rank, TOP_K, cache)
-                if not is_shared and first_pair < p:
-                    count = 0
-            if is_shared:
-                expert = NUM_EXPERTS
-    if ONE_ROW:
-        # its experts all differ
-        first = p if ROUTED else p + TOP_K
-    elif first >= count:
+        expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=cache)
+        if not ONE_ROW:
+            rank = gl.arange(0, TOP, gl.SliceLayout(0, pairs))
+            ranks, first_pair = _ranks(ids, expert, num_rows, row, rank, TOP_K, cache)
+        if is_shared:
+            expert = NUM_EXPERTS
+    if not is_shared and first_pair < p:
         return
     index = gl.arange(0, 128, flat)
     feature = (index % 32) // 4 + (index // 32) % 2 * 8
@@ -205,36 +211,29 @@ def experts_kernel(
             columns = columns + (gl.load(place + tile * 2),)
             counts = counts + (gl.load(place + tile * 2 + 1),)
     stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False)
-    if not LISTS and not ONE_ROW:
+    if not ONE_ROW:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
-    offsets = ()
-    masks = ()
-    targets = ()
-    stored = ()
-    for n in gl.static_range(NT):
-        pair, there = _columns(ranks, own_list, n * 8 + g, first, count, is_shared, LISTS, ONE_ROW, TOP_K, cache)
-        source = pair if DOWN else pair // (TOP_K + 1)
-        offsets = offsets + (source * x_stride * 4,)
-        masks = masks + (there,)
-        stored_index = n * 8 + (index % 4) * 2 + index // 64
-        pair, there = _columns(ranks, own_list, stored_index, first, count, is_shared, LISTS, ONE_ROW, TOP_K, cache)
-        targets = targets + (pair.to(gl.int64) * out_stride,)
-        stored = stored + (there,)
+    # its experts all differ
+    own_rank = p if ROUTED else p + TOP_K
+    pair, read = _columns(ranks, g, own_rank, ONE_ROW, TOP_K)
+    source = pair if DOWN else pair // (TOP_K + 1)
+    pair, stored = _columns(ranks, (index % 4) * 2 + index // 64, own_rank, ONE_ROW, TOP_K)
+    target = pair.to(gl.int64) * out_stride
     totals = products(
         stages,
         data,
         block_scale,
         x,
-        offsets,
-        masks,
+        (source * x_stride * 4,),
+        (read,),
         tiles,
         0,
         K,
         UNITS,
         UNITS,
         MT,
-        NT,
+        1,
         FORMAT,
         BLOCKS,
         warps,
@@ -247,15 +246,249 @@ def experts_kernel(
     )
     for m in gl.static_range(0, MT, SPAN):
         counted = (feature < counts[m // SPAN]) & (first_tile + m < TILES)
+        value = scaled(over_warps(totals[m::MT], warps, False), factors[m], FORMAT, DIVIDES)
+        if SPAN == 2:
+            up = scaled(over_warps(totals[m + 1 :: MT], warps, False), factors[m + 1], FORMAT, DIVIDES)
+            value = silu(value) * up
+        at = out + target + (columns[m // SPAN] + feature)
+        gl.store(at, value.to(out.dtype.element_ty), mask=counted & stored)
+
+
+@gluon.jit
+def _work(item, unit, num_listed, num_rows, GROUPS: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr):
+    """Of a unit of work, which belongs to `item` unless it is the shared expert's: its expert, its first row of that
+    expert's, how many they are, and whether it is the shared expert's, which is number SHARED."""
+    place = unit // GROUPS - num_listed
+    is_shared = place >= 0
+    expert = gl.where(is_shared, SHARED, item // 1024)
+    first = gl.where(is_shared, place, item // 32 % 32) * ROWS
+    return expert, first, gl.where(is_shared, gl.minimum(num_rows - first, ROWS), item % 32), is_shared
+
+
+@gluon.jit
+def _tiles(expert, unit, GROUPS: gl.constexpr, TILES: gl.constexpr, MT: gl.constexpr):
+    """The tiles of a unit of work; beyond an expert's last one, that."""
+    tiles = ()
+    for m in gl.static_range(MT):
+        tiles = tiles + (expert * TILES + gl.minimum(unit % GROUPS * MT + m, TILES - 1),)
+    return tiles
+
+
+@gluon.jit
+def _pairs(lists, expert, first, count, is_shared, index, num_rows, TOP_K: gl.constexpr, CACHE: gl.constexpr):
+    """Which (row, rank) the rows of a unit of work are, as row * (k + 1) + rank; index: numbers among them."""
+    own_list = lists + expert * (num_rows + 1) + 1
+    pair = gl.load(own_list + first + index, mask=(index < count) & (is_shared == 0), other=0, cache_modifier=CACHE)
+    return gl.where(is_shared, (first + index) * (TOP_K + 1) + TOP_K, pair)
+
+
+@gluon.jit
+def _ahead(
+    data,
+    block_scale,
+    lists,
+    item,
+    unit,
+    num_listed,
+    num_rows,
+    index,
+    stored_index,
+    SHARED: gl.constexpr,
+    TILES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    CACHE: gl.constexpr,
+):
+    """What a unit of work begins with: its first weights, and which (row, rank) its rows are, to be read and stored."""
+    warps: gl.constexpr = gl.num_warps()
+    expert, first, count, is_shared = _work(item, unit, num_listed, num_rows, GROUPS, SHARED, NT * 8)
+    tiles = _tiles(expert, unit, GROUPS, TILES, MT)
+    stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False)
+    sources = ()
+    targets = ()
+    for n in gl.static_range(NT):
+        read = n * 8 + index
+        sources = sources + (_pairs(lists, expert, first, count, is_shared, read, num_rows, TOP_K, CACHE),)
+        stored = n * 8 + stored_index
+        targets = targets + (_pairs(lists, expert, first, count, is_shared, stored, num_rows, TOP_K, CACHE),)
+    return stages, sources, targets
+
+
+@gluon.jit(do_not_specialize=["num_rows", "most_listed", "num_shared"])
+def listed_kernel(
+    data,
+    block_scale,
+    place,
+    number,
+    x,
+    lists,
+    out,
+    num_rows,
+    most_listed,
+    num_shared,
+    x_stride,
+    out_stride,
+    NUM_EXPERTS: gl.constexpr,
+    TILES: gl.constexpr,
+    K: gl.constexpr,
+    UNITS: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    ROW_NUMBERS: gl.constexpr,
+    SPAN: gl.constexpr,
+    DOWN: gl.constexpr,
+    ROUTED: gl.constexpr,
+    TOP_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    X_AHEAD: gl.constexpr,
+    PINNED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """experts_kernel for rows that are listed: each program has some units of work, one after the other: MT tiles of an
+    expert and 8 NT of its rows. The tiles of one item (list_experts) are next to each
+    other; the shared expert's come after those of all items.
+
+    most_listed: so many items may be listed; num_shared: how many more the shared expert has.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    groups: gl.constexpr = (TILES + MT - 1) // MT
+    shared: gl.constexpr = NUM_EXPERTS if ROUTED else 0
+    # as in experts_kernel
+    cache: gl.constexpr = ".cg" if DOWN else ""
+    if PDL:
+        # down may read lists before its own wait: gate_up waited for them before it let down start
+        if not DOWN:
+            gdc_wait()
+        gdc_launch_dependents()
+    items = lists + NUM_EXPERTS * (num_rows + 1)
+    begin = gl.program_id(0)
+    programs = gl.num_programs(0)
+    num_listed = 0
+    item = 0
+    if ROUTED:
+        num_listed = gl.load(items, cache_modifier=cache)
+        item = gl.load(items + 1 + gl.minimum(begin // groups, most_listed - 1), cache_modifier=cache)
+    num_units = (num_listed + num_shared) * groups
+    if begin >= num_units:
+        return
+    feature_index = gl.arange(0, 128, flat)
+    feature = (feature_index % 32) // 4 + (feature_index // 32) % 2 * 8
+    g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
+    stored_index = (feature_index % 4) * 2 + feature_index // 64
+    stages, sources, targets = _ahead(
+        data,
+        block_scale,
+        lists,
+        item,
+        begin,
+        num_listed,
+        num_rows,
+        g,
+        stored_index,
+        shared,
+        TILES,
+        groups,
+        UNITS,
+        MT,
+        NT,
+        FORMAT,
+        BLOCKS,
+        TOP_K,
+        STAGES,
+        cache,
+    )
+    if PDL and DOWN:
+        gdc_wait()
+    for unit in range(begin, num_units, programs):
+        expert, _, count, _ = _work(item, unit, num_listed, num_rows, groups, shared, NT * 8)
+        tiles = _tiles(expert, unit, groups, TILES, MT)
+        offsets = ()
+        masks = ()
         for n in gl.static_range(NT):
-            value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps, False), factors[m], FORMAT, DIVIDES)
-            if SPAN == 2:
-                up = scaled(
-                    over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, False), factors[m + 1], FORMAT, DIVIDES
-                )
-                value = silu(value) * up
-            target = out + targets[n] + (columns[m // SPAN] + feature)
-            gl.store(target, value.to(out.dtype.element_ty), mask=counted & stored[n])
+            source = sources[n] if DOWN else sources[n] // (TOP_K + 1)
+            offsets = offsets + (source * x_stride * 4,)
+            masks = masks + (n * 8 + g < count,)
+        factors = ()
+        columns = ()
+        counts = ()
+        for m in gl.static_range(MT):
+            factors = factors + (load_factor(number, tiles[m], feature, ROW_NUMBERS),)
+            if m % SPAN == 0:
+                columns = columns + (gl.load(place + tiles[m] * 2),)
+                counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
+        totals = products(
+            stages,
+            data,
+            block_scale,
+            x,
+            offsets,
+            masks,
+            tiles,
+            0,
+            K,
+            UNITS,
+            UNITS,
+            MT,
+            NT,
+            FORMAT,
+            BLOCKS,
+            warps,
+            warps,
+            STAGES,
+            False,
+            X_AHEAD,
+            PINNED,
+            False,
+        )
+        following = unit + programs
+        if ROUTED:
+            # before the sums over warps, which take as long as it does; any earlier it would be a register too many
+            item = gl.load(items + 1 + gl.minimum(following // groups, most_listed - 1), cache_modifier=cache)
+        for m in gl.static_range(0, MT, SPAN):
+            counted = (feature < counts[m // SPAN]) & (unit % groups * MT + m < TILES)
+            for n in gl.static_range(NT):
+                value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps, False), factors[m], FORMAT, DIVIDES)
+                if SPAN == 2:
+                    up = scaled(
+                        over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, False), factors[m + 1], FORMAT, DIVIDES
+                    )
+                    value = silu(value) * up
+                target = out + targets[n].to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
+                gl.store(target, value.to(out.dtype.element_ty), mask=counted & (n * 8 + stored_index < count))
+        if following < num_units:
+            stages, sources, targets = _ahead(
+                data,
+                block_scale,
+                lists,
+                item,
+                following,
+                num_listed,
+                num_rows,
+                g,
+                stored_index,
+                shared,
+                TILES,
+                groups,
+                UNITS,
+                MT,
+                NT,
+                FORMAT,
+                BLOCKS,
+                TOP_K,
+                STAGES,
+                cache,
+            )
 
 
 @triton.jit

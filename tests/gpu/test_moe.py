@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pilotfish.kernels.cuda import moe
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine
 from tests.support.kernel_references import combine_reference, expert_rows_reference
 from tests.unit.kernels.cuda.test_experts import expert
@@ -92,8 +93,32 @@ def test_rows_that_all_choose_the_same_experts():
     assert same_bits(run(packed, many, same), alone.repeat(3, 1, 1))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 16, 40])
-def test_a_chain_of_dependent_launches_gives_the_same_bits(rows):
+@pytest.mark.parametrize(("kind", "shared_kind", "width"), [("nvfp4", None, 96), ("fp8 channel", "bf16", 160)])
+@pytest.mark.parametrize("rows", [9, 40, 100])
+def test_bits_depend_on_no_number_of_programs(monkeypatch, kind, shared_kind, width, rows):
+    """So few that each has many units of work; as many as there is room for have one here."""
+    packed, (x, ids) = make(kind, shared_kind, width), inputs(rows)
+    want = run(packed, x, ids)
+    for programs in (1, 7, 150):
+        monkeypatch.setattr(moe, "num_programs", lambda *shape, most=programs: most)
+        assert same_bits(run(packed, x, ids, pdl=programs != 7), want), programs
+
+
+@pytest.mark.parametrize("rows", [9, 40, 64, 128])
+def test_one_launch_lists_what_two_do(monkeypatch, rows):
+    _, ids = inputs(rows)
+    lists = [torch.full((E * (rows + 2) + rows * TOP_K // 8 + 1,), -7, dtype=torch.int32).cuda() for _ in range(2)]
+    assert ids.numel() <= moe.ONE_LIST_PAIRS
+    moe.list_experts(ids, E, lists[0])
+    monkeypatch.setattr(moe, "ONE_LIST_PAIRS", 0)
+    moe.list_experts(ids, E, lists[1])
+    assert torch.equal(*lists)
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(1, 0), (5, 0), (8, 0), (16, 0), (40, 0), (40, 24), (200, 0)])
+def test_a_chain_of_dependent_launches_gives_the_same_bits(monkeypatch, rows, programs):
+    if programs:
+        monkeypatch.setattr(moe, "num_programs", lambda *shape: programs)
     packed, (x, ids) = make("nvfp4"), inputs(rows)
     scratch = ExpertScratch.make(rows, TOP_K, E, packed.width, H, x.device)
     weights = torch.rand(rows, TOP_K, device="cuda").softmax(-1)

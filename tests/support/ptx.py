@@ -524,6 +524,11 @@ class Program:
         reduced = {"max": value.max(1), "min": value.min(1), "add": value.sum(1)}[op[2]].astype(value.dtype)
         self.put(operands[0], reduced.repeat(32))
 
+    def op_vote(self, op: list[str], operands: list[str]) -> None:
+        assert op[1:3] == ["sync", "ballot"], op
+        bits = self.get(operands[1], "pred").reshape(-1, 32).astype(np.uint32) << np.arange(32, dtype=np.uint32)
+        self.put(operands[0], bits.sum(1).astype(np.uint32).repeat(32))
+
     # memory
 
     def _address(self, operand: str) -> np.ndarray:

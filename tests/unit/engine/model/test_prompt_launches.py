@@ -31,7 +31,7 @@ MLP = ["_add_norm_kernel", "PRODUCT", "_route_kernel", "EXPERTS", "combine_kerne
 FEW = {
     "PRODUCT": ["_rows_kernel"],
     "IN_PROJ": ["_rows_kernel"],
-    "EXPERTS": ["list_kernel", "groups_kernel", *["experts_kernel"] * 2],
+    "EXPERTS": ["list_groups_kernel", *["listed_kernel"] * 2],
 }
 MANY = {
     "PRODUCT": ["_expand_kernel"],

@@ -80,6 +80,10 @@ def waits_of(kernel):
 def test_the_demo_model_s_round(launched):
     names = {kernel.metadata.name for kernel in launched}
     assert names >= LAUNCHES, LAUNCHES - names
+    # experts of the second round's 24 rows, and of the drafts' few
+    assert names >= {"list_groups_kernel", "listed_kernel"}
+    order = [kernel.metadata.name for kernel in launched]
+    assert all(order[at + 1 : at + 3] == ["listed_kernel"] * 2 for at, n in enumerate(order) if n.startswith("list_"))
     assert any("plain_data" in argument_names(kernel) for kernel in launched)
     # twice the launches of eight layers, the head three times, lm_head four times
     assert len(launched) > 200
@@ -112,7 +116,7 @@ def test_no_kernel_touches_what_another_writes_before_it_has_waited(launched):
     for kernel in {kernel.hash: kernel for kernel in launched}.values():
         name, waits, code = kernel.metadata.name, waits_of(kernel), Code(kernel)
         # gate_up waits for the router before down may start: so down may read what the router wrote
-        down = name == "experts_kernel" and waits.triggers_early
+        down = name in ("experts_kernel", "listed_kernel") and waits.triggers_early
         allowed = EARLY | ({"ids", "lists"} if down else set())
         if name in ("_steps_kernel", "_finish_kernel"):
             allowed |= BEFORE | ({"projected"} if name == "_finish_kernel" else set())

@@ -14,10 +14,10 @@ import torch
 from pilotfish.kernels.cuda import launch_shapes, linear, moe
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts
+from pilotfish.kernels.cuda.moe import ExpertGroup, ExpertScratch, ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.swiglu import silu_product
-from tests.support.check_products import empty
+from tests.support.check_products import EXPERTS, empty
 from tests.support.compiled import Code, compiling
 from tests.unit.kernels.cuda.test_packing import nvfp4, weights
 
@@ -74,7 +74,7 @@ def test_experts_load_wide_and_early(rows):
     scratch = ExpertScratch.make(rows, 1, 1, packed.width, 2048, torch.device("cpu"))
     with compiling() as kernels:
         packed.rows(torch.zeros(rows, 2048).bfloat16(), torch.zeros(rows, 1, dtype=torch.int32), scratch, True)
-    assert len(kernels) == (2 if rows <= 8 else 4)
+    assert len(kernels) == (2 if rows <= 8 else 3)
     parts = (packed.groups[0].gate_up, packed.groups[0].down)
     gate_up, down = codes = [Code(kernel) for kernel in kernels[-2:]]
     for code, part in zip(codes, parts, strict=True):
@@ -91,6 +91,32 @@ def test_experts_load_wide_and_early(rows):
         # half of down's weights before the wait, all of x before the first product
         assert down.loads["LDG.E.EF.128"] == 2 * down.before("LDG.E.EF.128", "ACQBULK") == 8
         assert down.before("LDG.E.128", "HMMA") == down.loads["LDG.E.128"] == 8
+
+
+@pytest.mark.parametrize(
+    ("format", "model", "rows", "programs"),
+    [
+        (Format.NVFP4, "35B-A3B", 16, (7, 14)),
+        (Format.NVFP4, "35B-A3B", 128, (4, 9)),
+        (Format.NVFP4, "122B-A10B", 32, (7, 5)),
+        (Format.FP8, "35B-A3B", 16, (4, 8)),
+    ],
+)
+def test_so_many_programs_of_listed_experts_are_there_as_there_is_room_for(format, model, rows, programs):
+    """The first of moe.WAVES is all there at once, the number of programs being a multiple of it; nothing spills."""
+    hidden, width = EXPERTS[model]
+    group = ExpertGroup(empty(format, 6 * width, hidden), empty(format, 3 * hidden, width), 3, width)
+    scratch = ExpertScratch.make(rows, 1, 2, width, hidden, torch.device("meta"))
+    x, ids = torch.empty((rows, hidden), dtype=torch.bfloat16, device="meta"), scratch.lists[:rows, None]
+    with compiling() as kernels:
+        GroupedExperts.of([group], 1, 2, hidden).rows(x, ids, scratch, True)
+    for kernel, part, down, most in zip(
+        kernels[-2:], (group.gate_up, group.down), (False, True), programs, strict=True
+    ):
+        code, shape = Code(kernel), moe.choose_shape(format, part.num_tiles // 3, part.num_units, rows)
+        assert code.stack == code.count("LDL") == code.count("STL") == 0
+        assert moe.num_programs(format, shape, down) == moe.WAVES * launch_shapes.SM_COUNT * most
+        assert 65536 // (-(-code.registers // 8) * 8 * 32 * shape.warps) >= most
 
 
 @pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (4096, 10)])

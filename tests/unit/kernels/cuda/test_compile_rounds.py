@@ -59,12 +59,12 @@ MODELS = {
 DEPTHS, SEQUENCES = (0, 1, 3, 8), (1, 4, 5, 16)
 LENGTHS = (200, 600, 4080)
 """Page tables of 1, 3 and 16 pages: for Triton one, no and a multiple of 16."""
-PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel")
+PRODUCTS = ("linear._rows_kernel", "moe_kernels.experts_kernel", "moe_kernels.listed_kernel")
 """Compiled anew for more rows, see Found.add_rows. A row is a column of mma, its sum is over the same units in the same
 order, by instructions that are written out, and nothing is contracted: test_run_products.py has their bits."""
 STEPS = (1, 4, 8, FAST_ROWS, 32, 64, 256)
 """Rows up to which they are the same ones."""
-LISTS = ("moe_kernels.list_kernel", "moe_kernels.groups_kernel")
+LISTS = ("moe_kernels.list_groups_kernel", "moe_kernels.list_kernel", "moe_kernels.groups_kernel")
 """Launched for more than 8 rows alone."""
 INTEGERS = (*LISTS, "commit._accept_commit_kernel", "lookup._look_up_kernel")
 """May be several: they compute integers alone, whose sums have one value in any order."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product as combinations
+from typing import Any
 
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import launch_shapes, linear, norm
+from pilotfish.kernels.cuda import launch_shapes, linear, moe, norm
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
@@ -278,6 +279,48 @@ def test_experts_and_bits_of_rows_alone():
     others = torch.full_like(x[:11], NAN)
     others[6] = x[6]
     assert same_bits(run_experts(packed, others, ids[:11].contiguous(), False)[6], few[6])
+
+
+def of_so_many_programs(monkeypatch: pytest.MonkeyPatch, programs: int, *operands: Any) -> torch.Tensor:
+    monkeypatch.setattr(moe, "num_programs", lambda *shape: programs)
+    return run_experts(*operands)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared_kind", "shared_width", "rows"),
+    [("nvfp4", "nvfp4", WIDTH, 20), ("fp8 channel", "modelopt", 80, 11), ("nvfp4", "bf16", WIDTH, 66)],
+)
+def test_bits_depend_on_no_number_of_programs(monkeypatch, kind, shared_kind, shared_width, rows):
+    """Of listed rows programs have units of work in turn: one each, or several."""
+    packed, (x, ids) = make_experts(kind, shared_kind, shared_width), choose(rows)
+    want = run_experts(packed, x, ids)
+    assert same_bits(want[:1], run_experts(packed, x[:1].contiguous(), ids[:1].contiguous()))
+    others = torch.full_like(x, NAN)
+    others[rows - 9 :] = x[rows - 9 :]
+    got = of_so_many_programs(monkeypatch, 7, packed, others, ids)
+    assert same_bits(got[rows - 9 :], want[rows - 9 :])
+
+
+def test_an_expert_that_all_rows_choose(monkeypatch):
+    packed, (x, ids) = make_experts("nvfp4", "nvfp4", WIDTH), choose(18)
+    ids[:] = torch.tensor([3, 0])
+    alone = [run_experts(packed, x[row : row + 1].contiguous(), ids[:1]) for row in (0, 8, 17)]
+    for programs in (5, 1000):
+        got = of_so_many_programs(monkeypatch, programs, packed, x, ids)
+        assert same_bits(got[[0, 8, 17]], torch.cat(alone))
+
+
+@pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(9, 40, 2), (40, 5, 3), (64, 256, 8), (70, 5, 2)])
+def test_one_launch_lists_what_two_do(monkeypatch, rows, num_experts, top_k):
+    ids = torch.rand(rows, num_experts, generator=torch.Generator().manual_seed(rows)).topk(top_k, -1).indices.int()
+    ids[:, 0] = torch.where((ids == 4).any(1), ids[:, 0], 4)  # one that all rows choose
+    lists = [torch.full((num_experts * (rows + 2) + rows * top_k // 8 + 1,), -7, dtype=torch.int32) for _ in range(2)]
+    with running() as names:
+        moe.list_experts(ids, num_experts, lists[0], True)
+        monkeypatch.setattr(moe, "ONE_LIST_PAIRS", 0)
+        moe.list_experts(ids, num_experts, lists[1])
+    assert names == ["list_groups_kernel", "list_kernel", "groups_kernel"]
+    assert torch.equal(*lists)
 
 
 def test_a_shared_expert_of_another_kind_and_width():
