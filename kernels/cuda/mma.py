@@ -301,7 +301,11 @@ def _copy_step(
     WARPS: gl.constexpr,
     APART: gl.constexpr,
 ):
-    """Asks for a unit of each of MT tiles, to a stage of the ring; the warps' units are APART."""
+    """Asks for a unit of each of MT tiles, to a stage of the ring; the warps' units are APART.
+
+    A stage may be copied to as soon as its products are written down: a thread's read of shared memory goes before its
+    later copy, which writes when device memory has answered.
+    """
     words: gl.constexpr = unit_words(FORMAT)
     loads: gl.constexpr = _code_loads(FORMAT)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])

@@ -117,6 +117,10 @@ def bench_legs() -> list[Leg]:
         _bench("prompt-long", f"{moe} --k 0,3 --batch 1 --context 8192 --tokens 32 --profile"),
         _bench("prefill", "-m tests.bench.bench_kernels_state --prefill"),
         _bench("prefill-experts", "tests/bench/bench_kernels_prefill.py"),
+        _bench("prefill-products", "tests/bench/bench_kernels_bulk.py"),
+        _bench("layer", "tests/bench/bench_kernels_layer.py"),
+        _bench("prompts-35B", f"tests/bench/bench_prompts.py Qwen3.6-35B-A3B {DUMMY}"),
+        _bench("prompts-27B", f"tests/bench/bench_prompts.py Qwen3.6-27B {DUMMY}"),
         _bench(
             "linear-tune",
             "tests/bench/bench_kernels_linear.py --tune --keep-bits --no-experts --formats NVFP4 --rows 1,16 "

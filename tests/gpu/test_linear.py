@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -103,6 +105,25 @@ def test_bits_depend_on_no_launch_shape_but_the_shares(kind):
                 shape = LaunchShape(chosen.warps, tiles, row_tiles, min(stages, steps), ahead)
                 linear.launch(part, x, out, shape, False, False)
                 assert same_bits(out, want), shape
+
+
+@pytest.mark.parametrize(
+    ("heights", "columns", "swiglu", "segments"), [((2304, 2304), 5120, True, 0), ((4352,), 9216, False, 8)]
+)
+def test_units_on_their_way_to_shared_memory_change_no_bit(heights, columns, swiglu, segments):
+    """Launched again and again, the next one's copies beside the products of the one before."""
+    product = PackedLinear([on_gpu(nvfp4(height, columns)) for height in heights], swiglu, segments)
+    (part,), x = product.ranges, draw(8, columns, scale=1e-2)
+    for rows in (1, 5, 8):
+        shape = choose_shape(part, rows, swiglu, None, segments)
+        assert shape.ring
+        want = torch.empty(rows, product.out_features, device="cuda")
+        linear.launch(part, x, want, replace(shape, stages=1, x_ahead=0, ring=False, registers=0), swiglu, False)
+        assert want.isfinite().all()
+        outs = [torch.empty_like(want) for _ in range(40)]
+        for each in outs:
+            linear.launch(part, x, each, shape, swiglu, True)
+        assert all(same_bits(each, want) for each in outs), rows
 
 
 def test_parts_of_several_formats_and_heights_and_a_wider_output():
