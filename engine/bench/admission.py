@@ -17,6 +17,7 @@ from pilotfish.engine.bench.measure import random_prompts
 from pilotfish.engine.bench.oracle import Oracle
 from pilotfish.engine.cache.grid import Grid
 from pilotfish.engine.check import driver
+from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.loop import EngineLoop
 
@@ -51,9 +52,14 @@ class AdmissionTimes:
         }
 
 
-def stream_tokens(depth: int, length: int, grid: Grid) -> int:
-    """Tokens that outlast the prompt, whatever is accepted."""
-    return (SETTLE + 2 * (STREAMS + grid.num_chunks(length)) + 8) * (depth + 1)
+def stream_tokens(depth: int, context: int, length: int, grid: Grid, config: ModelConfig) -> int:
+    """Tokens that outlast a prompt of `length`, whatever is accepted, and wherever it and the streams' own prompts of
+    `context` pause."""
+    chunks = STREAMS * grid.num_chunks(context) + grid.num_chunks(length)
+    # a chunk may pause after each step (uncaptured, those of PromptPass are layers and what is left before a full
+    # attention), and before what follows; then comes a round of its own
+    rounds_of_chunk = len(config.layer_types) + len(config.full_layers) + 5
+    return (SETTLE + chunks * rounds_of_chunk + 8) * (depth + 1)
 
 
 def measure_admission(loop: EngineLoop, context: int, length: int) -> AdmissionTimes:
@@ -101,7 +107,8 @@ def _read(loop: EngineLoop, prompt: list[int], wait: bool) -> list[float]:
 
 def _beside(loop: EngineLoop, prompt: list[int], streams: list[list[int]]) -> tuple[float, float, float]:
     """The longest gap, the usual one, and the time to the prompt's first token."""
-    num_tokens = stream_tokens(loop.depth, len(prompt), loop.scheduler.grid)
+    grid, config = loop.scheduler.grid, loop.executor.model.config
+    num_tokens = stream_tokens(loop.depth, len(streams[0]), len(prompt), grid, config)
     names = [f"s{number}" for number in range(len(streams))]
     times: dict[str, list[float]] = {name: [] for name in (*names, LONG)}
     driver.submit(loop, dict(zip(names, streams, strict=True)), driver.greedy(num_tokens))

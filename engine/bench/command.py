@@ -173,7 +173,8 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     longest = max(args.context) + max(args.tokens, live)
     pages = reserved_pages(longest, depth) * batch
     if args.admission is not None:
-        stream = min(args.context) + stream_tokens(depth, args.admission, grid)
+        context = min(args.context)
+        stream = context + stream_tokens(depth, context, args.admission, grid, config)
         lengths = [stream] * STREAMS + [args.admission + 2]
         pages = max(pages, sum(reserved_pages(length, depth) for length in lengths))
         longest, batch = max(longest, *lengths), max(batch, len(lengths))

@@ -357,6 +357,14 @@ def test_a_stream_waits_for_a_chunk_and_a_round(depth, ahead, monkeypatch):
     loop.scheduler.check()
 
 
+@pytest.mark.parametrize("depth", (0, 3))
+def test_streams_outlast_prompts_that_pause_after_every_step(depth):
+    loop = admission_loop(depth)
+    loop.pauses_after = 1
+    assert admission.measure_admission(loop, 100, 300).gap > 0
+    loop.scheduler.check()
+
+
 def test_a_scheduler_that_starves_the_streams_shows(monkeypatch):
     loop = admission_loop()
     scheduler, fair = loop.scheduler, loop.scheduler.next_step
