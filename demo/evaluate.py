@@ -17,16 +17,21 @@ import argparse
 import ast
 import json
 import math
+import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from export import load_shipped, load_trained
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, DynamicCache, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as hf
+
+# under PYTHONSAFEPATH, which tests/gpu/legs.py sets, a program's own folder is not there
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from export import load_shipped, load_trained
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "model"

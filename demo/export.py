@@ -10,11 +10,16 @@ are fp32. Shards stay under 16 MiB.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
-from nvfp4 import LEVELS, is_quantised, matrices, quantise
 from safetensors.torch import load_file, save_file
+
+# under PYTHONSAFEPATH, which tests/gpu/legs.py sets, a program's own folder is not there
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from nvfp4 import LEVELS, is_quantised, matrices, quantise
 
 MODEL = Path(__file__).resolve().parent / "model"
 SHARD = 15_500_000  # bytes

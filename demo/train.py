@@ -20,6 +20,7 @@ import argparse
 import inspect
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -27,14 +28,18 @@ from typing import ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from export import CONFIG
-from nvfp4 import is_quantised, round_trip
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as hf
+
+# under PYTHONSAFEPATH, which tests/gpu/legs.py sets, a program's own folder is not there
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from export import CONFIG
+from nvfp4 import is_quantised, round_trip
 
 MODEL = Path(__file__).resolve().parent / "model"
 DEPTH = 3  # head steps in training

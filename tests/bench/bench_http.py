@@ -34,7 +34,8 @@ import aiohttp
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
-sys.path[:0] = [str(SUPPORT), str(ROOT)]
+# the checkout's own folder `pilotfish` holds a part of the package alone: typings come first
+sys.path[:0] = [str(SUPPORT), str(ROOT / "typings"), str(ROOT)]
 
 from byte_model import write_model  # noqa: E402
 from paced_core import RUN, write_pace  # noqa: E402

@@ -189,7 +189,7 @@ def run(leg: Leg, folder: Path, rehearse: bool = False) -> dict[str, Any]:
     with leg.file(folder, "log").open("w+", newline="") as log:
         # a group of its own: what it started ends with it
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         running.add(process)
         try:
@@ -268,7 +268,8 @@ def _end(text: str) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What a leg is started in."""
     paths = [str(ROOT / path) for path in PATHS] + [path for path in [os.environ.get("PYTHONPATH")] if path]
     # the checkout's own folder `pilotfish` holds a part of the package alone: it must not come first
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
