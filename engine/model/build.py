@@ -116,7 +116,7 @@ class Builder:
         if config.tie_word_embeddings:
             embedded, lm_head = self.tied(embedding)
         else:
-            lm_head = self.linear("lm_head")
+            lm_head = self.vocabulary(self.take("lm_head.weight"))
         del embedding  # its rows may be held as lm_head alone
         layers = [self.layer(f"model.layers.{i}", kind == FULL) for i, kind in enumerate(config.layer_types)]
         kv = [self.kv_cache(f"model.layers.{i}.self_attn") for i in config.full_layers]
@@ -130,13 +130,13 @@ class Builder:
 
     def tied(self, embedding: torch.Tensor) -> tuple[Embedding, AnyLinear]:
         """An embedding that is lm_head too, as both."""
-        return embedding, self.product([embedding])
+        return embedding, self.vocabulary(embedding)
 
     def draft_vocabulary(self, lm_head: Weight, draft_ids: Sequence[int]) -> DraftVocabulary:
         """Rows of their own beside the whole matrix: a product reads them in one piece."""
         rows = torch.tensor(draft_ids, device=lm_head.device)
         taken = lm_head[rows] if isinstance(lm_head, torch.Tensor) else lm_head.take_rows(rows)
-        return DraftVocabulary(rows.int().to(self.device), self.product([taken]))
+        return DraftVocabulary(rows.int().to(self.device), self.vocabulary(taken))
 
     def mtp_head(self) -> MtpHead:
         return MtpHead(
@@ -221,6 +221,10 @@ class Builder:
     def product(self, parts: Sequence[Weight], num_segments: int = 0) -> AnyLinear:
         """`num_segments`: of a row-parallel product, 0 for another."""
         return make_linear(parts, self.dtype, self.device, max(1, num_segments))
+
+    def vocabulary(self, lm_head: Weight) -> AnyLinear:
+        """All rows of lm_head, or some: a product of few rows of x, of prompts too."""
+        return self.product([lm_head])
 
     def norm(self, name: str) -> Norm:
         return Norm(self.scale(f"{name}.weight"), self.config.rms_norm_eps, self.dtype)

@@ -50,6 +50,12 @@ class FusedBuilder(Builder):
     def product(self, parts: Sequence[Weight], num_segments: int = 0) -> PackedLinear:
         return self.packed(self.packable(parts), segments=num_segments)
 
+    def vocabulary(self, lm_head: Weight) -> PackedLinear:
+        """Reserves little scratch for it: no prompt expands it, and who does takes what the layers have."""
+        product = PackedLinear(self.packable([lm_head]))
+        self.scratch.reserve(product.least_scratch)
+        return product
+
     def packed(self, parts: Sequence[Weight], swiglu: bool = False, segments: int = 0) -> PackedLinear:
         product = PackedLinear(parts, swiglu, segments)
         self.scratch.reserve(product.scratch_size)
@@ -57,7 +63,7 @@ class FusedBuilder(Builder):
 
     def tied(self, embedding: torch.Tensor) -> tuple[Embedding, PackedLinear]:
         """lm_head's order is the only one that is kept."""
-        packed = self.product([embedding])
+        packed = self.vocabulary(embedding)
         return PackedRows(packed.ranges[0], embedding.shape[1]), packed
 
     def dense_mlp(self, name: str) -> GatedMlp:

@@ -364,7 +364,7 @@ class PackedLinear:
         """bf16 [T, N] for prefill: any T. Rows are contiguous; N that is no multiple of 8 leaves a gap between them. In
         `out` if that is given, contiguous, of such a multiple.
 
-        scratch: bf16, at least `scratch_size` numbers; overwritten: by as many tiles at a time as it holds.
+        scratch: bf16, at least `least_scratch` numbers; overwritten: by as many tiles at a time as it holds.
         """
         return self.bulk_each([x], scratch, None if out is None else [out])[0]
 
@@ -374,7 +374,7 @@ class PackedLinear:
         """`bulk` of each x, with the bits that each would have alone; the weights are expanded once for all."""
         span = 2 if self.swiglu else 1
         step = scratch.numel() // (TILE * self.in_features) // span * span
-        assert step > 0, f"want scratch of at least {self.scratch_size} numbers, got {scratch.numel()}"
+        assert step > 0, f"want scratch of at least {self.least_scratch} numbers, got {scratch.numel()}"
         # the library wants rows at multiples of 16 bytes
         width = -(-self.out_features // 8) * 8
         if outs is None:
@@ -423,9 +423,17 @@ class PackedLinear:
 
     @property
     def scratch_size(self) -> int:
-        """Numbers of bf16 that `bulk` wants: the matrix expanded, or as much of it as still fills a GPU."""
+        """Numbers of bf16 that `bulk` wants: the matrix expanded, or as much of it as is fastest."""
+        return self._scratch_of(max(BULK_TILES, BULK_NUMBERS // (TILE * self.in_features)))
+
+    @property
+    def least_scratch(self) -> int:
+        """Numbers that `bulk` can do with: the matrix expanded, or as much of it as still fills a GPU."""
+        return self._scratch_of(BULK_TILES)
+
+    def _scratch_of(self, most: int) -> int:
         tiles = sum(part.num_tiles for part in self.ranges)
-        return self.in_features * TILE * min(tiles, max(BULK_TILES, BULK_NUMBERS // (TILE * self.in_features)) // 2 * 2)
+        return self.in_features * TILE * min(tiles, most // 2 * 2)
 
 
 def _runs(places: list[list[int]]) -> list[tuple[int, int, int]]:
