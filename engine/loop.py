@@ -78,6 +78,8 @@ class EngineLoop:
         self._first: tuple[Sequence, FirstToken] | None = None
         self.pauses_after: int | None = None
         self._reading: tuple[PrefillStep, Reading] | None = None
+        # of timed steps since the last round, for which others have waited
+        self._read_seconds = 0.0
         self._round_times = RoundTimes()
         self._mask_seconds = 0.0
         self._num_sat_out = 0
@@ -267,6 +269,7 @@ class EngineLoop:
                 num_prefilled = step.end - step.start
             phases["prefill"] = phases.get("prefill", 0.0) + launched - began + perf_counter() - finishing
         elif isinstance(step, RoundStep):
+            self._read_seconds = 0.0
             outputs += self._round(step.sequences, phases)
         else:
             outputs += self._read_first(phases) + self._read(self._in_flight, phases)
@@ -299,19 +302,23 @@ class EngineLoop:
 
     def _read_on(self, step: PrefillStep, started: float) -> Reading | None:
         """Launches a chunk, or what is left of it after a pause; None where it pauses for a round of the others, who
-        have waited since this step was `started`."""
+        have waited since this step was `started`. Where they have waited for a short time only, and the chunk is not
+        its prompt's last, no round follows it."""
         if self._reading is None or self._reading[0] is not step:
             self._reading = step, self._begin(step)
         _, reading = self._reading
         num_steps, until = self.pauses_after if self.scheduler.has_others else None, math.inf
-        round_seconds = self._round_times.round_seconds
+        round_seconds, timed = self._round_times.round_seconds, None
         if self.scheduler.has_others and num_steps is None and round_seconds is not None:
-            num_steps = self.executor.steps_at_a_time(reading.num_rows, round_seconds)
+            num_steps = timed = self.executor.steps_at_a_time(reading.num_rows, round_seconds, self._read_seconds)
             until = started + self.executor.seconds_at_a_time(round_seconds)
         if not reading.advance(num_steps, until):
             self.scheduler.pause(step)
             return None
         self._reading = None
+        if timed is not None and reading.num_advanced < timed and step.end < len(step.sequence.prompt):
+            self._read_seconds += reading.advanced_seconds
+            self.scheduler.go_on()
         return reading
 
     def _begin(self, step: PrefillStep) -> Reading:

@@ -1,7 +1,7 @@
 """How long running streams wait for their next token while a long prompt is read, by the scheduler that serves.
 
-Prompt chunks and rounds alternate, so the longest wait is about a chunk and a round; what a client would see is
-measured, from one report with tokens to the next.
+Steps of a prompt and rounds take turns, so the longest wait is about the most steps between two rounds, and a round;
+what a client would see is measured, from one report with tokens to the next.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Admission reserves a sequence's worst case (prompt + max_tokens + k + 1), so nothing is ever preempted. Pages are taken
 as they are needed: until then the prefix cache may have them, and gives way. Prompt chunks and rounds alternate, so
-that a long prompt does not starve the running sequences, and a chunk may pause for a round. The cut of a prompt depends
-on its length and the grid alone (cache/grid.py). Places and turns to read go to the API key that was served least
-(waiting.py).
+that a long prompt does not starve the running sequences; a chunk may pause for a round, and a short one have none after
+it. The cut of a prompt depends on its length and the grid alone (cache/grid.py). Places and turns to read go to the API
+key that was served least (waiting.py).
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Scheduler:
 
     def next_step(self, held: Container[Sequence] = ()) -> PrefillStep | RoundStep | None:
         """A chunk of an unfinished prompt, of the key that was served least the oldest, and a round of all others, in
-        turn. A chunk that has paused goes on before another one. Prompts of sequences that are `held` wait."""
+        turn, unless told to `go_on`. A chunk that has paused goes on before another one. Prompts of sequences that are
+        `held` wait."""
         prompts = [sequence for sequence in self.running if not sequence.is_prefilled and sequence not in held]
         decoding = [sequence for sequence in self.running if sequence.is_prefilled]
         if prompts and not (decoding and self._last_was_prefill):
@@ -176,6 +177,10 @@ class Scheduler:
     def pause(self, step: PrefillStep) -> None:
         """The chunk is read up to somewhere: the next step of prompts is this one again."""
         self._paused = step
+
+    def go_on(self) -> None:
+        """No round has to follow the step of a prompt that runs."""
+        self._last_was_prefill = False
 
     @property
     def has_others(self) -> bool:

@@ -40,9 +40,12 @@ Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
 ReadLogprobs = Callable[[list[int]], list[TokenLogprob]]
 """Log-probabilities of the tokens that a sequence's window committed."""
 
-ROUNDS_SHARE, HOST_ROUNDS_SHARE = 8, 1
-"""A piece of a prompt pauses before it has run longer than so many rounds: those beside it take a ninth of the time;
-where steps are not captured, and rounds are longer and a pause costs nothing, half."""
+MORE_FOR_ROUNDS = 0.055
+"""Rounds beside a prompt take so much more of its steps' measured time, as a share, than rounds after each whole piece
+of the most rows would: of what a long prompt takes in fact, less than 5 %."""
+HOST_ROUNDS_SHARE = 1
+"""Where steps are not captured, rounds are longer and a pause costs nothing: there a piece of a prompt pauses before it
+has run longer than so many rounds, and those beside it take half of the time."""
 WHOLE, PLAIN, VERIFY, FINISH = "round", "plain", "verify", "finish"
 """Parts of a round. What is captured for a shape: all of it, for any batch; all but what min_p, top_k and top_p need,
 for batches without them; the part before and the part after a grammar's masks."""
@@ -121,15 +124,17 @@ class RoundExecutor:
         assert between is not None
         return between.s, between.conv, between.last_hidden
 
-    def steps_at_a_time(self, num_rows: int, round_seconds: float) -> int | None:
-        """Captured steps of a piece between two rounds of running sequences, of which one takes `round_seconds`; None:
-        all of them. Changes no bit."""
-        seconds = self.prompt.step_seconds.get(num_rows)
+    def steps_at_a_time(self, num_rows: int, round_seconds: float, read_seconds: float) -> int | None:
+        """Captured steps of a piece until the next round of running sequences, of which one takes `round_seconds`;
+        those since the last round took `read_seconds`. At least 1, and possibly more than the piece has; None where it
+        is not known what they take. Changes no bit."""
+        known = self.prompt.step_seconds
+        seconds = known.get(num_rows)
         if not seconds:
             return None
-        total, most = len(self.prompt.groups), max(1, int(ROUNDS_SHARE * round_seconds / seconds))
-        # as many pauses as that takes, evenly
-        return -(-total // -(-total // most))
+        whole = len(self.prompt.groups) * known[max(known)]
+        at_a_time = 1 / (1 / whole + MORE_FOR_ROUNDS / round_seconds)
+        return max(1, round((at_a_time - read_seconds) / seconds))
 
     def seconds_at_a_time(self, round_seconds: float) -> float:
         """Seconds of a piece between two such rounds, where steps end before they return. Changes no bit."""

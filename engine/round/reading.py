@@ -72,20 +72,27 @@ class Reading:
         self._logprobs: list[TokenLogprob] | None = None
         self._steps = self._all_steps()
         self._is_read, self._longest_step = False, 0.0
+        self.num_advanced = 0
 
     def advance(self, num_steps: int | None = None, until: float = math.inf) -> bool:
         """Runs steps that are left: all, or so many, or as many as should end before `until` by perf_counter(), but one
-        at least. Whether nothing is left but `finish`, which should end before then too. Waits for nothing where
-        launches do not."""
-        count = 0
+        at least; `num_advanced` of them. Whether nothing is left but `finish`, which should end before then too. Waits
+        for nothing where launches do not."""
+        self.num_advanced = 0
         while not self._is_read:
             began = perf_counter()
-            if count and (count == num_steps or began + self._longest_step > until):
+            if self.num_advanced and (self.num_advanced == num_steps or began + self._longest_step > until):
                 return False
-            count += 1
+            self.num_advanced += 1
             self._is_read = next(self._steps, END) is END
             self._longest_step = max(self._longest_step, perf_counter() - began)
-        return not count or not self._ends or perf_counter() + self.executor.prompt.first_token_seconds <= until
+        first_token_seconds = self.executor.prompt.first_token_seconds
+        return not self.num_advanced or not self._ends or perf_counter() + first_token_seconds <= until
+
+    @property
+    def advanced_seconds(self) -> float:
+        """What the steps of the newest `advance` take, as measured at the start; 0 where that is not known."""
+        return self.num_advanced * self.executor.prompt.step_seconds.get(self.num_rows, 0.0)
 
     def _all_steps(self) -> Iterator[None]:
         if self._taken:

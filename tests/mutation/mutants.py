@@ -43,6 +43,7 @@ EXEMPT = {
     "RoundExecutor.steps_at_a_time": "how long a round waits for a prompt",
     "RoundExecutor.seconds_at_a_time": "how long a round waits for a prompt",
     "Reading.advance": "how long a round waits for a prompt",
+    "Reading.advanced_seconds": "how long a round waits for a prompt",
     "Once.key": "what is captured before requests come",
     "KvCache.empty": "what is allocated",
     "RecurrentState.empty": "what is allocated",

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from pilotfish.engine.round import executor
+from pilotfish.engine.round.prompt import PromptPass
 from tests.support.tiny_models import build_tiny, write_checkpoint
 
 
@@ -24,6 +25,7 @@ def prompts_pause_by_no_clock():
     pause, and test_pauses.py how the clock does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "HOST_ROUNDS_SHARE", math.inf)
+        patch.setattr(PromptPass, "_time", lambda self, num_rows: 0.0)
         yield
 
 

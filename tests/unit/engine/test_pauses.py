@@ -7,10 +7,16 @@ import math
 
 import pytest
 
-from pilotfish.engine.link.messages import SamplingParams
+from pilotfish.engine.link.messages import SamplingParams, Submit
+from pilotfish.engine.requests.round_times import RoundTimes
 from pilotfish.engine.round import reading as reading_module
+from pilotfish.engine.round.prompt import PromptPass
+from pilotfish.engine.round.reading import Reading
 from tests.support.fixed_shapes import FixedDriver
-from tests.support.loops import LoopDriver, assert_alone, assert_seen_alone
+from tests.support.loops import LoopDriver, Request, assert_alone, assert_seen_alone
+from tests.support.rounds import random_prompt
+
+TIME_A_PROMPT = PromptPass._time
 
 
 def pausing(kind="hv_gt_hk", steps=1, observed=False):
@@ -80,7 +86,7 @@ def test_one_that_leaves_while_it_is_paused_leaves_nothing_behind():
 
 def test_nothing_pauses_before_a_round_has_been_timed():
     driver = pausing(steps=None)
-    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds: 1
+    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds, read: 1
     beside = driver.ask("a", 21, max_tokens=12)
     run_until(driver, lambda: beside.tokens)
     # another one at once: no two rounds have followed each other
@@ -90,16 +96,152 @@ def test_nothing_pauses_before_a_round_has_been_timed():
         assert driver.loop.scheduler._paused is None or driver.loop._round_times.round_seconds
 
 
-def test_how_often_follows_from_what_a_step_and_a_round_take():
+def test_how_often_follows_from_what_a_step_and_a_round_take(monkeypatch):
+    monkeypatch.setattr(PromptPass, "_time", TIME_A_PROMPT)
     executor = pausing().loop.executor
     (rows, *_), seconds = executor.prompt.lengths(), executor.prompt.step_seconds
     assert seconds.keys() == set(executor.prompt.lengths()) and all(value > 0 for value in seconds.values())
     seconds[rows] = 0.004
     executor.prompt.groups = (executor.prompt.groups * 17)[:17]
-    # never longer than 8 rounds, in pieces as equal as can be
-    assert [executor.steps_at_a_time(rows, time) for time in (0.0001, 0.001, 0.0026, 0.004, 1.0)] == [1, 2, 5, 6, 17]
+
+    def steps(round_seconds, read_seconds=0.0):
+        return executor.steps_at_a_time(rows, round_seconds, read_seconds)
+
+    # a whole piece takes 68 ms: rounds of 3.8 after each half of one take 5.5 % more of the time than after each one
+    assert steps(0.0038) == 9
+    assert [steps(time) for time in (0.00001, 0.0001, 0.001, 0.004, 1.0)] == [1, 1, 4, 9, 17]
+    # what was read without a round counts; a step is one
+    assert [steps(0.004, read) for read in (0.001, 0.0019, 0.028, 0.036, 1.0)] == [9, 8, 2, 1, 1]
     # of what is not captured nothing is known
-    assert executor.steps_at_a_time(rows + 1, 0.001) is None
+    assert executor.steps_at_a_time(rows + 1, 0.001, 0.0) is None
+
+
+MEASURED = {
+    "35B-A3B": (11, {256: 0.0011, 1024: 0.00189, 2048: 0.00297}, 0.00408),
+    "27B": (17, {256: 0.0022, 1024: 0.00612, 2048: 0.01059}, 0.00880),
+}
+"""Steps of a piece, seconds of one by rows, and those of a round of 4 sequences at k = 3, of one H200 on 2026-12-01; of
+256 rows about a first token's time by the number of steps."""
+
+
+class Turns:
+    """A loop with two sequences that decode, whose prompts are read by such times; `between`: measured seconds of the
+    steps since each round, the last of those that none has followed yet. Nothing of a prompt is computed."""
+
+    def __init__(self, model, monkeypatch):
+        num_steps, step_seconds, round_seconds = MEASURED[model]
+        sizes = {"prefill_chunk": 2048, "max_model_len": 17000, "num_pages": 300}
+        self.driver = FixedDriver("hv_gt_hk", 2, agreeing="own", observed=False, captured=False, **sizes)
+        self.loop, self.between = self.driver.loop, [0.0]
+        self.streams = [self.ask(f"s{number}", 10 + number, max_tokens=200) for number in range(2)]
+        run_until(self.driver, lambda: all(stream.tokens for stream in self.streams))
+        monkeypatch.setattr(RoundTimes, "round_seconds", round_seconds)
+        monkeypatch.setattr(PromptPass, "steps", lambda *taken: iter([None] * (num_steps - 1)))
+        prompt = self.loop.executor.prompt
+        prompt.groups, prompt.step_seconds = [None] * num_steps, step_seconds
+        advance, launch = Reading.advance, self.loop.executor.launch
+
+        def advanced(reading, *limits):
+            is_read = advance(reading, *limits)
+            self.between[-1] += reading.advanced_seconds
+            return is_read
+
+        def launched(*batch):
+            self.between.append(0.0)
+            return launch(*batch)
+
+        monkeypatch.setattr(Reading, "advance", advanced)
+        self.loop.executor.launch = launched
+        self.driver.step()
+
+    def ask(self, name, length, max_tokens=2, key=""):
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+        submit = Submit(request_id=name, prompt_token_ids=random_prompt(length), sampling=params, key=key)
+        self.loop.submit(submit)
+        return self.driver.requests.setdefault(name, Request(submit, None))
+
+    def read(self, *requests):
+        """Until all have their first token; what was read between two rounds meanwhile, in ms."""
+        run_until(self.driver, lambda: all(request.tokens for request in requests))
+        assert all(stream.finish is None for stream in self.streams)
+        return [round(1e3 * seconds, 2) for seconds in self.between if seconds]
+
+
+@pytest.mark.parametrize(
+    ("model", "most", "wanted"),
+    [
+        ("35B-A3B", 2, [22.68, 21.87, 23.76, 23.76, 23.76, 23.76]),
+        ("27B", 4, [85.68, 85.68, 89.67, 84.72, 84.72, 84.72, 84.72, 84.72, 63.54]),
+    ],
+)
+def test_rounds_beside_a_long_prompt_are_as_many_as_its_time_has_room_for(model, most, wanted, monkeypatch):
+    turns = Turns(model, monkeypatch)
+    # pieces of 1 024, 1 024, 2 048, 2 048 and 2 048 rows; the last round is the one after the prompt
+    between = turns.read(turns.ask("long", 8192))
+    assert between == wanted and len(between) <= 5 + most
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "wanted"),
+    [
+        ("35B-A3B", 1024, [20.79]),
+        ("35B-A3B", 2048, [22.68, 18.9]),
+        ("27B", 1024, [85.68, 18.36]),
+        ("27B", 2048, [85.68, 85.68, 36.72]),
+    ],
+)
+def test_a_short_prompt_has_no_more_rounds_beside_it_than_its_pieces_and_its_time_give(
+    model, length, wanted, monkeypatch
+):
+    turns = Turns(model, monkeypatch)
+    assert turns.read(turns.ask("short", length)) == wanted
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_a_round_runs_between_two_prompts(model, monkeypatch):
+    turns, (num_steps, step_seconds, _) = Turns(model, monkeypatch), MEASURED[model]
+    prompts = [turns.ask(f"p{number}", 256) for number in range(3)]
+    assert turns.read(*prompts) == [round(1e3 * num_steps * step_seconds[256], 2)] * 3
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_those_beside_prompts_that_are_read_in_turn_wait_no_longer(model, monkeypatch):
+    turns, (num_steps, step_seconds, round_seconds) = Turns(model, monkeypatch), MEASURED[model]
+    # a piece of the one, a piece of the other
+    prompts = [turns.ask(f"p{number}", length, key=f"key{number}") for number, length in enumerate((16384, 9216))]
+    largest, between = max(step_seconds.values()), turns.read(*prompts)
+    assert max(between) <= 1e3 * (1 / (1 / (num_steps * largest) + 0.055 / round_seconds) + largest)
+
+
+@pytest.mark.parametrize("unbroken", [False, True], ids=["no times", "unbroken"])
+def test_a_round_follows_each_piece_where_no_times_say_otherwise(unbroken, monkeypatch):
+    turns, ends = Turns("35B-A3B", monkeypatch), []
+    if unbroken:
+        turns.loop.pauses_after = turns.loop.UNBROKEN
+    else:
+        turns.loop.executor.prompt.step_seconds = {}
+    launch = turns.loop.executor.launch
+
+    def launched(*batch):
+        ends.append(turns.loop.scheduler.running[-1].num_prefilled)
+        return launch(*batch)
+
+    turns.loop.executor.launch = launched
+    turns.read(turns.ask("long", 8192))
+    assert ends == [1024, 2048, 4096, 6144, 8192]
+
+
+@pytest.mark.parametrize("steps", [3, 1000], ids=["a few steps", "a prompt"])
+def test_what_a_round_counts_from_changes_no_text(steps):
+    driver = pausing(steps=None)
+    driver.loop.executor.steps_at_a_time = lambda num_rows, seconds, read: steps
+    requests = [driver.ask("a", 21, max_tokens=24), driver.ask("b", 9, seed=1, mode="sampled", max_tokens=24)]
+    run_until(driver, lambda: driver.loop._round_times.round_seconds)
+    requests += [driver.ask("long", 150, seed=2, max_tokens=6), driver.ask("other", 70, seed=3, max_tokens=6)]
+    driver.run()
+    for request in requests:
+        assert_seen_alone(request)
+    driver.loop.scheduler.check()
 
 
 class Clock:

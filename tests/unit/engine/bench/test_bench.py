@@ -511,7 +511,7 @@ def test_a_live_batch_outlasts_its_rounds_whatever_is_accepted(depth):
     prompts = random_prompts(4, 100, 320)
     loop = oracle_loop(depth, prompts) if depth else EngineLoop(make_engine("moe", depth=0, num_pages=20))
     # chunks that paused, as they may on a GPU, would let more rounds run than are counted below
-    loop.executor.steps_at_a_time = lambda num_rows, round_seconds: 1
+    loop.executor.steps_at_a_time = lambda num_rows, round_seconds, read_seconds: 1
     loop.scheduler.pause = lambda step: pytest.fail("a chunk pauses")
     if depth:
         loop.executor.state.oracle.places.shares.fill_(1.0)
