@@ -5,7 +5,8 @@
 
 Regime: one engine at k = 3, captured, prompts of random tokens. The limits are the products of a prompt at the device's
 bf16 rate (35B-A3B 8 ms for 1 024 tokens, 27B 70) and, below some hundred tokens, one read of all packed weights. First
-what must hold: beside streams, pausing after every step, the long prompt's logits have the bits that they have alone.
+what must hold: beside streams, pausing after every step and as served, the long prompt's logits have the bits that they
+have alone.
 One JSON line a row; `idle` is the share of a prompt's time in which no kernel runs, which is the host's. Where pieces
 are read in pairs they are read one by one too, in turn.
 """
@@ -72,10 +73,11 @@ def beside(
 
 def check_bits(loop: EngineLoop, context: int, length: int) -> None:
     """The long prompt is read three times alone, then, after the streams, beside them."""
-    _, found = beside(loop, context, length, 1)
-    alone, (last,) = found[:3], found[-1:]
-    assert len(found) == 4 + STREAMS, len(found)
-    assert all(torch.equal(logits, last) for logits in alone), "a prompt that paused has other logits"
+    for steps in (1, None):
+        _, found = beside(loop, context, length, steps)
+        alone, (last,) = found[:3], found[-1:]
+        assert len(found) == 4 + STREAMS, len(found)
+        assert all(torch.equal(logits, last) for logits in alone), "a prompt that paused has other logits"
 
 
 def measure(args: argparse.Namespace, bench: argparse.Namespace, say: Callable[..., None]) -> None:
