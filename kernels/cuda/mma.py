@@ -107,8 +107,8 @@ def unit_words(FORMAT):
 
 @gluon.constexpr_function
 def _code_loads(FORMAT):
-    """Loads of 16 bytes a lane of a unit."""
-    return {0: 2, 1: 4, 2: 8}[FORMAT]
+    """Loads of 16 bytes a lane of a unit; a word of scales is left over."""
+    return _WORDS[FORMAT] // 128
 
 
 @gluon.constexpr_function

@@ -354,8 +354,8 @@ def listed_kernel(
     PDL: gl.constexpr,
 ):
     """experts_kernel for rows that are listed: each program has some units of work, one after the other: MT tiles of an
-    expert and 8 NT of its rows. The tiles of one item (list_experts) are next to each
-    other; the shared expert's come after those of all items.
+    expert and 8 NT of its rows. The tiles of one item (list_experts) are next to each other; the shared expert's come
+    after those of all items.
 
     most_listed: so many items may be listed; num_shared: how many more the shared expert has.
     """

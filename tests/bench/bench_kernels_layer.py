@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,14 +24,13 @@ from tqdm import tqdm
 from pilotfish.kernels.cuda import linear, norm
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.packing import UNIT_BYTES, Format, Packed
+from pilotfish.kernels.cuda.packing import Format, Packed
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.cuda.warm import compile_all
-from tests.bench.bench_kernels_linear import random_weight
+from tests.bench.bench_kernels_linear import in_graph, in_ring, random_weight
 
 HIDDEN, WIDTH, MIX, GATES, HEADS = 5120, 17408, 16384, 96, 6144
 LAYERS = 6
-SHARED_BYTES = 48 * 1024
 EPS = 1e-6
 
 
@@ -55,7 +53,7 @@ class Chain:
         self.chosen = {}
         for name, product in layers[0].products.items():
             part, plain = product.launches(rows)[0]
-            self.chosen[name] = replace(choose_shape(part, rows, product.swiglu, plain, product.segments), pinned=False)
+            self.chosen[name] = choose_shape(part, rows, product.swiglu, plain, product.segments)
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device="cuda")
@@ -82,45 +80,27 @@ class Chain:
             rows(layer, "down", self.inner, self.delta)
             norm.add_norm(self.stream, self.delta, self.scale, EPS, self.normed, pdl=True)
 
-    def seconds(self, shapes: dict[str, LaunchShape], replays: int = 9) -> float:
+    def seconds(self, shapes: dict[str, LaunchShape]) -> float:
         """Of a layer."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            self.launch(shapes)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.launch(shapes)
-        times = []
-        for _ in range(replays + 2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / len(self.layers))
-        return statistics.median(times[2:])
+        return in_graph(lambda _: self.launch(shapes), 1, 9) / len(self.layers)
 
 
 def candidates(part: Packed, chosen: LaunchShape) -> Iterator[LaunchShape]:
+    """What is chosen, first, and shapes with units on their way in shared memory and in registers."""
     yield chosen
     row_tiles, segments = chosen.row_tiles, chosen.segments
-    ways = ((8, 1), (4, 2), (2, 4)) if segments else ((chosen.warps, 1),)
-    all_tiles = {1: (1, 2, 4), 2: (1, 2, 4), 4: (2,)}[row_tiles] if segments else (2,) if row_tiles == 4 else (2, 4)
-    bounds = {1: (96,), 2: (0,), 4: (168,)}[row_tiles] if segments else {1: (0, 96), 2: (0, 128), 4: (168,)}[row_tiles]
-    all_stages = (2, 3, 4) if segments else (1, 2, 3, 4)
-    for (warps, parts), tiles, stages, registers in combinations(ways, all_tiles, all_stages, bounds):
-        steps, turns = part.num_units // parts // warps, max(1, segments // parts // warps)
-        size = max(stages, turns)
-        room = SHARED_BYTES - 512 * warps * tiles
-        if size % stages or size % turns or stages > steps:
-            continue
-        if UNIT_BYTES[Format.NVFP4] * warps * tiles * stages <= room:
-            ahead = 1 if row_tiles == 1 and tiles < 4 else 0
-            yield LaunchShape(warps, tiles, row_tiles, stages, ahead, segments, parts, registers, ring=True)
+    ways = ((8, 1), (4, 2)) if segments else ((chosen.warps, 1),)
+    all_tiles = (1, 2) if segments and row_tiles < 4 else (2,)
+    yield from in_ring(
+        part,
+        (
+            LaunchShape(warps, tiles, row_tiles, 0, 0, segments, parts)
+            for (warps, parts), tiles in combinations(ways, all_tiles)
+        ),
+    )
     if row_tiles < 4:
-        yield replace(chosen, stages=2, x_ahead=0)
-        yield replace(chosen, stages=2, x_ahead=1, pinned=bool(segments))
+        for ahead in (0, 1):
+            yield replace(chosen, stages=2, x_ahead=ahead, registers=0, ring=False)
 
 
 def main() -> None:

@@ -152,8 +152,10 @@ def test_units_of_a_long_loop_are_on_their_way_to_shared_memory(height, width, r
     code = Code(kernels[0])
     assert shape.ring and code.stack == 0 and code.registers <= (128 if plain else 96)
     copies = 3 * shape.tiles * shape.stages
-    assert code.before("LDGSTS", "HMMA") >= (0 if plain else copies) and code.count("LDGSTS") >= copies
-    assert not any(load.startswith("LDG.E.EF") for load in code.loads) or plain
+    assert code.count("LDGSTS") >= copies
+    if not plain:  # whose tiles have a way of their own, by registers, before
+        assert code.before("LDGSTS", "HMMA") >= copies
+        assert not any(load.startswith("LDG.E.EF") for load in code.loads)
 
 
 def weights_before_waits(code: Code) -> list[Counter[str]]:
