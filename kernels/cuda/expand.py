@@ -87,7 +87,7 @@ def _expand_kernel(
     source = gl.minimum(unit, UNITS - 1) * words
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     base = data + tile.to(gl.int64) * (UNITS * words)
-    registers = load_unit(base, (source + lane * 4)[:, None] + word, source + lane, FORMAT)
+    registers = load_unit(base + ((source + lane * 4)[:, None] + word), base + (source + lane + 256), FORMAT)
     if SPAN == 2:
         local = tile % GROUP
         target_tile = tile - local + local // 2 + local % 2 * (GROUP // 2)

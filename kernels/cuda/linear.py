@@ -36,6 +36,7 @@ from pilotfish.kernels.cuda.mma import (
     FORMATS,
     in_tree,
     load_factor,
+    make_ring,
     over_warps,
     products,
     scaled,
@@ -88,11 +89,9 @@ def _tiles(
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     offsets = ()
-    masks = ()
     for n in gl.static_range(NT):
-        row = first_row + n * 8 + g
-        offsets = offsets + (row * (K // 2),)
-        masks = masks + (row < num_rows,)
+        # past the end: the last row once more, not stored
+        offsets = offsets + (gl.minimum(first_row + n * 8 + g, num_rows - 1) * (K // 2),)
     tiles = ()
     for m in gl.static_range(MT):
         # past the end: the last tile once more, not stored
@@ -112,8 +111,9 @@ def _tiles(
     units: gl.constexpr = UNITS // SPLIT
     shares: gl.constexpr = SHARES // SPLIT
     first_unit = gl.program_id(2) * units if SPLIT > 1 else 0
+    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
     stages = units_ahead(
-        data, block_scale, tiles, first_unit, UNITS, units, MT, FORMAT, BLOCKS, warps, shares, STAGES, RING
+        ring, data, block_scale, tiles, first_unit, UNITS, units, MT, FORMAT, BLOCKS, warps, shares, STAGES, RING
     )
     totals = products(
         stages,
@@ -121,7 +121,6 @@ def _tiles(
         block_scale,
         x,
         offsets,
-        masks,
         tiles,
         first_unit,
         K,

@@ -129,15 +129,14 @@ def in_order(ARITHMETIC: gl.constexpr = False):
 
 
 @gluon.jit
-def load_unit(data, offsets, lane, FORMAT: gl.constexpr):
-    """A unit's registers: loads of 4 words a lane, rows g before rows g + 8; NVFP4 with a word of scales last."""
-    loads: gl.constexpr = _code_loads(FORMAT)
+def load_unit(codes, scales, FORMAT: gl.constexpr):
+    """A unit's registers: loads of 4 words a lane, rows g before rows g + 8; NVFP4 with a word of scales last. codes,
+    scales: where these begin, [threads, 4] and [threads]."""
     unit = ()
-    for load in gl.static_range(loads):
-        unit = unit + (gl.load(data + (offsets + load * 128), eviction_policy="evict_first"),)
+    for load in gl.static_range(_code_loads(FORMAT)):
+        unit = unit + (gl.load(codes + load * 128, eviction_policy="evict_first"),)
     if FORMAT == NVFP4:
-        scales = gl.load(data + (lane + 256), eviction_policy="evict_first")
-        unit = unit + (scales[:, None],)
+        unit = unit + (gl.load(scales, eviction_policy="evict_first")[:, None],)
     return unit
 
 
@@ -167,18 +166,24 @@ def unpack_half(unit, ROW_HALF: gl.constexpr, FORMAT: gl.constexpr):
         return unit[4 * ROW_HALF : 4 * ROW_HALF + 4]
 
 
+@gluon.constexpr_function
+def _word_of_x(unit, load):
+    """Of a row, from its lane's first one on: 64 words a unit, 32 a half, 4 an octet."""
+    return unit * 64 + load // 2 * 32 + load % 2 * 4
+
+
 @gluon.jit
-def _load_x(x, offsets, masks, columns, unit, NT: gl.constexpr, K: gl.constexpr):
-    """Four loads of 16 bytes a lane for each tile of 8 rows of x, of one unit from the warp's first one on."""
+def _load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr):
+    """Four loads of 16 bytes a lane for each tile of 8 rows of x, of the UNIT-th unit from where `rows` are; columns: of
+    those, in words, where K is not a whole number of units."""
     out = ()
     for n in gl.static_range(NT):
         for t in gl.static_range(4):
-            # word of a row: 64 a unit, 32 a half, 4 an octet
-            word = unit * 64 + (t // 2) * 32 + (t % 2) * 4
-            mask = masks[n]
             if K % 128 != 0:
-                mask = mask & (columns + word < K // 2)
-            out = out + (gl.load(x + (offsets[n] + word), mask=mask, other=0),)
+                mask = columns + _word_of_x(UNIT, t) < K // 2
+                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t), mask=mask, other=0),)
+            else:
+                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t)),)
     return out
 
 
@@ -219,19 +224,52 @@ def _multiply(
 
 
 @gluon.jit
-def _placed(tiles, data, block_scale, first_unit, WIDTH: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr):
-    """Where the units, from first_unit on, and the block scales of each tile begin."""
+def _placed(
+    tiles,
+    data,
+    block_scale,
+    first_unit,
+    WIDTH: gl.constexpr,
+    MT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    WARPS: gl.constexpr,
+    APART: gl.constexpr,
+):
+    """Where each lane's words of its warp's units begin, those of its scales and the block scales, a tensor a tile; the
+    warps' units are APART.
+
+    All that is loaded is at a constant distance from these: it goes into the instruction, and costs none of its own.
+    """
     words: gl.constexpr = unit_words(FORMAT)
-    bases = ()
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
+    warp = thread // 32
+    lane = thread % 32
+    codes = ()
+    scales = ()
     block_scales = ()
     for m in gl.static_range(MT):
-        bases = bases + (data + (tiles[m].to(gl.int64) * WIDTH + first_unit) * words,)
-        block_scales = block_scales + (block_scale + (tiles[m] * WIDTH + first_unit),)
-    return bases, block_scales
+        base = data + (tiles[m].to(gl.int64) * WIDTH + first_unit) * words
+        codes = codes + (base + (warp * (APART * words) + lane * 4),)
+        scales = scales + (base + (warp * (APART * words) + lane + 256),)
+        if BLOCKS:
+            block_scales = block_scales + (block_scale + (tiles[m] * WIDTH + first_unit + warp * APART),)
+    return codes, scales, block_scales
+
+
+@gluon.jit
+def _further(pointers, DISTANCE: gl.constexpr):
+    """Each of the pointers, so much further."""
+    out = ()
+    for i in gl.static_range(len(pointers)):
+        out = out + (pointers[i] + DISTANCE,)
+    return out
 
 
 @gluon.jit
 def units_ahead(
+    ring,
     data,
     block_scale,
     tiles,
@@ -247,26 +285,24 @@ def units_ahead(
     RING: gl.constexpr,
 ):
     """Asks for the first STAGES units of each warp and tile: what `products` begins with. Nothing that comes after goes
-    before it."""
-    bases, block_scales = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT)
+    before it. With RING they are on their way to `ring`, of make_ring."""
+    places = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT, BLOCKS, WARPS, UNITS // SHARES)
     if RING:
         # a scale for each unit would be one more load
         gl.static_assert(not BLOCKS)
-        stages = _make_ring(STAGES, MT, FORMAT, WARPS)
+        stages = ring
         for step in gl.static_range(STAGES):
-            unit = _unit_of(step, step, UNITS, WARPS, SHARES)
-            _copy_step(stages, step, bases, unit, STAGES, MT, FORMAT, WARPS, UNITS // SHARES)
+            _copy_step(stages, step, places, _unit_of(step, UNITS, WARPS, SHARES), STAGES, MT, FORMAT, WARPS)
     else:
         stages = ()
         for step in gl.static_range(STAGES):
-            unit = _unit_of(step, step, UNITS, WARPS, SHARES)
-            stages = stages + (_load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, UNITS // SHARES),)
+            stages = stages + (_load_step(places, _unit_of(step, UNITS, WARPS, SHARES), MT, FORMAT, BLOCKS, WARPS),)
         in_order()
     return stages
 
 
 @gluon.jit
-def _make_ring(STAGES: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr):
+def make_ring(STAGES: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr):
     """Room in shared memory for STAGES units of each warp and tile, as each thread's address, int32 [warps * 32].
 
     A thread reads what it has copied itself and nothing else, so that it waits for its own copies and for no other
@@ -293,33 +329,28 @@ def _ring_scales(ring, slot, STAGES: gl.constexpr, MT: gl.constexpr, WARPS: gl.c
 def _copy_step(
     ring,
     stage,
-    bases,
-    unit,
+    places,
+    UNIT: gl.constexpr,
     STAGES: gl.constexpr,
     MT: gl.constexpr,
     FORMAT: gl.constexpr,
     WARPS: gl.constexpr,
-    APART: gl.constexpr,
 ):
-    """Asks for a unit of each of MT tiles, to a stage of the ring; the warps' units are APART.
+    """Asks for the UNIT-th unit of each of MT tiles (`_placed`), to a stage of the ring.
 
     A stage may be copied to as soon as its products are written down: a thread's read of shared memory goes before its
     later copy, which writes when device memory has answered.
     """
+    codes, scales, _ = places
     words: gl.constexpr = unit_words(FORMAT)
     loads: gl.constexpr = _code_loads(FORMAT)
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
-    warp = thread // 32
-    lane = thread % 32
     for m in gl.static_range(MT):
         slot = stage * MT + m
-        source = bases[m] + unit * words + warp * (APART * words)
         for load in gl.static_range(loads):
             gl.inline_asm_elementwise(
                 "cp.async.cg.shared.global [$1], [$2], 16; // $0",
                 "=r,r,l",
-                [ring + (slot * loads + load) * (WARPS * 512), source + (lane * 4 + load * 128)],
+                [ring + (slot * loads + load) * (WARPS * 512), codes[m] + (UNIT * words + load * 128)],
                 dtype=gl.int32,
                 is_pure=False,
                 pack=1,
@@ -328,7 +359,7 @@ def _copy_step(
             gl.inline_asm_elementwise(
                 "cp.async.ca.shared.global [$1], [$2], 4; // $0",
                 "=r,r,l",
-                [_ring_scales(ring, slot, STAGES, MT, WARPS), source + (lane + 256)],
+                [_ring_scales(ring, slot, STAGES, MT, WARPS), scales[m] + UNIT * words],
                 dtype=gl.int32,
                 is_pure=False,
                 pack=1,
@@ -391,12 +422,11 @@ def _read_step(
     return (units, ())
 
 
-@gluon.jit
-def _unit_of(step, PLACE: gl.constexpr, UNITS: gl.constexpr, WARPS: gl.constexpr, SHARES: gl.constexpr):
-    """The unit that a warp multiplies at a step, counted from the first of its first share: its shares take turns.
-    PLACE: a constant that has the step's turn."""
-    turns: gl.constexpr = SHARES // WARPS
-    return (PLACE % turns) * (WARPS * (UNITS // SHARES)) + step // turns
+@gluon.constexpr_function
+def _unit_of(step, units, warps, shares):
+    """The unit that a warp multiplies at a step, counted from the first of its first share: its shares take turns."""
+    turns = shares // warps
+    return step % turns * (warps * (units // shares)) + step // turns
 
 
 @gluon.jit
@@ -406,7 +436,6 @@ def products(
     block_scale,
     x,
     x_offsets,
-    x_masks,
     tiles,
     first_unit,
     K: gl.constexpr,
@@ -428,8 +457,8 @@ def products(
 
     stages: of `units_ahead`: so many units a tile are on their way while one is multiplied, and X_AHEAD steps of x;
     with RING to shared memory, else to registers.
-    data int32, x int32 (two bf16 each); x_offsets, x_masks: for each of NT tiles of 8 rows of x, where a lane's row g
-    begins, in words, and whether it is there, [warps * 32]; tiles: MT numbers of tiles, of WIDTH units, of which UNITS
+    data int32, x int32 (two bf16 each); x_offsets: for each of NT tiles of 8 rows of x, where a lane's row g begins, in
+    words, [warps * 32], and for one that is not there any that is; tiles: MT numbers of tiles, of WIDTH units, of which UNITS
     from first_unit on are this program's. WAIT: for what writes x, before
     the first load of it. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use than
     was meant.
@@ -440,70 +469,89 @@ def products(
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     steps: gl.constexpr = UNITS // WARPS
-    shares: gl.constexpr = SHARES // WARPS
+    turns: gl.constexpr = SHARES // WARPS
+    apart: gl.constexpr = UNITS // SHARES
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
-    warp = thread // 32
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    units: gl.constexpr = UNITS // SHARES
-    columns = (first_unit * 64 + warp * (units * 64) + (thread % 4) * 8)[:, None] + word
-    x_words = ()
-    x_there = ()
+    columns = (first_unit * 64 + thread // 32 * (apart * 64) + thread % 4 * 8)[:, None] + word
+    rows = ()
     for n in gl.static_range(NT):
-        x_words = x_words + (x_offsets[n][:, None] + columns,)
-        x_there = x_there + ((x_masks[n][:, None] & (word >= 0)),)
-    bases, block_scales = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT)
+        rows = rows + (x + (x_offsets[n][:, None] + columns),)
+    places = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT, BLOCKS, WARPS, apart)
     totals = ()
-    for _ in gl.static_range(SHARES // WARPS * MT * NT):
+    for _ in gl.static_range(turns * MT * NT):
         totals = totals + (gl.zeros([WARPS * 32, 4], gl.float32, layout),)
     if WAIT:
         gdc_wait()
     xs = ()
     for s in gl.static_range(X_AHEAD):
-        unit = _unit_of(s, s, UNITS, WARPS, SHARES)
-        xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
+        xs = xs + (_load_x(rows, columns, _unit_of(s, UNITS, WARPS, SHARES), NT, K),)
     if X_AHEAD > 0:
         in_order(True)
     # whole groups of steps in a loop, if more than one of them, and the rest written out
     gl.static_assert(X_AHEAD <= STAGES)
-    size: gl.constexpr = max(STAGES, shares)
-    gl.static_assert(size % STAGES == 0 and size % shares == 0)
+    size: gl.constexpr = max(STAGES, turns)
+    gl.static_assert(size % STAGES == 0 and size % turns == 0)
     groups: gl.constexpr = (steps - STAGES) // size
     looped: gl.constexpr = groups * size if groups > 1 else 0
     if looped > 0:
-        for group in range(0, groups):
+        group_units: gl.constexpr = size // turns
+        for _ in range(groups):
             for s in gl.static_range(size):
-                step = group * size + s
-                unit = _unit_of(step + X_AHEAD, s + X_AHEAD, UNITS, WARPS, SHARES)
-                xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
+                xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD, UNITS, WARPS, SHARES), NT, K),)
                 in_order(PINNED)
                 now = _read_step(stages, STAGES - 1, s % STAGES, STAGES, MT, FORMAT, WARPS) if RING else stages[0]
-                totals = _multiply(now[0], xs[0], totals, now[1], s % shares, MT, NT, FORMAT, BLOCKS)
+                totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
                 xs = xs[1:]
-                unit = _unit_of(step + STAGES, s + STAGES, UNITS, WARPS, SHARES)
                 if RING:
-                    _copy_step(stages, s % STAGES, bases, unit, STAGES, MT, FORMAT, WARPS, units)
+                    _copy_step(
+                        stages,
+                        s % STAGES,
+                        places,
+                        _unit_of(s + STAGES, UNITS, WARPS, SHARES),
+                        STAGES,
+                        MT,
+                        FORMAT,
+                        WARPS,
+                    )
                 else:
-                    loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
+                    loaded = _load_step(places, _unit_of(s + STAGES, UNITS, WARPS, SHARES), MT, FORMAT, BLOCKS, WARPS)
                     in_order(PINNED)
                     stages = stages[1:] + (loaded,)
-    for step in gl.static_range(looped, steps):
-        if step + X_AHEAD < steps:
-            unit = _unit_of(step + X_AHEAD, step + X_AHEAD, UNITS, WARPS, SHARES)
-            xs = xs + (_load_x(x, x_words, x_there, columns, unit, NT, K),)
+            codes, scales, block_scales = places
+            codes = _further(codes, group_units * unit_words(FORMAT))
+            scales = _further(scales, group_units * unit_words(FORMAT))
+            places = (codes, scales, _further(block_scales, group_units))
+            rows = _further(rows, group_units * 64)
+            if K % 128 != 0:
+                columns += group_units * 64
+    for s in gl.static_range(looped, steps):
+        if s + X_AHEAD < steps:
+            xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD - looped, UNITS, WARPS, SHARES), NT, K),)
             in_order(PINNED)
         if RING:
-            now = _read_step(stages, _left(step, steps, STAGES), step % STAGES, STAGES, MT, FORMAT, WARPS)
+            now = _read_step(stages, _left(s, steps, STAGES), s % STAGES, STAGES, MT, FORMAT, WARPS)
         else:
             now = stages[0]
             stages = stages[1:]
-        totals = _multiply(now[0], xs[0], totals, now[1], step % shares, MT, NT, FORMAT, BLOCKS)
+        totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
         xs = xs[1:]
-        if step + STAGES < steps:
-            unit = _unit_of(step + STAGES, step + STAGES, UNITS, WARPS, SHARES)
+        if s + STAGES < steps:
             if RING:
-                _copy_step(stages, step % STAGES, bases, unit, STAGES, MT, FORMAT, WARPS, units)
+                _copy_step(
+                    stages,
+                    s % STAGES,
+                    places,
+                    _unit_of(s + STAGES - looped, UNITS, WARPS, SHARES),
+                    STAGES,
+                    MT,
+                    FORMAT,
+                    WARPS,
+                )
             else:
-                loaded = _load_step(bases, block_scales, unit, MT, FORMAT, BLOCKS, WARPS, units)
+                loaded = _load_step(
+                    places, _unit_of(s + STAGES - looped, UNITS, WARPS, SHARES), MT, FORMAT, BLOCKS, WARPS
+                )
                 in_order(PINNED)
                 stages = stages + (loaded,)
     return totals
@@ -511,30 +559,21 @@ def products(
 
 @gluon.jit
 def _load_step(
-    bases,
-    block_scales,
-    unit,
-    MT: gl.constexpr,
-    FORMAT: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    WARPS: gl.constexpr,
-    APART: gl.constexpr,
+    places, UNIT: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr
 ):
-    """A unit of each of MT tiles, and their block scales if there are such; the warps' units are APART."""
+    """The UNIT-th unit of each of MT tiles (`_placed`), and their block scales if there are such."""
+    codes, scales, block_scales = places
     words: gl.constexpr = unit_words(FORMAT)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
-    warp = thread // 32
-    lane = thread % 32
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    offsets = (warp * (APART * words) + lane * 4)[:, None] + word
     units = ()
-    scales = ()
+    found = ()
     for m in gl.static_range(MT):
-        units = units + (load_unit(bases[m] + unit * words, offsets, warp * (APART * words) + lane, FORMAT),)
+        own = codes[m][:, None] + (word + UNIT * words)
+        units = units + (load_unit(own, scales[m] + UNIT * words, FORMAT),)
         if BLOCKS:
-            scales = scales + (gl.load(block_scales[m] + (warp * APART + unit))[:, None],)
-    return (units, scales)
+            found = found + (gl.load(block_scales[m] + UNIT)[:, None],)
+    return (units, found)
 
 
 @gluon.jit

@@ -229,6 +229,7 @@ class GroupedExperts:
             "ROUTED": routed,
             "TOP_K": self.top_k,
             "STAGES": shape.stages,
+            "RING": shape.ring,
             "X_AHEAD": shape.x_ahead,
             "PINNED": shape.pinned,
             "PDL": pdl,
@@ -249,7 +250,8 @@ class GroupedExperts:
                 *strides,
                 NT=shape.row_tiles,
                 **constants,
-                maxnreg=most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None,
+                maxnreg=shape.registers
+                or (most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None),
             )
             return
         experts_kernel[grid](
@@ -263,6 +265,7 @@ class GroupedExperts:
             ONE_ROW=num_rows == 1,
             TOP=triton.next_power_of_2(self.top_k),
             **constants,
+            maxnreg=shape.registers or None,
         )
 
 
@@ -286,7 +289,10 @@ def most_registers(format: Format, shape: LaunchShape, down: bool) -> int:
 
 def num_programs(format: Format, shape: LaunchShape, down: bool) -> int:
     """The programs of listed_kernel at most: WAVES times what an H200 has room for; registers come by the 8."""
-    return WAVES * SM_COUNT * (65536 // (most_registers(format, shape, down) * 32 * shape.warps))
+    room = 65536 // ((shape.registers or most_registers(format, shape, down)) * 32 * shape.warps)
+    if shape.ring:
+        room = min(room, (227 << 10) // (shape.warps * (shape.tiles * shape.stages * 1152 + 512) + 1024))
+    return WAVES * SM_COUNT * room
 
 
 def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:

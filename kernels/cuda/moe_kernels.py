@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda.mma import load_factor, over_warps, products, scaled, silu, units_ahead
+from pilotfish.kernels.cuda.mma import load_factor, make_ring, over_warps, products, scaled, silu, units_ahead
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -115,16 +115,17 @@ def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr, CACHE: gl.cons
 
 
 @gluon.jit
-def _columns(ranks, index, own_rank, ONE_ROW: gl.constexpr, TOP_K: gl.constexpr):
-    """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there.
+def _columns(ranks, index, own, ONE_ROW: gl.constexpr, TOP_K: gl.constexpr):
+    """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there; `own` where they
+    are not.
 
-    index: a column's row; of one row the rank is own_rank.
+    index: a column's row; of one row the only one is `own`.
     """
     if ONE_ROW:
-        return index * 0 + own_rank, index == 0
+        return index * 0 + own, index == 0
     else:
         rank = gl.gather(ranks, index, 0)
-        return index * (TOP_K + 1) + rank, rank >= 0
+        return gl.where(rank >= 0, index * (TOP_K + 1) + rank, own), rank >= 0
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_routed"])
@@ -156,6 +157,7 @@ def experts_kernel(
     TOP_K: gl.constexpr,
     TOP: gl.constexpr,
     STAGES: gl.constexpr,
+    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
@@ -210,15 +212,18 @@ def experts_kernel(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tile * 2),)
             counts = counts + (gl.load(place + tile * 2 + 1),)
-    stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False)
+    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
+    stages = units_ahead(
+        ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
+    )
     if not ONE_ROW:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
-    # its experts all differ
-    own_rank = p if ROUTED else p + TOP_K
-    pair, read = _columns(ranks, g, own_rank, ONE_ROW, TOP_K)
+    # of one row its experts all differ, and of the shared one the first row is there in any case
+    own = gl.where(is_shared, TOP_K, p + p // TOP_K) if ROUTED else p + TOP_K
+    pair, _ = _columns(ranks, g, own, ONE_ROW, TOP_K)
     source = pair if DOWN else pair // (TOP_K + 1)
-    pair, stored = _columns(ranks, (index % 4) * 2 + index // 64, own_rank, ONE_ROW, TOP_K)
+    pair, stored = _columns(ranks, (index % 4) * 2 + index // 64, own, ONE_ROW, TOP_K)
     target = pair.to(gl.int64) * out_stride
     totals = products(
         stages,
@@ -226,7 +231,6 @@ def experts_kernel(
         block_scale,
         x,
         (source * x_stride * 4,),
-        (read,),
         tiles,
         0,
         K,
@@ -239,7 +243,7 @@ def experts_kernel(
         warps,
         warps,
         STAGES,
-        False,
+        RING,
         X_AHEAD,
         PINNED,
         PDL and DOWN,
@@ -276,14 +280,17 @@ def _tiles(expert, unit, GROUPS: gl.constexpr, TILES: gl.constexpr, MT: gl.const
 
 @gluon.jit
 def _pairs(lists, expert, first, count, is_shared, index, num_rows, TOP_K: gl.constexpr, CACHE: gl.constexpr):
-    """Which (row, rank) the rows of a unit of work are, as row * (k + 1) + rank; index: numbers among them."""
+    """Which (row, rank) the rows of a unit of work are, as row * (k + 1) + rank; index: numbers among them, past whose end
+    is the last one once more."""
     own_list = lists + expert * (num_rows + 1) + 1
-    pair = gl.load(own_list + first + index, mask=(index < count) & (is_shared == 0), other=0, cache_modifier=CACHE)
-    return gl.where(is_shared, (first + index) * (TOP_K + 1) + TOP_K, pair)
+    index = first + gl.minimum(index, count - 1)
+    pair = gl.load(own_list + index, mask=(index >= 0) & (is_shared == 0), other=0, cache_modifier=CACHE)
+    return gl.where(is_shared, index * (TOP_K + 1) + TOP_K, pair)
 
 
 @gluon.jit
 def _ahead(
+    ring,
     data,
     block_scale,
     lists,
@@ -303,13 +310,16 @@ def _ahead(
     BLOCKS: gl.constexpr,
     TOP_K: gl.constexpr,
     STAGES: gl.constexpr,
+    RING: gl.constexpr,
     CACHE: gl.constexpr,
 ):
     """What a unit of work begins with: its first weights, and which (row, rank) its rows are, to be read and stored."""
     warps: gl.constexpr = gl.num_warps()
     expert, first, count, is_shared = _work(item, unit, num_listed, num_rows, GROUPS, SHARED, NT * 8)
     tiles = _tiles(expert, unit, GROUPS, TILES, MT)
-    stages = units_ahead(data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False)
+    stages = units_ahead(
+        ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
+    )
     sources = ()
     targets = ()
     for n in gl.static_range(NT):
@@ -349,6 +359,7 @@ def listed_kernel(
     ROUTED: gl.constexpr,
     TOP_K: gl.constexpr,
     STAGES: gl.constexpr,
+    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
@@ -386,7 +397,9 @@ def listed_kernel(
     feature = (feature_index % 32) // 4 + (feature_index // 32) % 2 * 8
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     stored_index = (feature_index % 4) * 2 + feature_index // 64
+    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
     stages, sources, targets = _ahead(
+        ring,
         data,
         block_scale,
         lists,
@@ -406,19 +419,21 @@ def listed_kernel(
         BLOCKS,
         TOP_K,
         STAGES,
+        RING,
         cache,
     )
     if PDL and DOWN:
         gdc_wait()
     for unit in range(begin, num_units, programs):
+        following = unit + programs
+        if RING and ROUTED:
+            coming = gl.load(items + 1 + gl.minimum(following // groups, most_listed - 1), cache_modifier=cache)
         expert, _, count, _ = _work(item, unit, num_listed, num_rows, groups, shared, NT * 8)
         tiles = _tiles(expert, unit, groups, TILES, MT)
         offsets = ()
-        masks = ()
         for n in gl.static_range(NT):
             source = sources[n] if DOWN else sources[n] // (TOP_K + 1)
             offsets = offsets + (source * x_stride * 4,)
-            masks = masks + (n * 8 + g < count,)
         factors = ()
         columns = ()
         counts = ()
@@ -433,7 +448,6 @@ def listed_kernel(
             block_scale,
             x,
             offsets,
-            masks,
             tiles,
             0,
             K,
@@ -446,13 +460,41 @@ def listed_kernel(
             warps,
             warps,
             STAGES,
-            False,
+            RING,
             X_AHEAD,
             PINNED,
             False,
         )
-        following = unit + programs
-        if ROUTED:
+        own_targets = targets
+        if RING:
+            if ROUTED:
+                item = coming
+            if following < num_units:
+                stages, sources, targets = _ahead(
+                    ring,
+                    data,
+                    block_scale,
+                    lists,
+                    item,
+                    following,
+                    num_listed,
+                    num_rows,
+                    g,
+                    stored_index,
+                    shared,
+                    TILES,
+                    groups,
+                    UNITS,
+                    MT,
+                    NT,
+                    FORMAT,
+                    BLOCKS,
+                    TOP_K,
+                    STAGES,
+                    RING,
+                    cache,
+                )
+        elif ROUTED:
             # before the sums over warps, which take as long as it does; any earlier it would be a register too many
             item = gl.load(items + 1 + gl.minimum(following // groups, most_listed - 1), cache_modifier=cache)
         for m in gl.static_range(0, MT, SPAN):
@@ -464,10 +506,11 @@ def listed_kernel(
                         over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, False), factors[m + 1], FORMAT, DIVIDES
                     )
                     value = silu(value) * up
-                target = out + targets[n].to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
+                target = out + own_targets[n].to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
                 gl.store(target, value.to(out.dtype.element_ty), mask=counted & (n * 8 + stored_index < count))
-        if following < num_units:
+        if (not RING) and following < num_units:
             stages, sources, targets = _ahead(
+                ring,
                 data,
                 block_scale,
                 lists,
@@ -487,6 +530,7 @@ def listed_kernel(
                 BLOCKS,
                 TOP_K,
                 STAGES,
+                RING,
                 cache,
             )
 
