@@ -151,7 +151,9 @@ async def dummy(server: Server, streams: int, tokens: int) -> dict[str, float]:
     written = found.grown("generation_tokens_total")
     assert written == streams * tokens, f"want {streams * tokens} tokens, got {written}"
     rate = written / found.grown("step_seconds_sum")
-    return row_of(found, streams, written, rate, min(pieces[0][0] for pieces in found.pieces))
+    row = row_of(found, streams, written, rate, min(pieces[0][0] for pieces in found.pieces))
+    rounds, accepted = (found.grown(f"spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens"))
+    return row | {"acceptance_length": 1 + accepted / rounds}
 
 
 @contextlib.asynccontextmanager
