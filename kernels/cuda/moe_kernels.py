@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda.mma import load_factor, make_ring, over_warps, products, scaled, silu, units_ahead
+from pilotfish.kernels.cuda.mma import in_order, load_factor, make_ring, over_warps, products, scaled, silu, units_ahead
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -535,7 +535,7 @@ def listed_kernel(
             )
 
 
-@triton.jit
+@gluon.jit
 def combine_kernel(
     parts,
     weights,
@@ -544,35 +544,36 @@ def combine_kernel(
     norm_scale,
     out,
     eps,
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    H: gl.constexpr,
+    TOP_K: gl.constexpr,
+    NORM: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+    # 8 numbers a thread in all loads and stores, as in norm.py
+    cols = gl.arange(0, BLOCK, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    row = gl.program_id(0).to(gl.int64)
     mask = cols < H
     if NORM:
-        scale = tl.load(norm_scale + cols, mask, other=0.0)
+        scale = gl.load(norm_scale + cols, mask, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     source = parts + row * ((TOP_K + 1) * H) + cols
     outputs = ()
     factors = ()
-    for rank in tl.static_range(TOP_K + 1):
-        outputs = outputs + (tl.load(source + rank * H, mask, other=0.0),)
-        factors = factors + (tl.load(weights + row * TOP_K + rank if rank < TOP_K else shared_gate + row),)
-    before = tl.load(x + row * H + cols, mask, other=0.0)
+    for rank in gl.static_range(TOP_K + 1):
+        outputs = outputs + (gl.load(source + rank * H, mask, other=0.0),)
+        factors = factors + (gl.load(weights + row * TOP_K + rank if rank < TOP_K else shared_gate + row),)
+    before = gl.load(x + row * H + cols, mask, other=0.0)
     # all of it on its way at once: the assembler would ask for two parts at a time, five ways to the L2 one after the
-    # other. An event for profilers is what it moves neither loads nor arithmetic across (mma.in_order)
-    tl.inline_asm_elementwise("pmevent 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    total = outputs[0].to(tl.float32) * factors[0]
-    for rank in tl.static_range(1, TOP_K + 1):
-        total = tl.fma(outputs[rank].to(tl.float32), factors[rank], total)
+    # other
+    in_order(True)
+    total = outputs[0].to(gl.float32) * factors[0]
+    for rank in gl.static_range(1, TOP_K + 1):
+        total = gl.fma(outputs[rank].to(gl.float32), factors[rank], total)
     total += before
-    tl.store(x + row * H + cols, total, mask)
+    gl.store(x + row * H + cols, total, mask)
     if NORM:
-        normed = total * tl.rsqrt(tl.sum(total * total, 0) / H + eps) * scale
-        tl.store(out + row * H + cols, normed.to(out.dtype.element_ty), mask)
+        normed = total * gl.rsqrt(gl.sum(total * total, 0) / H + eps) * scale
+        gl.store(out + row * H + cols, normed.to(out.dtype.element_ty), mask)
