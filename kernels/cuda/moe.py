@@ -229,7 +229,6 @@ class GroupedExperts:
             "ROUTED": routed,
             "TOP_K": self.top_k,
             "STAGES": shape.stages,
-            "RING": shape.ring,
             "X_AHEAD": shape.x_ahead,
             "PINNED": shape.pinned,
             "PDL": pdl,
@@ -239,6 +238,7 @@ class GroupedExperts:
             "launch_pdl": pdl,
         }
         if lists:
+            assert not shape.ring, shape
             listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape, down)),)](
                 *weights,
                 source.view(torch.int32),
@@ -250,8 +250,7 @@ class GroupedExperts:
                 *strides,
                 NT=shape.row_tiles,
                 **constants,
-                maxnreg=shape.registers
-                or (most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None),
+                maxnreg=most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None,
             )
             return
         experts_kernel[grid](
@@ -264,8 +263,8 @@ class GroupedExperts:
             *strides,
             ONE_ROW=num_rows == 1,
             TOP=triton.next_power_of_2(self.top_k),
+            RING=shape.ring,
             **constants,
-            maxnreg=shape.registers or None,
         )
 
 
@@ -289,9 +288,7 @@ def most_registers(format: Format, shape: LaunchShape, down: bool) -> int:
 
 def num_programs(format: Format, shape: LaunchShape, down: bool) -> int:
     """The programs of listed_kernel at most: WAVES times what an H200 has room for; registers come by the 8."""
-    room = 65536 // ((shape.registers or most_registers(format, shape, down)) * 32 * shape.warps)
-    if shape.ring:
-        room = min(room, (227 << 10) // (shape.warps * (shape.tiles * shape.stages * 1152 + 512) + 1024))
+    room = 65536 // (most_registers(format, shape, down) * 32 * shape.warps)
     return WAVES * SM_COUNT * room
 
 
@@ -360,7 +357,9 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
         return replace(shape, stages=1, x_ahead=0)
     steps = num_units // warps
     if num_rows > 1:
-        # more tiles share what is loaded of x
+        # more tiles share what is loaded of x; as K of 4 units came out best, of a longer one that is not known
+        if num_units == 4:
+            return replace(shape, tiles=4, stages=2, x_ahead=0, ring=True)
         return replace(shape, tiles=4, stages=1, x_ahead=0 if steps < 4 else 1, pinned=steps < 4)
     # of one row all programs run at once, and each has half of what it reads on its way; a loop has no registers for it
     x_ahead = steps // 2 if steps <= 4 else 1

@@ -280,8 +280,8 @@ def _tiles(expert, unit, GROUPS: gl.constexpr, TILES: gl.constexpr, MT: gl.const
 
 @gluon.jit
 def _pairs(lists, expert, first, count, is_shared, index, num_rows, TOP_K: gl.constexpr, CACHE: gl.constexpr):
-    """Which (row, rank) the rows of a unit of work are, as row * (k + 1) + rank; index: numbers among them, past whose end
-    is the last one once more."""
+    """Which (row, rank) the rows of a unit of work are, as row * (k + 1) + rank; index: numbers among them, past whose
+    end is the last one once more."""
     own_list = lists + expert * (num_rows + 1) + 1
     index = first + gl.minimum(index, count - 1)
     pair = gl.load(own_list + index, mask=(index >= 0) & (is_shared == 0), other=0, cache_modifier=CACHE)
@@ -290,7 +290,6 @@ def _pairs(lists, expert, first, count, is_shared, index, num_rows, TOP_K: gl.co
 
 @gluon.jit
 def _ahead(
-    ring,
     data,
     block_scale,
     lists,
@@ -310,16 +309,13 @@ def _ahead(
     BLOCKS: gl.constexpr,
     TOP_K: gl.constexpr,
     STAGES: gl.constexpr,
-    RING: gl.constexpr,
     CACHE: gl.constexpr,
 ):
     """What a unit of work begins with: its first weights, and which (row, rank) its rows are, to be read and stored."""
     warps: gl.constexpr = gl.num_warps()
     expert, first, count, is_shared = _work(item, unit, num_listed, num_rows, GROUPS, SHARED, NT * 8)
     tiles = _tiles(expert, unit, GROUPS, TILES, MT)
-    stages = units_ahead(
-        ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
-    )
+    stages = units_ahead(0, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False)
     sources = ()
     targets = ()
     for n in gl.static_range(NT):
@@ -359,7 +355,6 @@ def listed_kernel(
     ROUTED: gl.constexpr,
     TOP_K: gl.constexpr,
     STAGES: gl.constexpr,
-    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
@@ -397,9 +392,7 @@ def listed_kernel(
     feature = (feature_index % 32) // 4 + (feature_index // 32) % 2 * 8
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     stored_index = (feature_index % 4) * 2 + feature_index // 64
-    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
     stages, sources, targets = _ahead(
-        ring,
         data,
         block_scale,
         lists,
@@ -419,15 +412,12 @@ def listed_kernel(
         BLOCKS,
         TOP_K,
         STAGES,
-        RING,
         cache,
     )
     if PDL and DOWN:
         gdc_wait()
     for unit in range(begin, num_units, programs):
         following = unit + programs
-        if RING and ROUTED:
-            coming = gl.load(items + 1 + gl.minimum(following // groups, most_listed - 1), cache_modifier=cache)
         expert, _, count, _ = _work(item, unit, num_listed, num_rows, groups, shared, NT * 8)
         tiles = _tiles(expert, unit, groups, TILES, MT)
         offsets = ()
@@ -460,41 +450,12 @@ def listed_kernel(
             warps,
             warps,
             STAGES,
-            RING,
+            False,
             X_AHEAD,
             PINNED,
             False,
         )
-        own_targets = targets
-        if RING:
-            if ROUTED:
-                item = coming
-            if following < num_units:
-                stages, sources, targets = _ahead(
-                    ring,
-                    data,
-                    block_scale,
-                    lists,
-                    item,
-                    following,
-                    num_listed,
-                    num_rows,
-                    g,
-                    stored_index,
-                    shared,
-                    TILES,
-                    groups,
-                    UNITS,
-                    MT,
-                    NT,
-                    FORMAT,
-                    BLOCKS,
-                    TOP_K,
-                    STAGES,
-                    RING,
-                    cache,
-                )
-        elif ROUTED:
+        if ROUTED:
             # before the sums over warps, which take as long as it does; any earlier it would be a register too many
             item = gl.load(items + 1 + gl.minimum(following // groups, most_listed - 1), cache_modifier=cache)
         for m in gl.static_range(0, MT, SPAN):
@@ -506,11 +467,10 @@ def listed_kernel(
                         over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, False), factors[m + 1], FORMAT, DIVIDES
                     )
                     value = silu(value) * up
-                target = out + own_targets[n].to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
+                target = out + targets[n].to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
                 gl.store(target, value.to(out.dtype.element_ty), mask=counted & (n * 8 + stored_index < count))
-        if (not RING) and following < num_units:
+        if following < num_units:
             stages, sources, targets = _ahead(
-                ring,
                 data,
                 block_scale,
                 lists,
@@ -530,7 +490,6 @@ def listed_kernel(
                 BLOCKS,
                 TOP_K,
                 STAGES,
-                RING,
                 cache,
             )
 
