@@ -86,6 +86,11 @@ def test_experts_load_wide_and_early(rows):
         )
         # x of a step at once, not one load after each other's product
         assert code.before("LDG.E.128", "HMMA") >= (4 * (1 + shape.x_ahead) if shape.pinned else 1)
+    if rows > 8:
+        # of a unit x waits for the number of items, the item and its rows: not for what its end needs
+        for code in codes:
+            before_x = code.instructions[: code.instructions.index("LDG.E.128")]
+            assert sum(op in ("LDG.E", "LDG.E.STRONG.GPU") for op in before_x) == 3
     if rows <= 8:
         # programs that find their rows by themselves: warps of gate_up do not wait for each other to ask for weights
         assert gate_up.before("BAR", "LDG.E.EF.128") == 0

@@ -329,7 +329,7 @@ def test_an_expert_that_all_rows_choose(monkeypatch):
 def test_one_launch_lists_what_two_do(monkeypatch, rows, num_experts, top_k):
     ids = torch.rand(rows, num_experts, generator=torch.Generator().manual_seed(rows)).topk(top_k, -1).indices.int()
     ids[:, 0] = torch.where((ids == 4).any(1), ids[:, 0], 4)  # one that all rows choose
-    lists = [torch.full((num_experts * (rows + 2) + rows * top_k // 8 + 1,), -7, dtype=torch.int32) for _ in range(2)]
+    lists = [torch.full((moe.list_size(rows, top_k, num_experts),), -7, dtype=torch.int32) for _ in range(2)]
     with running() as names:
         moe.list_experts(ids, num_experts, lists[0], True)
         monkeypatch.setattr(moe, "ONE_LIST_PAIRS", 0)
