@@ -264,6 +264,7 @@ class GroupedExperts:
             TOP=triton.next_power_of_2(self.top_k),
             RING=shape.ring,
             **constants,
+            maxnreg=shape.registers or None,
         )
 
 
@@ -357,7 +358,11 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     steps = num_units // warps
     if num_rows > 4:
         # a loop whose loads stay apart takes fewer registers
-        return replace(shape, stages=1, x_ahead=0, pinned=num_rows > FAST_ROWS and steps > 2)
+        shape = replace(shape, stages=1, x_ahead=0)
+        if num_rows > FAST_ROWS:
+            return replace(shape, pinned=steps > 2)
+        # as many as gate_up takes; the assembler takes more, and need not
+        return replace(shape, registers=72) if num_units == 4 else shape
     if num_rows > 1:
         # more tiles share what is loaded of x; as K of 4 units came out best, of a longer one that is not known
         if num_units == 4:
