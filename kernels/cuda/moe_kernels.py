@@ -239,20 +239,22 @@ def experts_kernel(
     feature = (index % 32) // 4 + (index // 32) % 2 * 8
     first_tile = gl.program_id(0) * MT
     tiles = ()
-    factors = ()
-    columns = ()
-    counts = ()
     for m in gl.static_range(MT):
         tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
         tiles = tiles + (tile,)
-        factors = factors + (load_factor(number, tile, feature, ROW_NUMBERS),)
-        if m % SPAN == 0:
-            columns = columns + (gl.load(place + tile * 2),)
-            counts = counts + (gl.load(place + tile * 2 + 1),)
     ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
     stages = units_ahead(
         ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
     )
+    # behind the weights, which would else wait for them where the assembler takes uniform registers
+    factors = ()
+    columns = ()
+    counts = ()
+    for m in gl.static_range(MT):
+        factors = factors + (load_factor(number, tiles[m], feature, ROW_NUMBERS),)
+        if m % SPAN == 0:
+            columns = columns + (gl.load(place + tiles[m] * 2),)
+            counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
     if not ONE_ROW:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
