@@ -4,7 +4,7 @@ Three launches: gate_up with SwiGLU, down, combine. A program of the first two t
 that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others are
 masked. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the first pair
 of its expert (of one row each is), so that nothing has to be counted before; beyond, the rows of each expert are listed
-first, as items of up to 8 or 16, and twice as many programs as there is room for take some tiles of an item in turn.
+first, as items of up to 8 or 16, and twice as many programs as there is room for share them, some tiles at a time.
 The shared expert is one more, chosen by all rows. Results go to their own (row, rank): nothing is added across experts
 before `combine`, which adds in rank order.
 
@@ -43,9 +43,9 @@ lists do."""
 ONE_LIST_PAIRS = 512
 """Up to so many pairs of row and rank one launch lists rows and items: each of its programs counts all of them."""
 WAVES = 2
-"""How often listed_kernel has the programs that there is room for. They take units of work in turn; the hardware starts
-those of the second wave where others end first, which turns alone cannot: with combine 32 rows took 89.6 us in place of
-93.7, 64 rows 126.8 in place of 128.2 (docs/measurements.md)."""
+"""How often listed_kernel has the programs that there is room for. They have equal shares of the units of work; the
+hardware starts those of the second wave where others end first, which shares alone cannot. When programs took units in
+turn, 32 rows with combine took 89.6 us in place of 93.7, 64 rows 126.8 in place of 128.2 (docs/measurements.md)."""
 REGISTERS = {Format.NVFP4: (72, 104), Format.FP8: (128, 168), Format.BF16: (136, 176)}
 NOT_HELD = (88, 128)
 """Of a thread of listed_kernel at most, of one tile of rows and of two; NVFP4 where it is not held to them."""
@@ -65,7 +65,7 @@ class ExpertScratch:
     """What a layer writes between its launches, for up to `rows` rows; layers of one model may share it.
 
     inner bf16 [rows, k + 1, I]; out bf16 [rows, k + 1, H], rank k the shared expert's; lists int32, for more than
-    FAST_ROWS rows: for each of E experts the number of its rows, then its (row, rank); then how many items, and these.
+    FAST_ROWS rows: as list_experts says.
     """
 
     inner: torch.Tensor
@@ -77,7 +77,7 @@ class ExpertScratch:
         """num_experts, width: the largest of any layer, of the routed experts and the shared one."""
         inner = torch.empty((rows, top_k + 1, width), dtype=torch.bfloat16, device=device)
         out = torch.empty((rows, top_k + 1, hidden), dtype=torch.bfloat16, device=device)
-        listed = num_experts * (rows + 2) + rows * top_k // 8 + 1 if rows > FAST_ROWS else 1
+        listed = list_size(rows, top_k, num_experts) if rows > FAST_ROWS else 1
         return ExpertScratch(inner, out, torch.empty(listed, dtype=torch.int32, device=device))
 
     @property
@@ -229,7 +229,6 @@ class GroupedExperts:
             "ROUTED": routed,
             "TOP_K": self.top_k,
             "STAGES": shape.stages,
-            "RING": shape.ring,
             "X_AHEAD": shape.x_ahead,
             "PINNED": shape.pinned,
             "PDL": pdl,
@@ -239,19 +238,18 @@ class GroupedExperts:
             "launch_pdl": pdl,
         }
         if lists:
+            assert not shape.ring, shape
             listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape, down)),)](
                 *weights,
                 source.view(torch.int32),
                 scratch.lists,
                 target,
                 num_rows,
-                num_routed,
-                num_shared,
                 *strides,
+                SHARED=group is self.groups[-1],
                 NT=shape.row_tiles,
                 **constants,
-                maxnreg=shape.registers
-                or (most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None),
+                maxnreg=most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None,
             )
             return
         experts_kernel[grid](
@@ -264,6 +262,7 @@ class GroupedExperts:
             *strides,
             ONE_ROW=num_rows == 1,
             TOP=triton.next_power_of_2(self.top_k),
+            RING=shape.ring,
             **constants,
             maxnreg=shape.registers or None,
         )
@@ -289,9 +288,7 @@ def most_registers(format: Format, shape: LaunchShape, down: bool) -> int:
 
 def num_programs(format: Format, shape: LaunchShape, down: bool) -> int:
     """The programs of listed_kernel at most: WAVES times what an H200 has room for; registers come by the 8."""
-    room = 65536 // ((shape.registers or most_registers(format, shape, down)) * 32 * shape.warps)
-    if shape.ring:
-        room = min(room, (227 << 10) // (shape.warps * (shape.tiles * shape.stages * 1152 + 512) + 1024))
+    room = 65536 // (most_registers(format, shape, down) * 32 * shape.warps)
     return WAVES * SM_COUNT * room
 
 
@@ -301,21 +298,24 @@ def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
     return min(num_experts, pairs) + pairs // (8 * row_tiles(num_rows))
 
 
+def list_size(num_rows: int, top_k: int, num_experts: int) -> int:
+    """Words of lists that list_experts needs for so many rows, or fewer."""
+    return (num_experts + 1) * (num_rows + 2) + num_rows * top_k // 8 + -(-num_rows // 8)
+
+
 def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: bool = False) -> None:
-    """lists int32, flat: [E, R + 1], the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank; then
-    how many items there are, some rows of an expert each (row_tiles), and the items: (expert * 32 + which of them) * 32
-    + their number; 0 past them. One launch up to ONE_LIST_PAIRS, else two; the same lists."""
+    """lists int32, flat: [E + 1, R + 1], the number of an expert's rows, then its (row, rank) as row * (k + 1) + rank,
+    the shared expert's last; then how many items there are, some rows of an expert each (row_tiles), and the items:
+    (expert * 32 + which of them) * 32 + their number. One launch up to ONE_LIST_PAIRS, else two; the same lists."""
     num_rows, top_k = ids.shape
-    num_items = _num_items(num_rows, top_k, num_experts)
-    assert lists.numel() >= num_experts * (num_rows + 1) + 1 + num_items, lists.shape
+    assert lists.numel() >= list_size(num_rows, top_k, num_experts), lists.shape
     group = 8 * row_tiles(num_rows)
     if ids.numel() <= ONE_LIST_PAIRS:
-        list_groups_kernel[(num_experts,)](
+        list_groups_kernel[(num_experts + 1,)](
             ids,
             lists,
             ids.numel(),
             num_experts,
-            num_items,
             TOP_K=top_k,
             GROUP=group,
             BLOCK=triton.next_power_of_2(ids.numel()),
@@ -338,10 +338,9 @@ def list_experts(ids: torch.Tensor, num_experts: int, lists: torch.Tensor, pdl: 
         lists,
         num_rows,
         num_experts,
-        num_items,
+        TOP_K=top_k,
         GROUP=group,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK=triton.next_power_of_2(num_items),
+        BLOCK_E=triton.next_power_of_2(num_experts + 1),
         PDL=pdl,
         launch_pdl=pdl,
     )
@@ -356,11 +355,18 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     if format is not Format.NVFP4:
         return shape
     # more programs at a time pay more than more on the way of each, the more so where each has a list to read first
-    if num_rows > 4:
-        return replace(shape, stages=1, x_ahead=0)
     steps = num_units // warps
+    if num_rows > 4:
+        # a loop whose loads stay apart takes fewer registers
+        shape = replace(shape, stages=1, x_ahead=0)
+        if num_rows > FAST_ROWS:
+            return replace(shape, pinned=steps > 2)
+        # as many as gate_up takes; the assembler takes more, and need not
+        return replace(shape, registers=72) if num_units == 4 else shape
     if num_rows > 1:
-        # more tiles share what is loaded of x
+        # more tiles share what is loaded of x; as K of 4 units came out best, of a longer one that is not known
+        if num_units == 4:
+            return replace(shape, tiles=4, stages=2, x_ahead=0, ring=True)
         return replace(shape, tiles=4, stages=1, x_ahead=0 if steps < 4 else 1, pinned=steps < 4)
     # of one row all programs run at once, and each has half of what it reads on its way; a loop has no registers for it
     x_ahead = steps // 2 if steps <= 4 else 1

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda.mma import in_order, load_factor, make_ring, over_warps, products, scaled, silu, units_ahead
+from pilotfish.kernels.cuda.mma import in_order, in_turn, load_factor, make_ring, products, scaled, silu, units_ahead
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -32,42 +32,43 @@ def list_kernel(ids, lists, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(own, count)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_experts", "num_items"])
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
 def groups_kernel(
     lists,
     num_rows,
     num_experts,
-    num_items,
+    TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Lists GROUP rows at a time of each expert, as (expert * 32 + which) * 32 + their number, after the experts' own
-    lists and the number of what it lists; 0 past them."""
+    """Lists the rows of the shared expert, which are all, behind the others' lists; then how many items there are, and
+    these: GROUP rows at a time of each expert, as (expert * 32 + which) * 32 + their number."""
     expert = tl.arange(0, BLOCK_E)
-    item = tl.arange(0, BLOCK)
+    shared_list = lists + num_experts * (num_rows + 1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     rows = tl.load(lists + expert * (num_rows + 1), expert < num_experts, other=0)
+    rows = tl.where(expert == num_experts, num_rows, rows)
+    tl.store(shared_list, num_rows)
+    for first in range(0, num_rows, BLOCK_E):
+        tl.store(shared_list + 1 + first + expert, (first + expert) * (TOP_K + 1) + TOP_K, first + expert < num_rows)
     groups = (rows + GROUP - 1) // GROUP
     start = tl.cumsum(groups, 0) - groups
-    items = lists + num_experts * (num_rows + 1) + 1
+    items = lists + (num_experts + 1) * (num_rows + 1) + 1
     tl.store(items - 1, tl.sum(groups, 0))
-    tl.store(items + item, 0, (item >= tl.sum(groups, 0)) & (item < num_items))
     for group in range(0, (num_rows + GROUP - 1) // GROUP):
         number = tl.minimum(rows - group * GROUP, GROUP)
         tl.store(items + start + group, (expert * 32 + group) * 32 + number, group < groups)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_items"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
 def list_groups_kernel(
     ids,
     lists,
     num_pairs,
     num_experts,
-    num_items,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,28 +81,28 @@ def list_groups_kernel(
     expert = tl.program_id(0)
     num_rows = num_pairs // TOP_K
     own = lists + expert.to(tl.int64) * (num_rows + 1)
-    items = lists + num_experts.to(tl.int64) * (num_rows + 1) + 1
+    items = lists + (num_experts + 1).to(tl.int64) * (num_rows + 1) + 1
     pair = tl.arange(0, BLOCK)
     other = tl.arange(0, BLOCK_E)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     choice = tl.load(ids + pair, pair < num_pairs, other=-1)
-    chosen = (choice == expert).to(tl.int32)
     # a choice of no expert is counted nowhere
     groups = (tl.histogram(tl.maximum(choice, 0), BLOCK_E, mask=choice >= 0) + (GROUP - 1)) // GROUP
-    tl.store(own + tl.cumsum(chosen, 0), pair + pair // TOP_K, chosen == 1)
+    # all rows are the shared expert's
+    is_shared = expert == num_experts
+    chosen = tl.where(is_shared, pair < num_rows, choice == expert).to(tl.int32)
+    listed = tl.where(is_shared, pair * (TOP_K + 1) + TOP_K, pair + pair // TOP_K)
+    tl.store(own + tl.cumsum(chosen, 0), listed, chosen == 1)
     count = tl.sum(chosen, 0)
     tl.store(own, count)
     start = tl.sum(tl.where(other < expert, groups, 0), 0)
     group = tl.arange(0, GROUPS)
     number = tl.minimum(count - group * GROUP, GROUP)
     tl.store(items + start + group, (expert * 32 + group) * 32 + number, number > 0)
-    if expert == 0:
-        total = tl.sum(groups, 0)
-        tl.store(items - 1, total)
-        for first in range(0, num_items, BLOCK):
-            tl.store(items + first + pair, 0, (first + pair >= total) & (first + pair < num_items))
+    if is_shared:
+        tl.store(items - 1, start + (num_rows + GROUP - 1) // GROUP)
 
 
 @gluon.jit
@@ -116,16 +117,52 @@ def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr, CACHE: gl.cons
 
 @gluon.jit
 def _columns(ranks, index, own, ONE_ROW: gl.constexpr, TOP_K: gl.constexpr):
-    """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there; `own` where they
-    are not.
+    """Which (row, rank) columns of a product are, as row * (k + 1) + rank; `own` where they are not there.
 
     index: a column's row; of one row the only one is `own`.
     """
     if ONE_ROW:
-        return index * 0 + own, index == 0
+        return index * 0 + own
     else:
         rank = gl.gather(ranks, index, 0)
-        return gl.where(rank >= 0, index * (TOP_K + 1) + rank, own), rank >= 0
+        return gl.where(rank >= 0, index * (TOP_K + 1) + rank, own)
+
+
+@gluon.jit
+def _at_lanes(value, lane, WARPS: gl.constexpr):
+    """Of what each lane has, [warps * 32], that of a lane of its own warp, as `lane`, [128] of the layout of sums."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    copies: gl.constexpr = 4 // WARPS
+    rows: gl.constexpr = gl.BlockedLayout([copies, 1], [1, 32], [1, WARPS], [1, 0])
+    value = gl.convert_layout(value, gl.SliceLayout(0, rows), assert_trivial=True)[None, :]
+    value = gl.reshape(value + gl.full([copies, 1], 0, gl.int32, rows), [128])
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+        "=r,r,r",
+        [gl.convert_layout(value, flat, assert_trivial=True), lane],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _sums(totals, WARPS: gl.constexpr):
+    """over_warps of each of the totals, one for each warp's: all to shared memory before any is read."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    memories = ()
+    for i in gl.static_range(len(totals)):
+        ordered = gl.reshape(gl.permute(gl.reshape(totals[i], [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
+        memories = memories + (gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered),)
+    sums = ()
+    for i in gl.static_range(len(totals)):
+        parts = ()
+        for warp in gl.static_range(WARPS):
+            parts = parts + (memories[i].slice(warp, 1).load(row),)
+        sums = sums + (gl.convert_layout(gl.reshape(in_turn(parts), [128]), flat, assert_trivial=True),)
+    return sums
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_routed"])
@@ -202,28 +239,36 @@ def experts_kernel(
     feature = (index % 32) // 4 + (index // 32) % 2 * 8
     first_tile = gl.program_id(0) * MT
     tiles = ()
-    factors = ()
-    columns = ()
-    counts = ()
     for m in gl.static_range(MT):
         tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
         tiles = tiles + (tile,)
-        factors = factors + (load_factor(number, tile, feature, ROW_NUMBERS),)
-        if m % SPAN == 0:
-            columns = columns + (gl.load(place + tile * 2),)
-            counts = counts + (gl.load(place + tile * 2 + 1),)
     ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
     stages = units_ahead(
         ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
     )
+    # behind the weights, which would else wait for them where the assembler takes uniform registers
+    factors = ()
+    columns = ()
+    counts = ()
+    for m in gl.static_range(MT):
+        factors = factors + (load_factor(number, tiles[m], feature, ROW_NUMBERS),)
+        if m % SPAN == 0:
+            columns = columns + (gl.load(place + tiles[m] * 2),)
+            counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
     if not ONE_ROW:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     # of one row its experts all differ, and of the shared one the first row is there in any case
     own = gl.where(is_shared, TOP_K, p + p // TOP_K) if ROUTED else p + TOP_K
-    pair, _ = _columns(ranks, g, own, ONE_ROW, TOP_K)
+    pair = _columns(ranks, g, own, ONE_ROW, TOP_K)
     source = pair if DOWN else pair // (TOP_K + 1)
-    pair, stored = _columns(ranks, (index % 4) * 2 + index // 64, own, ONE_ROW, TOP_K)
+    stored_index = (index % 4) * 2 + index // 64
+    if ONE_ROW:
+        pair, stored = stored_index * 0 + own, stored_index == 0
+    else:
+        # a column that is not there has another's pair, of another row
+        pair = _at_lanes(pair, stored_index * 4, warps)
+        stored = pair // (TOP_K + 1) == stored_index
     target = pair.to(gl.int64) * out_stride
     totals = products(
         stages,
@@ -248,89 +293,40 @@ def experts_kernel(
         PINNED,
         PDL and DOWN,
     )
+    sums = _sums(totals, warps)
     for m in gl.static_range(0, MT, SPAN):
         counted = (feature < counts[m // SPAN]) & (first_tile + m < TILES)
-        value = scaled(over_warps(totals[m::MT], warps, False), factors[m], FORMAT, DIVIDES)
+        value = scaled(sums[m], factors[m], FORMAT, DIVIDES)
         if SPAN == 2:
-            up = scaled(over_warps(totals[m + 1 :: MT], warps, False), factors[m + 1], FORMAT, DIVIDES)
-            value = silu(value) * up
+            value = silu(value) * scaled(sums[m + 1], factors[m + 1], FORMAT, DIVIDES)
         at = out + target + (columns[m // SPAN] + feature)
         gl.store(at, value.to(out.dtype.element_ty), mask=counted & stored)
 
 
 @gluon.jit
-def _work(item, unit, num_listed, num_rows, GROUPS: gl.constexpr, SHARED: gl.constexpr, ROWS: gl.constexpr):
-    """Of a unit of work, which belongs to `item` unless it is the shared expert's: its expert, its first row of that
-    expert's, how many they are, and whether it is the shared expert's, which is number SHARED."""
-    place = unit // GROUPS - num_listed
-    is_shared = place >= 0
-    expert = gl.where(is_shared, SHARED, item // 1024)
-    first = gl.where(is_shared, place, item // 32 % 32) * ROWS
-    return expert, first, gl.where(is_shared, gl.minimum(num_rows - first, ROWS), item % 32), is_shared
-
-
-@gluon.jit
-def _tiles(expert, unit, GROUPS: gl.constexpr, TILES: gl.constexpr, MT: gl.constexpr):
-    """The tiles of a unit of work; beyond an expert's last one, that."""
+def _tiles(item, group, BEFORE: gl.constexpr, TILES: gl.constexpr, MT: gl.constexpr):
+    """The tiles of a unit of work; beyond an expert's last one, that. BEFORE: experts whose tiles are elsewhere."""
     tiles = ()
     for m in gl.static_range(MT):
-        tiles = tiles + (expert * TILES + gl.minimum(unit % GROUPS * MT + m, TILES - 1),)
+        tile = group * MT + m
+        if TILES % MT != 0:
+            tile = gl.minimum(tile, TILES - 1)
+        tiles = tiles + (((item >> 10) - BEFORE) * TILES + tile,)
     return tiles
 
 
 @gluon.jit
-def _pairs(lists, expert, first, count, is_shared, index, num_rows, TOP_K: gl.constexpr, CACHE: gl.constexpr):
-    """Which (row, rank) the rows of a unit of work are, as row * (k + 1) + rank; index: numbers among them, past whose end
-    is the last one once more."""
-    own_list = lists + expert * (num_rows + 1) + 1
-    index = first + gl.minimum(index, count - 1)
-    pair = gl.load(own_list + index, mask=(index >= 0) & (is_shared == 0), other=0, cache_modifier=CACHE)
-    return gl.where(is_shared, index * (TOP_K + 1) + TOP_K, pair)
-
-
-@gluon.jit
-def _ahead(
-    ring,
-    data,
-    block_scale,
-    lists,
-    item,
-    unit,
-    num_listed,
-    num_rows,
-    index,
-    stored_index,
-    SHARED: gl.constexpr,
-    TILES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    UNITS: gl.constexpr,
-    MT: gl.constexpr,
-    NT: gl.constexpr,
-    FORMAT: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    TOP_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    RING: gl.constexpr,
-    CACHE: gl.constexpr,
-):
-    """What a unit of work begins with: its first weights, and which (row, rank) its rows are, to be read and stored."""
-    warps: gl.constexpr = gl.num_warps()
-    expert, first, count, is_shared = _work(item, unit, num_listed, num_rows, GROUPS, SHARED, NT * 8)
-    tiles = _tiles(expert, unit, GROUPS, TILES, MT)
-    stages = units_ahead(
-        ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
-    )
-    sources = ()
-    targets = ()
+def _pairs(lists, item, row, num_rows, NT: gl.constexpr, CACHE: gl.constexpr):
+    """Which (row, rank) an item's rows are, as row * (k + 1) + rank, a tensor for 8 of them; past their end the last
+    one once more. row: of those 8, which a lane has."""
+    own_list = lists + ((item >> 10) * (num_rows + 1) + (item >> 5 & 31) * (NT * 8) + 1)
+    pairs = ()
     for n in gl.static_range(NT):
-        read = n * 8 + index
-        sources = sources + (_pairs(lists, expert, first, count, is_shared, read, num_rows, TOP_K, CACHE),)
-        stored = n * 8 + stored_index
-        targets = targets + (_pairs(lists, expert, first, count, is_shared, stored, num_rows, TOP_K, CACHE),)
-    return stages, sources, targets
+        pairs = pairs + (gl.load(own_list + gl.minimum(n * 8 + row, (item & 31) - 1), cache_modifier=CACHE),)
+    return pairs
 
 
-@gluon.jit(do_not_specialize=["num_rows", "most_listed", "num_shared"])
+@gluon.jit(do_not_specialize=["num_rows"])
 def listed_kernel(
     data,
     block_scale,
@@ -340,8 +336,6 @@ def listed_kernel(
     lists,
     out,
     num_rows,
-    most_listed,
-    num_shared,
     x_stride,
     out_stride,
     NUM_EXPERTS: gl.constexpr,
@@ -357,24 +351,23 @@ def listed_kernel(
     SPAN: gl.constexpr,
     DOWN: gl.constexpr,
     ROUTED: gl.constexpr,
+    SHARED: gl.constexpr,
     TOP_K: gl.constexpr,
     STAGES: gl.constexpr,
-    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """experts_kernel for rows that are listed: each program has some units of work, one after the other: MT tiles of an
-    expert and 8 NT of its rows. The tiles of one item (list_experts) are next to each other; the shared expert's come
-    after those of all items.
+    """experts_kernel for rows that are listed: each program has units of work next to each other, MT tiles of an expert
+    and 8 NT of its rows. The tiles of one item (list_experts) are next to each other.
 
-    most_listed: so many items may be listed; num_shared: how many more the shared expert has.
+    ROUTED, SHARED: whether the items of the routed experts are this launch's, and those of the shared one.
     """
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     groups: gl.constexpr = (TILES + MT - 1) // MT
-    shared: gl.constexpr = NUM_EXPERTS if ROUTED else 0
+    before: gl.constexpr = 0 if ROUTED else NUM_EXPERTS
     # as in experts_kernel
     cache: gl.constexpr = ".cg" if DOWN else ""
     if PDL:
@@ -382,66 +375,45 @@ def listed_kernel(
         if not DOWN:
             gdc_wait()
         gdc_launch_dependents()
-    items = lists + NUM_EXPERTS * (num_rows + 1)
-    begin = gl.program_id(0)
-    programs = gl.num_programs(0)
-    num_listed = 0
-    item = 0
-    if ROUTED:
-        num_listed = gl.load(items, cache_modifier=cache)
-        item = gl.load(items + 1 + gl.minimum(begin // groups, most_listed - 1), cache_modifier=cache)
-    num_units = (num_listed + num_shared) * groups
-    if begin >= num_units:
+    items = lists + (NUM_EXPERTS + 1) * (num_rows + 1) + 1
+    last = gl.load(items - 1, cache_modifier=cache)
+    num_shared = (num_rows + NT * 8 - 1) // (NT * 8)
+    first = 0 if ROUTED else last - num_shared
+    if not SHARED:
+        last -= num_shared
+    # units next to each other, which mostly are of one item: it is looked up once, and its rows of x stay near
+    num_units = (last - first) * groups
+    program = gl.program_id(0)
+    each = num_units // gl.num_programs(0)
+    longer = num_units - each * gl.num_programs(0)
+    begin = first * groups + program * each + gl.minimum(program, longer)
+    end = begin + each + (program < longer).to(gl.int32)
+    if begin >= end:
         return
+    item = gl.load(items + begin // groups, cache_modifier=cache)
     feature_index = gl.arange(0, 128, flat)
     feature = (feature_index % 32) // 4 + (feature_index // 32) % 2 * 8
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     stored_index = (feature_index % 4) * 2 + feature_index // 64
-    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
-    stages, sources, targets = _ahead(
-        ring,
-        data,
-        block_scale,
-        lists,
-        item,
-        begin,
-        num_listed,
-        num_rows,
-        g,
-        stored_index,
-        shared,
-        TILES,
-        groups,
-        UNITS,
-        MT,
-        NT,
-        FORMAT,
-        BLOCKS,
-        TOP_K,
-        STAGES,
-        RING,
-        cache,
-    )
-    if PDL and DOWN:
-        gdc_wait()
-    for unit in range(begin, num_units, programs):
-        following = unit + programs
-        if RING and ROUTED:
-            coming = gl.load(items + 1 + gl.minimum(following // groups, most_listed - 1), cache_modifier=cache)
-        expert, _, count, _ = _work(item, unit, num_listed, num_rows, groups, shared, NT * 8)
-        tiles = _tiles(expert, unit, groups, TILES, MT)
+    # the first unit's, as any later one's of another item, are loaded behind its weights
+    changes = True
+    pairs = ()
+    for _ in gl.static_range(NT):
+        pairs = pairs + (g,)
+    for unit in range(begin, end):
+        tiles = _tiles(item, unit % groups, before, TILES, MT)
+        stages = units_ahead(
+            0, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False
+        )
+        if changes:
+            pairs = _pairs(lists, item, g, num_rows, NT, cache)
+        if PDL and DOWN:
+            gdc_wait()
+        count = item & 31
         offsets = ()
         for n in gl.static_range(NT):
-            source = sources[n] if DOWN else sources[n] // (TOP_K + 1)
+            source = pairs[n] if DOWN else pairs[n] // (TOP_K + 1)
             offsets = offsets + (source * x_stride * 4,)
-        factors = ()
-        columns = ()
-        counts = ()
-        for m in gl.static_range(MT):
-            factors = factors + (load_factor(number, tiles[m], feature, ROW_NUMBERS),)
-            if m % SPAN == 0:
-                columns = columns + (gl.load(place + tiles[m] * 2),)
-                counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
         totals = products(
             stages,
             data,
@@ -460,79 +432,35 @@ def listed_kernel(
             warps,
             warps,
             STAGES,
-            RING,
+            False,
             X_AHEAD,
             PINNED,
             False,
         )
-        own_targets = targets
-        if RING:
-            if ROUTED:
-                item = coming
-            if following < num_units:
-                stages, sources, targets = _ahead(
-                    ring,
-                    data,
-                    block_scale,
-                    lists,
-                    item,
-                    following,
-                    num_listed,
-                    num_rows,
-                    g,
-                    stored_index,
-                    shared,
-                    TILES,
-                    groups,
-                    UNITS,
-                    MT,
-                    NT,
-                    FORMAT,
-                    BLOCKS,
-                    TOP_K,
-                    STAGES,
-                    RING,
-                    cache,
-                )
-        elif ROUTED:
-            # before the sums over warps, which take as long as it does; any earlier it would be a register too many
-            item = gl.load(items + 1 + gl.minimum(following // groups, most_listed - 1), cache_modifier=cache)
+        # before the sums over warps, which take as long; before the products, what all of them need is waited for
+        following = unit + 1
+        changes = following % groups == 0
+        item = gl.load(items + following // groups, changes & (following < end), other=item, cache_modifier=cache)
+        factors = ()
+        for m in gl.static_range(MT):
+            factors = factors + (load_factor(number, tiles[m], feature, ROW_NUMBERS),)
+        sums = _sums(totals, warps)
+        columns = ()
+        counts = ()
         for m in gl.static_range(0, MT, SPAN):
-            counted = (feature < counts[m // SPAN]) & (unit % groups * MT + m < TILES)
+            columns = columns + (gl.load(place + tiles[m] * 2),)
+            counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
+        for m in gl.static_range(0, MT, SPAN):
+            counted = feature < counts[m // SPAN]
+            if TILES % MT != 0:
+                counted = counted & (unit % groups * MT + m < TILES)
             for n in gl.static_range(NT):
-                value = scaled(over_warps(totals[m * NT + n :: MT * NT], warps, False), factors[m], FORMAT, DIVIDES)
+                value = scaled(sums[m * NT + n], factors[m], FORMAT, DIVIDES)
                 if SPAN == 2:
-                    up = scaled(
-                        over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, False), factors[m + 1], FORMAT, DIVIDES
-                    )
-                    value = silu(value) * up
-                target = out + own_targets[n].to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
+                    value = silu(value) * scaled(sums[(m + 1) * NT + n], factors[m + 1], FORMAT, DIVIDES)
+                pair = _at_lanes(pairs[n], stored_index * 4, warps)
+                target = out + pair.to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
                 gl.store(target, value.to(out.dtype.element_ty), mask=counted & (n * 8 + stored_index < count))
-        if (not RING) and following < num_units:
-            stages, sources, targets = _ahead(
-                ring,
-                data,
-                block_scale,
-                lists,
-                item,
-                following,
-                num_listed,
-                num_rows,
-                g,
-                stored_index,
-                shared,
-                TILES,
-                groups,
-                UNITS,
-                MT,
-                NT,
-                FORMAT,
-                BLOCKS,
-                TOP_K,
-                STAGES,
-                RING,
-                cache,
-            )
 
 
 @gluon.jit

@@ -107,7 +107,7 @@ def test_bits_depend_on_no_number_of_programs(monkeypatch, kind, shared_kind, wi
 @pytest.mark.parametrize("rows", [9, 40, 64, 128])
 def test_one_launch_lists_what_two_do(monkeypatch, rows):
     _, ids = inputs(rows)
-    lists = [torch.full((E * (rows + 2) + rows * TOP_K // 8 + 1,), -7, dtype=torch.int32).cuda() for _ in range(2)]
+    lists = [torch.full((moe.list_size(rows, TOP_K, E),), -7, dtype=torch.int32).cuda() for _ in range(2)]
     assert ids.numel() <= moe.ONE_LIST_PAIRS
     moe.list_experts(ids, E, lists[0])
     monkeypatch.setattr(moe, "ONE_LIST_PAIRS", 0)

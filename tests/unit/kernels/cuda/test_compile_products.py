@@ -81,13 +81,25 @@ def test_experts_load_wide_and_early(rows):
         shape = moe.choose_shape(part.format, part.num_tiles // 2, part.num_units, rows)
         # 384 threads an SM at least where programs are few, else 512
         assert code.stack == 0 and code.registers <= (168 if rows <= 4 else 128)
-        assert code.before("LDG.E.EF.128", "HMMA") >= 2 * shape.tiles * shape.stages
+        assert code.before("LDGSTS.E.BYPASS.128" if shape.ring else "LDG.E.EF.128", "HMMA") >= (
+            2 * shape.tiles * shape.stages
+        )
         # x of a step at once, not one load after each other's product
         assert code.before("LDG.E.128", "HMMA") >= (4 * (1 + shape.x_ahead) if shape.pinned else 1)
+    if rows > 8:
+        # of a unit x waits for the number of items, the item and its rows: not for what its end needs
+        for code in codes:
+            before_x = code.instructions[: code.instructions.index("LDG.E.128")]
+            assert sum(op in ("LDG.E", "LDG.E.STRONG.GPU") for op in before_x) == 3
     if rows <= 8:
         # programs that find their rows by themselves: warps of gate_up do not wait for each other to ask for weights
         assert gate_up.before("BAR", "LDG.E.EF.128") == 0
+        # and before weights are asked for nothing is loaded but the choices: of one row a word
+        before = gate_up.instructions[: gate_up.instructions.index("LDG.E.EF.128")]
+        assert before.count("LDG.E") <= (1 if rows == 1 else 3)
     if rows == 1:
+        # one between a program's sums over warps, however many tiles it has
+        assert gate_up.count("BAR") == down.count("BAR") == 1
         # half of down's weights before the wait, all of x before the first product
         assert down.loads["LDG.E.EF.128"] == 2 * down.before("LDG.E.EF.128", "ACQBULK") == 8
         assert down.before("LDG.E.128", "HMMA") == down.loads["LDG.E.128"] == 8

@@ -15,7 +15,7 @@ from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
-from pilotfish.kernels.cuda.packing import PackedRows
+from pilotfish.kernels.cuda.packing import Format, PackedRows
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.linear import in_tree
@@ -281,6 +281,21 @@ def test_experts_and_bits_of_rows_alone():
     assert same_bits(run_experts(packed, others, ids[:11].contiguous(), False)[6], few[6])
 
 
+def test_units_of_an_expert_may_be_on_their_way_to_shared_memory(monkeypatch):
+    packed, (x, ids) = make_experts("nvfp4", "nvfp4", WIDTH), choose(5)
+    want, choose_shape, shapes = run_experts(packed, x, ids), moe.choose_shape, []
+
+    def in_ring(format: Format, num_tiles: int, num_units: int, num_rows: int) -> LaunchShape:
+        shape = choose_shape(format, num_tiles, num_units, num_rows)
+        shapes.append(replace(shape, stages=num_units // shape.warps, x_ahead=0, ring=True))
+        return shapes[-1]
+
+    monkeypatch.setattr(moe, "choose_shape", in_ring)
+    for rows in (1, 5):
+        assert same_bits(run_experts(packed, x[:rows].contiguous(), ids[:rows].contiguous()), want[:rows])
+    assert [shape.stages for shape in shapes] == [2, 1] * 2
+
+
 def of_so_many_programs(monkeypatch: pytest.MonkeyPatch, programs: int, *operands: Any) -> torch.Tensor:
     monkeypatch.setattr(moe, "num_programs", lambda *shape: programs)
     return run_experts(*operands)
@@ -314,7 +329,7 @@ def test_an_expert_that_all_rows_choose(monkeypatch):
 def test_one_launch_lists_what_two_do(monkeypatch, rows, num_experts, top_k):
     ids = torch.rand(rows, num_experts, generator=torch.Generator().manual_seed(rows)).topk(top_k, -1).indices.int()
     ids[:, 0] = torch.where((ids == 4).any(1), ids[:, 0], 4)  # one that all rows choose
-    lists = [torch.full((num_experts * (rows + 2) + rows * top_k // 8 + 1,), -7, dtype=torch.int32) for _ in range(2)]
+    lists = [torch.full((moe.list_size(rows, top_k, num_experts),), -7, dtype=torch.int32) for _ in range(2)]
     with running() as names:
         moe.list_experts(ids, num_experts, lists[0], True)
         monkeypatch.setattr(moe, "ONE_LIST_PAIRS", 0)
