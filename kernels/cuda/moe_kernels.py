@@ -12,7 +12,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pilotfish.kernels.cuda.mma import in_order, in_turn, load_factor, make_ring, products, scaled, silu, units_ahead
+from pilotfish.kernels.cuda.mma import (
+    in_order,
+    in_turn,
+    load_factor,
+    make_ring,
+    over_warps,
+    products,
+    scaled,
+    silu,
+    units_ahead,
+)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -117,15 +127,16 @@ def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr, CACHE: gl.cons
 
 @gluon.jit
 def _columns(ranks, index, own, ONE_ROW: gl.constexpr, TOP_K: gl.constexpr):
-    """Which (row, rank) columns of a product are, as row * (k + 1) + rank; `own` where they are not there.
+    """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there; `own` where they
+    are not.
 
     index: a column's row; of one row the only one is `own`.
     """
     if ONE_ROW:
-        return index * 0 + own
+        return index * 0 + own, index == 0
     else:
         rank = gl.gather(ranks, index, 0)
-        return gl.where(rank >= 0, index * (TOP_K + 1) + rank, own)
+        return gl.where(rank >= 0, index * (TOP_K + 1) + rank, own), rank >= 0
 
 
 @gluon.jit
@@ -239,36 +250,28 @@ def experts_kernel(
     feature = (index % 32) // 4 + (index // 32) % 2 * 8
     first_tile = gl.program_id(0) * MT
     tiles = ()
-    for m in gl.static_range(MT):
-        tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
-        tiles = tiles + (tile,)
-    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
-    stages = units_ahead(
-        ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
-    )
-    # behind the weights, which would else wait for them where the assembler takes uniform registers
     factors = ()
     columns = ()
     counts = ()
     for m in gl.static_range(MT):
-        factors = factors + (load_factor(number, tiles[m], feature, ROW_NUMBERS),)
+        tile = expert * TILES + gl.minimum(first_tile + m, TILES - 1)
+        tiles = tiles + (tile,)
+        factors = factors + (load_factor(number, tile, feature, ROW_NUMBERS),)
         if m % SPAN == 0:
-            columns = columns + (gl.load(place + tiles[m] * 2),)
-            counts = counts + (gl.load(place + tiles[m] * 2 + 1),)
+            columns = columns + (gl.load(place + tile * 2),)
+            counts = counts + (gl.load(place + tile * 2 + 1),)
+    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
+    stages = units_ahead(
+        ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
+    )
     if not ONE_ROW:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     # of one row its experts all differ, and of the shared one the first row is there in any case
     own = gl.where(is_shared, TOP_K, p + p // TOP_K) if ROUTED else p + TOP_K
-    pair = _columns(ranks, g, own, ONE_ROW, TOP_K)
+    pair, _ = _columns(ranks, g, own, ONE_ROW, TOP_K)
     source = pair if DOWN else pair // (TOP_K + 1)
-    stored_index = (index % 4) * 2 + index // 64
-    if ONE_ROW:
-        pair, stored = stored_index * 0 + own, stored_index == 0
-    else:
-        # a column that is not there has another's pair, of another row
-        pair = _at_lanes(pair, stored_index * 4, warps)
-        stored = pair // (TOP_K + 1) == stored_index
+    pair, stored = _columns(ranks, (index % 4) * 2 + index // 64, own, ONE_ROW, TOP_K)
     target = pair.to(gl.int64) * out_stride
     totals = products(
         stages,
@@ -293,14 +296,51 @@ def experts_kernel(
         PINNED,
         PDL and DOWN,
     )
-    sums = _sums(totals, warps)
     for m in gl.static_range(0, MT, SPAN):
         counted = (feature < counts[m // SPAN]) & (first_tile + m < TILES)
-        value = scaled(sums[m], factors[m], FORMAT, DIVIDES)
+        value = scaled(over_warps(totals[m::MT], warps, False), factors[m], FORMAT, DIVIDES)
         if SPAN == 2:
-            value = silu(value) * scaled(sums[m + 1], factors[m + 1], FORMAT, DIVIDES)
+            up = scaled(over_warps(totals[m + 1 :: MT], warps, False), factors[m + 1], FORMAT, DIVIDES)
+            value = silu(value) * up
         at = out + target + (columns[m // SPAN] + feature)
         gl.store(at, value.to(out.dtype.element_ty), mask=counted & stored)
+
+
+@gluon.jit
+def _at_lanes(value, lane, WARPS: gl.constexpr):
+    """Of what each lane has, [warps * 32], that of a lane of its own warp, as `lane`, [128] of the layout of sums."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    copies: gl.constexpr = 4 // WARPS
+    rows: gl.constexpr = gl.BlockedLayout([copies, 1], [1, 32], [1, WARPS], [1, 0])
+    value = gl.convert_layout(value, gl.SliceLayout(0, rows), assert_trivial=True)[None, :]
+    value = gl.reshape(value + gl.full([copies, 1], 0, gl.int32, rows), [128])
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+        "=r,r,r",
+        [gl.convert_layout(value, flat, assert_trivial=True), lane],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _sums(totals, WARPS: gl.constexpr):
+    """over_warps of each of the totals, one for each warp's: all to shared memory before any is read."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    memories = ()
+    for i in gl.static_range(len(totals)):
+        ordered = gl.reshape(gl.permute(gl.reshape(totals[i], [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
+        memories = memories + (gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered),)
+    sums = ()
+    for i in gl.static_range(len(totals)):
+        parts = ()
+        for warp in gl.static_range(WARPS):
+            parts = parts + (memories[i].slice(warp, 1).load(row),)
+        sums = sums + (gl.convert_layout(gl.reshape(in_turn(parts), [128]), flat, assert_trivial=True),)
+    return sums
 
 
 @gluon.jit
