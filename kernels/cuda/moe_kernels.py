@@ -139,43 +139,6 @@ def _columns(ranks, index, own, ONE_ROW: gl.constexpr, TOP_K: gl.constexpr):
         return gl.where(rank >= 0, index * (TOP_K + 1) + rank, own), rank >= 0
 
 
-@gluon.jit
-def _at_lanes(value, lane, WARPS: gl.constexpr):
-    """Of what each lane has, [warps * 32], that of a lane of its own warp, as `lane`, [128] of the layout of sums."""
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    copies: gl.constexpr = 4 // WARPS
-    rows: gl.constexpr = gl.BlockedLayout([copies, 1], [1, 32], [1, WARPS], [1, 0])
-    value = gl.convert_layout(value, gl.SliceLayout(0, rows), assert_trivial=True)[None, :]
-    value = gl.reshape(value + gl.full([copies, 1], 0, gl.int32, rows), [128])
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
-        "=r,r,r",
-        [gl.convert_layout(value, flat, assert_trivial=True), lane],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _sums(totals, WARPS: gl.constexpr):
-    """over_warps of each of the totals, one for each warp's: all to shared memory before any is read."""
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    memories = ()
-    for i in gl.static_range(len(totals)):
-        ordered = gl.reshape(gl.permute(gl.reshape(totals[i], [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
-        memories = memories + (gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered),)
-    sums = ()
-    for i in gl.static_range(len(totals)):
-        parts = ()
-        for warp in gl.static_range(WARPS):
-            parts = parts + (memories[i].slice(warp, 1).load(row),)
-        sums = sums + (gl.convert_layout(gl.reshape(in_turn(parts), [128]), flat, assert_trivial=True),)
-    return sums
-
-
 @gluon.jit(do_not_specialize=["num_rows", "num_routed"])
 def experts_kernel(
     data,

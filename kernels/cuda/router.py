@@ -5,12 +5,31 @@ added in rank order: the softmax over all experts, renormalised over the chosen,
 = rows, E = experts, k = experts a token. Launch-bound: a row moves 4 (E + 1) bytes.
 """
 
+# Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _falling(keys, ids):
+    """The lane's keys in falling order, its ids with them, of equal keys as they were: neighbours change places."""
+    for turn in tl.static_range(len(keys)):
+        sorted_keys = keys[: turn % 2]
+        sorted_ids = ids[: turn % 2]
+        for i in tl.static_range(turn % 2, len(keys) - 1, 2):
+            swap = keys[i + 1] > keys[i]
+            sorted_keys += (tl.where(swap, keys[i + 1], keys[i]), tl.where(swap, keys[i], keys[i + 1]))
+            sorted_ids += (tl.where(swap, ids[i + 1], ids[i]), tl.where(swap, ids[i], ids[i + 1]))
+        keys = sorted_keys + keys[len(sorted_keys) :]
+        ids = sorted_ids + ids[len(sorted_ids) :]
+    return keys, ids
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -27,28 +46,44 @@ def _route_kernel(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+    lane = tl.arange(0, 32)
     ranks = tl.arange(0, BLOCK_K)
+    each: tl.constexpr = BLOCK // 32
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     source = logits + row * stride
-    value = tl.load(source + cols, cols < E, other=0.0).to(tl.float32)
     gate = tl.load(source + E).to(tl.float32)
-    # integers in the order of the floats: a NaN is the largest, and what is masked less than -inf
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(value == value, key, 0x7FFFFFFF)
-    key = tl.where(cols < E, key, -0x80000000)
+    keys = ()
+    ids_of = ()
+    for i in tl.static_range(each):
+        # next to each other in a lane, so that of equal ones the lowest lane has the lowest
+        cols = lane * each + i
+        value = tl.load(source + cols, cols < E, other=0.0).to(tl.float32)
+        # integers in the order of the floats: a NaN is the largest, and what is masked less than -inf
+        bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        key = tl.where(value == value, key, 0x7FFFFFFF)
+        keys += (tl.where(cols < E, key, -0x80000000),)
+        ids_of += (cols,)
+    # each lane's in order: a choice then looks at the first of each, and takes it away
+    keys, ids_of = _falling(keys, ids_of)
     ids = tl.zeros((BLOCK_K,), tl.int32)
     chosen = tl.full((BLOCK_K,), float("-inf"), tl.float32)
     for rank in tl.static_range(TOP_K):
-        best = tl.max(key, 0)
-        expert = tl.min(tl.where(key == best, cols, BLOCK), 0)
+        best = tl.max(keys[0], 0)
+        expert = tl.min(tl.where(keys[0] == best, ids_of[0], BLOCK), 0)
         ids = tl.where(ranks == rank, expert, ids)
         chosen = tl.where(ranks == rank, (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True), chosen)
         # expert is not a masked column: there are at least TOP_K experts
-        key = tl.where(cols == expert, -0x80000000, key)
+        own = ids_of[0] == expert
+        left = ()
+        left_ids = ()
+        for i in tl.static_range(each - 1):
+            left += (tl.where(own, keys[i + 1], keys[i]),)
+            left_ids += (tl.where(own, ids_of[i + 1], ids_of[i]),)
+        keys = left + (tl.where(own, -0x80000000, keys[each - 1]),)
+        ids_of = left_ids + (ids_of[each - 1],)
     weights = tl.exp(chosen - tl.sum(tl.where(ranks == 0, chosen, 0.0), 0))
     weights = tl.div_rn(weights, tl.sum(weights, 0))
     kept = ranks < TOP_K
