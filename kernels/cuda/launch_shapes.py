@@ -21,7 +21,7 @@ fewer what it takes to read them back costs more."""
 RING_REGISTERS = {1: 96, 2: 128}
 FIVE_A_MULTIPROCESSOR = 10 * SM_COUNT
 """So many tiles, two a program, keep five programs an SM busy. At 16 rows five took 31.3 us for 34816x5120, four with a
-second unit on their way 34.6 (one H200, 2026-12-01)."""
+second unit on their way 34.6; of K = 2048, which are four steps, both took as long (one H200, 2026-12-01)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def choose_shape(
         registers = REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs)
         # so held, a thread would spill what a second unit on its way takes
         return replace(shape, registers=registers, stages=1 if registers else shape.stages)
+    if row_tiles == 2 and plain is None and steps > 4 and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
+        return replace(shape, stages=1, x_ahead=0, registers=RING_REGISTERS[1])
     if part.num_tiles >= MANY_TILES:
         return shape
     long = steps > LONG_STEPS
@@ -86,8 +88,6 @@ def choose_shape(
     if long and swiglu and row_tiles == 1:
         return replace(shape, stages=2, x_ahead=1, ring=True, registers=RING_REGISTERS[1])
     # less on the way of each program leaves room for more of them; a tile alone may have more, where K is short
-    if row_tiles == 2 and plain is None and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
-        return replace(shape, tiles=2, stages=1, x_ahead=0, registers=RING_REGISTERS[1])
     if plain is None:
         tiles = 2 if swiglu else row_tiles
     stages = 3 if tiles == 1 and steps <= 4 else 2
@@ -116,7 +116,7 @@ def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
     elif num_rows <= 16:
         shape = LaunchShape(4, 1, 2, 2, 0, split=2) if many else LaunchShape(8, 1, 2, 4, 1)
     elif many:
-        shape = LaunchShape(4, 2, 4, 2, 0, split=2, registers=REGISTERS[2])
+        shape = LaunchShape(4, 2, 4, 1, 0, split=2, registers=REGISTERS[2])
     elif num_rows <= 32:
         shape = LaunchShape(8, 1, 2, 2, 1, registers=REGISTERS[1])
     else:

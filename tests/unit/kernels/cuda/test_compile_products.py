@@ -94,12 +94,7 @@ def test_experts_load_wide_and_early(rows):
     if rows <= 8:
         # programs that find their rows by themselves: warps of gate_up do not wait for each other to ask for weights
         assert gate_up.before("BAR", "LDG.E.EF.128") == 0
-        # and before weights are asked for nothing is loaded but the choices: of one row a word
-        before = gate_up.instructions[: gate_up.instructions.index("LDG.E.EF.128")]
-        assert before.count("LDG.E") <= (1 if rows == 1 else 3)
     if rows == 1:
-        # one between a program's sums over warps, however many tiles it has
-        assert gate_up.count("BAR") == down.count("BAR") == 1
         # half of down's weights before the wait, all of x before the first product
         assert down.loads["LDG.E.EF.128"] == 2 * down.before("LDG.E.EF.128", "ACQBULK") == 8
         assert down.before("LDG.E.128", "HMMA") == down.loads["LDG.E.128"] == 8
