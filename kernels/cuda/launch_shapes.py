@@ -73,8 +73,8 @@ def choose_shape(
         # of 65 rows and more one kernel serves all: programs are many
         programs = -(-part.num_tiles // 2) * (1 if num_rows <= 32 else 2)
         registers = REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs)
-        # so held, a thread would spill what a second unit on its way takes
-        return replace(shape, registers=registers, stages=1 if registers else shape.stages)
+        # so held, a thread would spill what a second unit on its way takes, in a loop
+        return replace(shape, registers=registers, stages=1 if registers and steps > 4 else shape.stages)
     if row_tiles == 2 and plain is None and steps > 4 and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
         return replace(shape, stages=1, x_ahead=0, registers=RING_REGISTERS[1])
     if part.num_tiles >= MANY_TILES:
