@@ -20,8 +20,8 @@ fewer what it takes to read them back costs more."""
 # with units in shared memory: five and four programs of 128 threads an SM
 RING_REGISTERS = {1: 96, 2: 128}
 FIVE_A_MULTIPROCESSOR = 10 * SM_COUNT
-"""So many tiles, two a program, keep five programs an SM busy. At 16 rows five took 31.3 us for 34816x5120, four with a
-second unit on their way 34.6; of K = 2048, which are four steps, both took as long (one H200, 2026-12-01)."""
+"""So many tiles, two a program, keep five programs an SM busy. At 16 rows five took 31.4 us for 34816x5120, four with a
+second unit on their way 34.3; of K = 2048, which are four steps, both took as long (one H200, 2026-12-01)."""
 
 
 @dataclass(frozen=True)
