@@ -1,12 +1,12 @@
 """Routed experts and the shared one, over the distinct experts of all rows; combined in rank order.
 
 Three launches: gate_up with SwiGLU, down, combine. A program of the first two takes some tiles of one expert; the rows
-that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others are
-masked. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the first pair
-of its expert (of one row each is), so that nothing has to be counted before; beyond, the rows of each expert are listed
-first, as items of up to 8 or 16, and twice as many programs as there is room for share them, some tiles at a time.
-The shared expert is one more, chosen by all rows. Results go to their own (row, rank): nothing is added across experts
-before `combine`, which adds in rank order.
+that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others
+repeat one of them. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the
+first pair of its expert (of one row each is), so that nothing has to be counted before; beyond, the rows of each expert
+are listed first, as items of up to 8 or 16, and twice as many programs as there is room for share them, some tiles at a
+time. The shared expert is one more, chosen by all rows. Results go to their own (row, rank): nothing is added across
+experts before `combine`, which adds in rank order.
 
 R = rows, E = experts, k = experts a token, H = hidden, I = expert width.
 Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform routing. No atomics.
@@ -46,9 +46,10 @@ WAVES = 2
 """How often listed_kernel has the programs that there is room for. They have equal shares of the units of work; the
 hardware starts those of the second wave where others end first, which shares alone cannot. When programs took units in
 turn, 32 rows with combine took 89.6 us in place of 93.7, 64 rows 126.8 in place of 128.2 (docs/measurements.md)."""
-REGISTERS = {Format.NVFP4: (72, 104), Format.FP8: (128, 168), Format.BF16: (136, 176)}
-NOT_HELD = (88, 128)
-"""Of a thread of listed_kernel at most, of one tile of rows and of two; NVFP4 where it is not held to them."""
+HELD_TO = (72, 104)
+"""Registers of a thread for NVFP4 from 5 rows on, of one tile of rows and of two: the assembler would take more."""
+REGISTERS = {Format.NVFP4: (88, 128), Format.FP8: (128, 168), Format.BF16: (136, 176)}
+"""Of listed_kernel what it takes where it is not held."""
 
 
 @dataclass(frozen=True)
@@ -235,11 +236,12 @@ class GroupedExperts:
             "num_warps": shape.warps,
             # variants for more rows are compiled apart, and round alike
             "enable_fp_fusion": False,
+            "maxnreg": shape.registers or None,
             "launch_pdl": pdl,
         }
         if lists:
             assert not shape.ring, shape
-            listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape, down)),)](
+            listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape)),)](
                 *weights,
                 source.view(torch.int32),
                 scratch.lists,
@@ -249,7 +251,6 @@ class GroupedExperts:
                 SHARED=group is self.groups[-1],
                 NT=shape.row_tiles,
                 **constants,
-                maxnreg=most_registers(part.format, shape, down) if is_held(part.format, shape, down) else None,
             )
             return
         experts_kernel[grid](
@@ -264,7 +265,6 @@ class GroupedExperts:
             TOP=triton.next_power_of_2(self.top_k),
             RING=shape.ring,
             **constants,
-            maxnreg=shape.registers or None,
         )
 
 
@@ -274,22 +274,10 @@ def row_tiles(num_rows: int) -> int:
     return 2 if num_rows > 64 else 1
 
 
-def is_held(format: Format, shape: LaunchShape, down: bool) -> bool:
-    """Whether listed_kernel is held to its REGISTERS: the assembler takes more of NVFP4. Not down by four warps: it
-    would spill."""
-    return format is Format.NVFP4 and not (down and shape.warps == 4)
-
-
-def most_registers(format: Format, shape: LaunchShape, down: bool) -> int:
-    """Of a thread of listed_kernel."""
-    held = format is not Format.NVFP4 or is_held(format, shape, down)
-    return (REGISTERS[format] if held else NOT_HELD)[shape.row_tiles - 1]
-
-
-def num_programs(format: Format, shape: LaunchShape, down: bool) -> int:
+def num_programs(format: Format, shape: LaunchShape) -> int:
     """The programs of listed_kernel at most: WAVES times what an H200 has room for; registers come by the 8."""
-    room = 65536 // (most_registers(format, shape, down) * 32 * shape.warps)
-    return WAVES * SM_COUNT * room
+    registers = shape.registers or REGISTERS[format][shape.row_tiles - 1]
+    return WAVES * SM_COUNT * (65536 // (registers * 32 * shape.warps))
 
 
 def _num_items(num_rows: int, top_k: int, num_experts: int) -> int:
@@ -357,12 +345,12 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
     # more programs at a time pay more than more on the way of each, the more so where each has a list to read first
     steps = num_units // warps
     if num_rows > 4:
-        # a loop whose loads stay apart takes fewer registers
+        held = HELD_TO[shape.row_tiles - 1]
         shape = replace(shape, stages=1, x_ahead=0)
         if num_rows > FAST_ROWS:
-            return replace(shape, pinned=steps > 2)
-        # as many as gate_up takes; the assembler takes more, and need not
-        return replace(shape, registers=72) if num_units == 4 else shape
+            # a loop takes fewer registers if its loads stay apart; two steps of four warps would spill
+            return replace(shape, pinned=steps > 2, registers=0 if warps == 4 and steps == 2 else held)
+        return replace(shape, registers=held) if num_units == 4 else shape
     if num_rows > 1:
         # more tiles share what is loaded of x; as K of 4 units came out best, of a longer one that is not known
         if num_units == 4:

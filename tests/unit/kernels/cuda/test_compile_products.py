@@ -117,12 +117,10 @@ def test_so_many_programs_of_listed_experts_are_there_as_there_is_room_for(forma
     x, ids = torch.empty((rows, hidden), dtype=torch.bfloat16, device="meta"), scratch.lists[:rows, None]
     with compiling() as kernels:
         GroupedExperts.of([group], 1, 2, hidden).rows(x, ids, scratch, True)
-    for kernel, part, down, most in zip(
-        kernels[-2:], (group.gate_up, group.down), (False, True), programs, strict=True
-    ):
+    for kernel, part, most in zip(kernels[-2:], (group.gate_up, group.down), programs, strict=True):
         code, shape = Code(kernel), moe.choose_shape(format, part.num_tiles // 3, part.num_units, rows)
         assert code.stack == code.count("LDL") == code.count("STL") == 0
-        assert moe.num_programs(format, shape, down) == moe.WAVES * launch_shapes.SM_COUNT * most
+        assert moe.num_programs(format, shape) == moe.WAVES * launch_shapes.SM_COUNT * most
         assert 65536 // (-(-code.registers // 8) * 8 * 32 * shape.warps) >= most
 
 
