@@ -17,8 +17,10 @@ REGISTERS = {1: 128, 2: 168}
 LONG_STEPS = 8
 """A warp that has more units than this finds room for more of them on their way in shared memory than in registers; of
 fewer what it takes to read them back costs more."""
-# with units in shared memory: five and four programs of 128 threads an SM
-RING_REGISTERS = {1: 96, 2: 128}
+FIVE_REGISTERS = 96
+"""Of a thread, with which five programs of 128 threads are on an SM."""
+# with units in shared memory: five and four of them
+RING_REGISTERS = {1: FIVE_REGISTERS, 2: 128}
 FIVE_A_MULTIPROCESSOR = 10 * SM_COUNT
 """So many tiles, two a program, keep five programs an SM busy. At 16 rows five took 31.4 us for 34816x5120, four with a
 second unit on their way 34.3; of K = 2048, which are four steps, both took as long (one H200, 2026-12-01)."""
@@ -76,7 +78,7 @@ def choose_shape(
         # so held, a thread would spill what a second unit on its way takes, in a loop
         return replace(shape, registers=registers, stages=1 if registers and steps > 4 else shape.stages)
     if row_tiles == 2 and plain is None and steps > 4 and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
-        return replace(shape, stages=1, x_ahead=0, registers=RING_REGISTERS[1])
+        return replace(shape, stages=1, x_ahead=0, registers=FIVE_REGISTERS)
     if part.num_tiles >= MANY_TILES:
         return shape
     long = steps > LONG_STEPS

@@ -579,15 +579,33 @@ def _load_step(
 def over_warps(shares, WARPS: gl.constexpr, TREE: gl.constexpr):
     """The sum of the shares' tensors, in order of K or (TREE) neighbours first, fp32 [128]: element 64 c + 32 r + lane
     is row g + 8 r of the tile and row 2 q + c of x's."""
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     parts = ()
     for share in gl.static_range(len(shares)):
-        ordered = gl.reshape(gl.permute(gl.reshape(shares[share], [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
-        memory = gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered)
-        for warp in gl.static_range(WARPS):
-            parts = parts + (memory.slice(warp, 1).load(row),)
+        parts = parts + parts_of(in_shared(shares[share], WARPS), WARPS)
+    return total_of(parts, WARPS, TREE)
+
+
+@gluon.jit
+def in_shared(total, WARPS: gl.constexpr):
+    """A share's tensor in shared memory, fp32 [warps, 128] as `over_warps` has a row."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ordered = gl.reshape(gl.permute(gl.reshape(total, [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
+    return gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered)
+
+
+@gluon.jit
+def parts_of(memory, WARPS: gl.constexpr):
+    """Each warp's part of what `in_shared` has there."""
+    row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
+    parts = ()
+    for warp in gl.static_range(WARPS):
+        parts = parts + (memory.slice(warp, 1).load(row),)
+    return parts
+
+
+@gluon.jit
+def total_of(parts, WARPS: gl.constexpr, TREE: gl.constexpr):
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     out = in_tree(parts) if TREE else in_turn(parts)
     return gl.convert_layout(gl.reshape(out, [128]), flat, assert_trivial=True)
 

@@ -14,15 +14,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pilotfish.kernels.cuda.mma import (
     in_order,
-    in_turn,
+    in_shared,
     load_factor,
     make_ring,
     over_warps,
+    parts_of,
     products,
     scaled,
     silu,
+    total_of,
     units_ahead,
 )
+from pilotfish.kernels.cuda.norm import normed
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -290,19 +293,12 @@ def _at_lanes(value, lane, WARPS: gl.constexpr):
 @gluon.jit
 def _sums(totals, WARPS: gl.constexpr):
     """over_warps of each of the totals, one for each warp's: all to shared memory before any is read."""
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     memories = ()
     for i in gl.static_range(len(totals)):
-        ordered = gl.reshape(gl.permute(gl.reshape(totals[i], [WARPS, 32, 2, 2]), [0, 3, 2, 1]), [WARPS, 128])
-        memories = memories + (gl.allocate_shared_memory(gl.float32, [WARPS, 128], shared, ordered),)
+        memories = memories + (in_shared(totals[i], WARPS),)
     sums = ()
     for i in gl.static_range(len(totals)):
-        parts = ()
-        for warp in gl.static_range(WARPS):
-            parts = parts + (memories[i].slice(warp, 1).load(row),)
-        sums = sums + (gl.convert_layout(gl.reshape(in_turn(parts), [128]), flat, assert_trivial=True),)
+        sums = sums + (total_of(parts_of(memories[i], WARPS), WARPS, False),)
     return sums
 
 
@@ -506,5 +502,4 @@ def combine_kernel(
     total += before
     gl.store(x + row * H + cols, total, mask)
     if NORM:
-        normed = total * gl.rsqrt(gl.sum(total * total, 0) / H + eps) * scale
-        gl.store(out + row * H + cols, normed.to(out.dtype.element_ty), mask)
+        gl.store(out + row * H + cols, normed(total, scale, eps, H).to(out.dtype.element_ty), mask)

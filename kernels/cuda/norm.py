@@ -132,6 +132,12 @@ def embed_rows(
 
 
 @gluon.jit
+def normed(x, scale, eps, H):
+    """_normed in Gluon, which says how many numbers a thread has."""
+    return x * gl.rsqrt(gl.sum(x * x, 0) / H + eps) * scale
+
+
+@gluon.jit
 def _add_norm_kernel(
     x,
     delta,
@@ -162,8 +168,7 @@ def _add_norm_kernel(
         value += gl.load(delta + source * H + cols, mask, other=0.0).to(gl.float32)
     if STORE:
         gl.store(x + row * H + cols, value, mask)
-    normed = value * gl.rsqrt(gl.sum(value * value, 0) / H + eps) * w
-    gl.store(h_out + row * H + cols, normed.to(h_out.dtype.element_ty), mask)
+    gl.store(h_out + row * H + cols, normed(value, w, eps, H).to(h_out.dtype.element_ty), mask)
 
 
 def add_norm(

@@ -360,7 +360,7 @@ def tune_experts(formats: list[Format], rows: list[int], keep_bits: bool) -> Non
             # gate's and up's tiles take turns
             all_warps, all_tiles = (chosen.warps,) if keep_bits else (1, 2, 4, 8), (1, 2, 4, 8) if down else (2, 4, 8)
             tried = [
-                LaunchShape(warps, most, chosen.row_tiles, stages, ahead, pinned=pinned)
+                LaunchShape(warps, most, chosen.row_tiles, stages, ahead, registers=chosen.registers, pinned=pinned)
                 for warps, most, stages, ahead, pinned in combinations(
                     all_warps, all_tiles, (1, 2, 4), (0, 1, 2, 3), (False, True)
                 )
