@@ -29,6 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from pilotfish.kernels.cuda import packing
+from pilotfish.kernels.cuda.carveout import leave_to_l1
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import REGISTERS, SM_COUNT, LaunchShape, beside, choose_shape
 from pilotfish.kernels.cuda.mma import (
@@ -48,6 +49,9 @@ from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 
 MAX_ROWS = 256
+MOST_X = 32768
+"""Numbers of x, 64 KB, that a program may read again and again through whatever L1 it finds. With few rows of a short
+K launches are too short to wait for another division of the SM: at one row of the 35B-A3B a round took 2 % longer."""
 BULK_NUMBERS, BULK_TILES = 1 << 27, 64  # expanded at a time for prefill: 256 MiB, if that is 1024 rows
 
 
@@ -464,7 +468,7 @@ def launch(
     bounded = plain is not None or (wide and shape.tiles == 2 and shape.row_tiles == 1)
     programs = num_plain * shape.row_tiles + -(-part.num_tiles // shape.tiles)
     grid = (-(-len(out) // (8 * shape.row_tiles)), programs, shape.split)
-    _rows_kernel[grid](
+    kernel = _rows_kernel[grid](
         part.data.view(torch.int32),
         part.number if part.block_scale is None else part.block_scale,
         part.place,
@@ -504,6 +508,8 @@ def launch(
         maxnreg=shape.registers or (REGISTERS.get(shape.row_tiles) if bounded else None),
         launch_pdl=pdl,
     )
+    if shape.row_tiles > 1 or 8 * x.shape[1] > MOST_X:
+        leave_to_l1(kernel)
 
 
 def _pack_part(number: int, part: Any, first_column: int) -> Packed:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import triton
 
 from pilotfish.kernels.cuda import packing
+from pilotfish.kernels.cuda.carveout import leave_to_l1
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import SM_COUNT, LaunchShape, fill
 from pilotfish.kernels.cuda.linear import MAX_ROWS
@@ -241,7 +242,7 @@ class GroupedExperts:
         }
         if lists:
             assert not shape.ring, shape
-            listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape)),)](
+            kernel = listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape)),)](
                 *weights,
                 source.view(torch.int32),
                 scratch.lists,
@@ -252,6 +253,7 @@ class GroupedExperts:
                 NT=shape.row_tiles,
                 **constants,
             )
+            leave_to_l1(kernel)
             return
         experts_kernel[grid](
             *weights,

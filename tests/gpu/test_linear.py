@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from pilotfish.engine.checkpoint.fp8 import per_tensor
 from pilotfish.engine.checkpoint.nvfp4 import quantize
-from pilotfish.kernels.cuda import linear
+from pilotfish.kernels.cuda import carveout, linear
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
@@ -248,3 +249,25 @@ def test_a_warp_groups_instruction_adds_as_a_warps_does(kind):
             outs[warps, columns] = out
     for out in outs.values():
         assert same_bits(out.contiguous(), outs[1, 64][:, : out.shape[1]].contiguous())
+
+
+def test_products_that_read_much_of_x_ask_for_room_in_l1(monkeypatch):
+    """Behind attention's items they would else have what 228 KB of shared memory leave."""
+    launched = {}
+    monkeypatch.setattr(linear, "leave_to_l1", lambda kernel: launched.setdefault(kernel.function, kernel))
+    narrow, wide = packed("nvfp4", 256, 2048), packed("nvfp4", 256, 5120)
+    for product, rows in ((narrow, 1), (narrow, 16), (wide, 1), (wide, 32)):
+        launched.clear()
+        run(product, draw(rows, product.in_features))
+        assert len(launched) == (0 if product is narrow and rows == 1 else 1), (product.in_features, rows)
+        for kernel in launched.values():
+            carveout.leave_to_l1(kernel)
+            assert asked_for(kernel.function) == carveout.PERCENT
+
+
+def asked_for(function: int) -> int:
+    """Percent of shared memory, by the driver; -1 for none."""
+    found = ctypes.c_int()
+    driver, attribute = ctypes.CDLL("libcuda.so.1"), carveout.PREFERRED_SHARED_MEMORY_CARVEOUT
+    assert driver.cuFuncGetAttribute(ctypes.byref(found), attribute, ctypes.c_void_p(function)) == 0
+    return found.value
