@@ -20,7 +20,7 @@ from pilotfish.engine.model.parallel import sum_over_ranks
 from pilotfish.engine.model.trunk import Embedding, Layer, Norm
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.engine.round.buffers import RoundBuffers
-from pilotfish.engine.round.operators import Operators
+from pilotfish.engine.round.operators import Operators, Rows
 from pilotfish.engine.round.shapes import Shape
 from pilotfish.kernels.moe import GatedMlp
 
@@ -188,7 +188,7 @@ class RoundBody:
         ops.linear(mixer.output, mixed, v.delta)
 
     def _feed_forward(
-        self, layer: Layer, num_rows: int, norm: Norm, out: torch.Tensor, chosen: torch.Tensor | None = None,
+        self, layer: Layer, num_rows: int, norm: Norm, out: Rows, chosen: torch.Tensor | None = None,
         name: str | None = None,
     ) -> None:  # fmt: skip
         """x += the layer's second half of h; then out = `norm` of x, of all rows or those chosen.

@@ -11,7 +11,7 @@ import torch
 
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.round.operators import Operators
+from pilotfish.engine.round.operators import Operators, Rows
 from pilotfish.engine.round.shapes import Sizes
 from pilotfish.kernels.attention import pages_for
 from pilotfish.spec.accept import Verdicts
@@ -20,14 +20,17 @@ from pilotfish.spec.accept import Verdicts
 class RoundBuffers:
     """See the module's docstring. Views of one buffer never live at the same time unless they are of other names.
 
-    `scratch` is what the table's operators work in.
+    `scratch` is what the table's operators work in. What stands between two of them for a product to read, `h` and what
+    mixers and dense MLPs have inside, is in the table's own order (Operators.rows_in); all else is row-major.
     """
 
     def __init__(self, model: Model, sizes: Sizes, operators: Operators):
         config, device, dtype = model.config, model.device, model.dtype
         rows, hidden, sequences = operators.padded(sizes.max_rows), config.hidden_size, sizes.max_sequences
         drafted, index = operators.padded(sequences), operators.index_dtype
-        self.sizes = sizes
+        # not the table itself, whose memory is no buffer's
+        self.sizes, self._make_rows = sizes, operators.rows_in
+        whole = -(-rows // 8) * 8
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -38,13 +41,14 @@ class RoundBuffers:
         self.tables = buffer(sizes.num_slots, pages_for(sizes.max_model_len + sizes.max_width), kind=index)
         self.tokens = buffer(rows, kind=torch.int64)
         self.x = buffer(rows, hidden, kind=torch.float32)
-        self.h, self.delta, self.hidden, self.head_hidden = (buffer(rows, hidden) for _ in range(4))
+        self.delta, self.hidden, self.head_hidden = (buffer(rows, hidden) for _ in range(3))
+        self._h = buffer(whole * hidden)
         self.pair = buffer(rows, 2 * hidden)
         self.logits = buffer(rows, config.vocab_size, kind=torch.float32)
         # of their own: whoever asked for log-probabilities reads the window's after the drafts have been drawn
         self.draft_logits = buffer(drafted, config.vocab_size, kind=torch.float32)
         self._projected = buffer(rows * _widest_projection(config))
-        self._mixed = buffer(rows * max(config.value_dim, config.num_attention_heads * config.head_dim))
+        self._mixed = buffer(whole * max(config.value_dim, config.num_attention_heads * config.head_dim))
         if config.is_moe:
             top_k = config.num_experts_per_tok
             # at most: some packs have dropped experts, layer by layer
@@ -53,7 +57,7 @@ class RoundBuffers:
             self.expert_ids = buffer(rows, top_k, kind=torch.int32)
             self.shared_gate = buffer(rows, kind=torch.float32)
         else:
-            self._inner = buffer(rows * config.intermediate_size)
+            self._inner = buffer(whole * config.intermediate_size)
         self.allowed = buffer(rows, -(-config.vocab_size // 32), kind=torch.int32)
         # one block, so that one copy brings a round's outcome to the host
         self.report = buffer(report_size(sizes), kind=torch.uint8)
@@ -78,6 +82,10 @@ class RoundBuffers:
         flat: torch.Tensor = getattr(self, name).flatten()
         return flat[: rows * width].view(rows, width)
 
+    def rows_in(self, name: str, rows: int, width: int) -> Rows:
+        """The same in the order that the table's products read it in."""
+        return self._make_rows(getattr(self, name), rows, width)
+
 
 class FirstRows:
     """The first rows of the buffers that every layer goes through, and of those whose width is the layer's: views, made
@@ -85,10 +93,12 @@ class FirstRows:
 
     def __init__(self, buffers: RoundBuffers, rows: int):
         b = buffers
-        shared = (b.x, b.h, b.delta, b.hidden, b.head_hidden, b.pair)
-        self.x, self.h, self.delta, self.hidden, self.head_hidden, self.pair = (buffer[:rows] for buffer in shared)
+        shared = (b.x, b.delta, b.hidden, b.head_hidden, b.pair)
+        self.x, self.delta, self.hidden, self.head_hidden, self.pair = (buffer[:rows] for buffer in shared)
+        self.h = b.rows_in("_h", rows, b.x.shape[1])
         self._buffers, self._rows = buffers, rows
         self._matrices: dict[tuple[str, int], torch.Tensor] = {}
+        self._in_order: dict[tuple[str, int], Rows] = {}
 
     def _matrix(self, name: str, width: int) -> torch.Tensor:
         key = (name, width)
@@ -96,17 +106,23 @@ class FirstRows:
             self._matrices[key] = self._buffers.matrix(name, self._rows, width)
         return self._matrices[key]
 
+    def _rows_in(self, name: str, width: int) -> Rows:
+        key = (name, width)
+        if key not in self._in_order:
+            self._in_order[key] = self._buffers.rows_in(name, self._rows, width)
+        return self._in_order[key]
+
     def projected(self, width: int) -> torch.Tensor:
         """What a mixer's input product gives, [rows, width]."""
         return self._matrix("_projected", width)
 
-    def mixed(self, width: int) -> torch.Tensor:
+    def mixed(self, width: int) -> Rows:
         """What a mixer's output product reads, [rows, width]."""
-        return self._matrix("_mixed", width)
+        return self._rows_in("_mixed", width)
 
-    def inner(self, width: int) -> torch.Tensor:
+    def inner(self, width: int) -> Rows:
         """What stands between the products of a dense MLP, [rows, width]."""
-        return self._matrix("_inner", width)
+        return self._rows_in("_inner", width)
 
     def router_logits(self, width: int) -> torch.Tensor:
         """fp32 [rows, experts + 1]."""

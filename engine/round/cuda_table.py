@@ -28,6 +28,8 @@ from pilotfish.kernels.cuda import norm as norm_kernels
 from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_prompt
 from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
 from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
+from pilotfish.kernels.cuda.packing import UNIT
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import Compilations, compile_all
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
@@ -112,6 +114,12 @@ class CudaOperators:
             _expert_scratch(config, rows, device) if config.is_moe else None,
         )  # fmt: skip
 
+    def rows_in(self, memory: torch.Tensor, num_rows: int, width: int) -> AnyRows:
+        """See Operators: the one place that decides which rows are tiled."""
+        if width % UNIT == 0:
+            return TiledRows(memory, num_rows, width)
+        return memory[: num_rows * width].view(num_rows, width)
+
     def compile(self, launch: Callable[[], None]) -> None:
         """See Operators; in parallel."""
         if self.on_device:
@@ -132,7 +140,7 @@ class CudaOperators:
 
     def embed_rows(
         self, embedding: Embedding, norm: Norm, slots_B: torch.Tensor, state: SlotState, width: int,
-        tokens: torch.Tensor, x: torch.Tensor, h: torch.Tensor, scratch: CudaScratch,
+        tokens: torch.Tensor, x: torch.Tensor, h: AnyRows, scratch: CudaScratch,
     ) -> None:  # fmt: skip
         norm_kernels.embed_rows(
             embedding, norm.scale, norm.eps, slots_B, state.last_token, state.drafts, state.length, width, tokens,
@@ -145,15 +153,15 @@ class CudaOperators:
     def keep_rows(self, slots_B: torch.Tensor, recurrent: RecurrentState, scratch: CudaScratch) -> None:
         pass
 
-    def linear(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor) -> None:
+    def linear(self, weight: AnyLinear, x: AnyRows, out: AnyRows) -> None:
         assert isinstance(weight, PackedLinear)
         weight.rows(x, out, pdl=self.pdl)
 
-    def gate_up(self, mlp: GatedMlp, x: torch.Tensor, out: torch.Tensor) -> None:
+    def gate_up(self, mlp: GatedMlp, x: AnyRows, out: AnyRows) -> None:
         self.linear(mlp.gate_up, x, out)
 
     def add_norm(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor,
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: AnyRows,
         chosen: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         norm_kernels.add_norm(x, delta, norm.scale, norm.eps, out, chosen, pdl=self.pdl)
@@ -169,7 +177,7 @@ class CudaOperators:
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: CudaScratch, out: torch.Tensor, settled: bool = False,
+        cache: KvCache, scratch: CudaScratch, out: AnyRows, settled: bool = False,
     ) -> None:  # fmt: skip
         attention.attention_window(
             projected, slots_B, scratch.plan, tables, cache.k, cache.v, mixer.qk_norm, mixer.eps, width,
@@ -179,7 +187,7 @@ class CudaOperators:
 
     def gdn_window(
         self, mixer: GatedDeltaNet, number: int, projected: torch.Tensor, slots_B: torch.Tensor, width: int,
-        state: SlotState, recurrent: RecurrentState, scratch: CudaScratch, out: torch.Tensor,
+        state: SlotState, recurrent: RecurrentState, scratch: CudaScratch, out: AnyRows,
     ) -> None:  # fmt: skip
         delta_net.gdn_window(
             projected, slots_B, state.pending_count, recurrent.s[number], recurrent.conv[number],
@@ -190,14 +198,14 @@ class CudaOperators:
     def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
         router.route(logits, logits.shape[1] - 1, weights, ids, gate, pdl=self.pdl)
 
-    def experts(self, mlp: AnyMoe, x: torch.Tensor, ids: torch.Tensor, scratch: CudaScratch) -> torch.Tensor:
+    def experts(self, mlp: AnyMoe, x: AnyRows, ids: torch.Tensor, scratch: CudaScratch) -> torch.Tensor:
         """See Operators; [R, k + 1, H], each row's experts in rank order, then the shared one."""
         assert isinstance(mlp, PackedMoeMlp) and scratch.experts is not None
         return mlp.experts.rows(x, ids, scratch.experts, pdl=self.pdl)
 
     def combine(
         self, parts: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, x: torch.Tensor,
-        norm: Norm | None = None, out: torch.Tensor | None = None,
+        norm: Norm | None = None, out: AnyRows | None = None,
     ) -> None:  # fmt: skip
         if norm is None:
             moe.combine(parts, weights, gate, x, pdl=self.pdl)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from pilotfish.engine.round.spans import Span
 
 AnyMoe = MoeMlp | PackedMoeMlp
+Rows = Any
+"""What stands between a round's operators for a product to read, [P, K], as the table's `rows_in` makes it; it may be a
+tensor in any case."""
 
 
 class Operators(Protocol):
@@ -53,6 +56,11 @@ class Operators(Protocol):
     def make_scratch(self, model: Model, sizes: Sizes) -> Any:
         """What the operators below work in, for rounds of these sizes; one for all layers. Its `plan` is where the rows
         of the current pass stand."""
+        ...
+
+    def rows_in(self, memory: torch.Tensor, num_rows: int, width: int) -> Rows:
+        """Rows [num_rows, width] at the front of `memory`, which is flat and has room for whole eights of rows;
+        operators alone write and read them. Torch: a tensor; CUDA: TiledRows, of a width that products can read so."""
         ...
 
     def compile(self, launch: Callable[[], None]) -> None:
@@ -77,7 +85,7 @@ class Operators(Protocol):
 
     def embed_rows(
         self, embedding: Embedding, norm: Norm, slots_B: torch.Tensor, state: SlotState, width: int,
-        tokens: torch.Tensor, x: torch.Tensor, h: torch.Tensor, scratch: Any,
+        tokens: torch.Tensor, x: torch.Tensor, h: Rows, scratch: Any,
     ) -> None:  # fmt: skip
         """tokens int64 [P]: last token, then drafts; x fp32 [P, H] their embeddings, h their norm.
 
@@ -97,19 +105,19 @@ class Operators(Protocol):
         """Leaves the window's rows pending, after the last layer. CUDA: nothing, as for `replay`."""
         ...
 
-    def linear(self, weight: AnyLinear, x: torch.Tensor, out: torch.Tensor) -> None:
+    def linear(self, weight: AnyLinear, x: Rows, out: torch.Tensor) -> None:
         """out [P, N] = x [P, K] times a weight [N, K].
 
         Definition: kernels.linear; held by tests/unit/kernels/cuda/test_run_products.py and tests/gpu/test_linear.py.
         """
         ...
 
-    def gate_up(self, mlp: GatedMlp, x: torch.Tensor, out: torch.Tensor) -> None:
+    def gate_up(self, mlp: GatedMlp, x: Rows, out: Rows) -> None:
         """out [P, I] = silu(gate x) * up x. Definition: kernels.moe.swiglu; held as `linear` is."""
         ...
 
     def add_norm(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor,
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows,
         chosen: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """x fp32 [P, H] += delta, out = its norm: of all rows, or of those chosen (then x stays).
@@ -127,7 +135,7 @@ class Operators(Protocol):
 
     def attention_window(
         self, mixer: GatedAttention, projected: torch.Tensor, slots_B: torch.Tensor, width: int, tables: torch.Tensor,
-        cache: KvCache, scratch: Any, out: torch.Tensor, settled: bool = False,
+        cache: KvCache, scratch: Any, out: Rows, settled: bool = False,
     ) -> None:  # fmt: skip
         """Full attention between its two products: writes the window's keys and values, then out [R, h D]. `settled`:
         `embed_rows` has run since anything else of cache and plan was written.
@@ -138,7 +146,7 @@ class Operators(Protocol):
 
     def gdn_window(
         self, mixer: GatedDeltaNet, number: int, projected: torch.Tensor, slots_B: torch.Tensor, width: int,
-        state: SlotState, recurrent: RecurrentState, scratch: Any, out: torch.Tensor,
+        state: SlotState, recurrent: RecurrentState, scratch: Any, out: Rows,
     ) -> None:  # fmt: skip
         """Linear layer `number` between its two products, out [R, Hv dv].
 
@@ -155,7 +163,7 @@ class Operators(Protocol):
         """
         ...
 
-    def experts(self, mlp: AnyMoe, x: torch.Tensor, ids: torch.Tensor, scratch: Any) -> torch.Tensor:
+    def experts(self, mlp: AnyMoe, x: Rows, ids: torch.Tensor, scratch: Any) -> torch.Tensor:
         """What each row's experts give, then the shared one, for `combine` of the same table.
 
         Definition: kernels.moe.expert_parts; held by tests/unit/kernels/cuda/test_experts.py, tests/gpu/test_moe.py.
@@ -164,7 +172,7 @@ class Operators(Protocol):
 
     def combine(
         self, parts: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, x: torch.Tensor,
-        norm: Norm | None = None, out: torch.Tensor | None = None,
+        norm: Norm | None = None, out: Rows | None = None,
     ) -> None:  # fmt: skip
         """x += the weighted parts in rank order, the shared one last; with a norm, out = its norm of x.
 

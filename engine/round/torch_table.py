@@ -130,6 +130,10 @@ class TorchOperators:
         """See Operators."""
         return TorchScratch()
 
+    def rows_in(self, memory: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+        """See Operators."""
+        return memory[: num_rows * width].view(num_rows, width)
+
     def compile(self, launch: Callable[[], None]) -> None:
         """See Operators."""
 

@@ -14,6 +14,7 @@ import triton
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda.attention_items import MAX_WIDTH, WARPS, items_kernel
 from pilotfish.kernels.cuda.attention_kernels import merge_kernel, plan_kernel
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, stored
 
 CHUNK = 512
 """Positions of one partial result where there are many. A multiple of PAGE."""
@@ -146,7 +147,7 @@ def attention_window(
     eps: float,
     width: int,
     scratch: AttentionScratch,
-    out: torch.Tensor,
+    out: AnyRows,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     lag: int = 0,
@@ -162,7 +163,7 @@ def attention_window(
     tables     int32 [S, max_pages]: page c of a slot holds positions [c PAGE, (c + 1) PAGE)
     k_cache, v_cache [P, kv, PAGE, D], bf16, or float8_e4m3fn holding value / scale
     qk_norm    fp32 [h + kv, D]: 1 + w of q_norm and k_norm
-    out        bf16 [>= R, h D]: attention times sigmoid(gate)
+    out        bf16 [>= R, h D]: attention times sigmoid(gate); may be TiledRows
     lag        position p is stored at place p + lag <= p + MAX_LAG; the places before lag are not read
     num_programs (default: one a multiprocessor) changes no bit.
     settled    with pdl: since slots, plan, tables and old keys and values were written, a kernel of the chain has let
@@ -174,7 +175,7 @@ def attention_window(
     num_rows, fp8 = batch * width, k_cache.element_size() == 1
     assert 0 <= lag <= MAX_LAG and CHUNK <= 2 * PAGE and width <= MAX_WIDTH
     _check(projected, tables, k_cache, v_cache, qk_norm, out, num_rows)
-    most_programs, buffers = _limits(out.device)
+    most_programs, buffers = _limits(projected.device)
     sizes = {"H": heads, "KV": kv, "D": dim, "PDL": pdl}
     options = _options(pdl)
     items_kernel[(num_programs or most_programs,)](
@@ -184,11 +185,11 @@ def attention_window(
         HALF=half, PAGE=PAGE, UNIT=UNIT, TILE=TILE, BUFFERS=buffers, FP8=fp8, SETTLED=settled, num_warps=WARPS,
         **sizes, **options,
     )  # fmt: skip
-    block = min(dim, 64)
+    block, (memory, tiled) = min(dim, 64), stored(out)
     merge_kernel[(num_rows * heads * (dim // block),)](
-        projected, plan.positions, plan.items, scratch.partial, scratch.stats, out, v_scale, width, lag,
-        BLOCK_D=block, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, FEW=min(FEW_CHUNKS, MERGED), num_warps=4,
-        **sizes, **options,
+        projected, plan.positions, plan.items, scratch.partial, scratch.stats, memory, v_scale, width, lag,
+        BLOCK_D=block, TILED=tiled, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, FEW=min(FEW_CHUNKS, MERGED),
+        num_warps=4, **sizes, **options,
     )  # fmt: skip
 
 
@@ -221,7 +222,7 @@ def _check(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     qk_norm: torch.Tensor,
-    out: torch.Tensor,
+    out: AnyRows,
     num_rows: int,
 ) -> None:
     _, kv, page, dim = k_cache.shape
@@ -230,4 +231,4 @@ def _check(
     assert tables.dtype == torch.int32 and qk_norm.dtype == torch.float32 and qk_norm.shape[1] == dim
     assert projected.shape[1] == 2 * (heads + kv) * dim and out.shape[1] == heads * dim
     assert min(len(projected), len(out)) >= num_rows
-    assert all(t.is_contiguous() for t in (projected, tables, k_cache, v_cache, qk_norm, out))
+    assert all(t.is_contiguous() for t in (projected, tables, k_cache, v_cache, qk_norm))

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pilotfish.kernels.cuda.tiled_rows import at
+
 
 @triton.jit
 def _fold(best, mass, total, other_best, other_mass, other_total):
@@ -231,6 +233,7 @@ def merge_kernel(
     TILE: tl.constexpr,
     MERGED: tl.constexpr,
     FEW: tl.constexpr,
+    TILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program for BLOCK_D columns of a row's head. Most contexts are of FEW chunks or less."""
@@ -257,4 +260,4 @@ def merge_kernel(
         attended = _merge_many(where, spans, span == UNIT, d, D, UNITS, TILE, MERGED)
     attended *= v_scale
     gated = attended / (1.0 + tl.exp(-gate.to(tl.float32)))
-    tl.store(out + row.to(tl.int64) * (H * D) + head * D + d, gated.to(out.dtype.element_ty))
+    tl.store(out + at(row.to(tl.int64), head * D + d, H * D, TILED), gated.to(out.dtype.element_ty))

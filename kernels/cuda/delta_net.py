@@ -33,6 +33,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, at, stored
+
 TAPS = 4
 WARPS = 4
 """Warps of a program; each holds 8 columns of the state, and convolves a row at a time."""
@@ -292,6 +294,7 @@ def _finish_kernel(
     DV: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for the channels of one head of q, k or v of a sequence, and that value head's output."""
@@ -334,13 +337,14 @@ def _finish_kernel(
     for _ in range(0, W, ROWS):
         mask, counted = (w < W) & live, (w < W) & (head >= 0)
         shown = mask & (head >= 0)
-        cells = (b * W + w).to(tl.int64) * (HV * DV) + head * DV + d
-        o = tl.load(read + cells, shown, other=0.0)
+        row = (b * W + w).to(tl.int64)
+        o = tl.load(read + at(row, head * DV + d, HV * DV, False), shown, other=0.0)
         tl.store(target + w * HELD + column + d, u, mask)
         tl.store(target + w * HELD + C + head, beta, counted)
         tl.store(target + w * HELD + C + HV + head, a, counted)
         scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
-        tl.store(out + cells, (o * scale[:, None] * norm * _silu(z.to(tl.float32))).to(out.dtype.element_ty), shown)
+        o = o * scale[:, None] * norm * _silu(z.to(tl.float32))
+        tl.store(out + at(row, head * DV + d, HV * DV, TILED), o.to(out.dtype.element_ty), shown)
         w += ROWS
         u, beta, a, z = _window_rows(source, w, W, column, head, d, live, C, COLUMNS, HV, DV)
     tl.store(old + tap * C + column + e, newest, kept)
@@ -380,7 +384,7 @@ def gdn_window(
     eps: float,
     width: int,
     scratch: DeltaScratch,
-    out: torch.Tensor,
+    out: AnyRows,
     pdl: bool = False,
 ) -> None:
     """One linear layer's mixer between its two products; changes state, history, pending, scratch and out.
@@ -392,7 +396,7 @@ def gdn_window(
     history    bf16 [S, J-1, C]: likewise
     pending    bf16 [<= S, W_max, pending_width]: accepted rows in; the window's rows out, in [:W]
     conv_weight fp32 [J, C], decay_rate (-exp(A_log)) and dt_bias fp32 [Hv], gate_norm fp32 [dv]
-    out        bf16 [>= R, Hv dv]: the gated norm's output
+    out        bf16 [>= R, Hv dv]: the gated norm's output; may be TiledRows
     pdl        for launches in a chain in which, since slots, counts, state, history and pending were last written, a
                kernel has let the next one start only after its own wait: never twice in a row on the same memory
     """
@@ -401,6 +405,7 @@ def gdn_window(
     key_heads = (channels - heads * dv) // (2 * dk)
     _check(projected, state, history, pending, conv_weight, scratch, out, batch * width, width)
     warps = min(WARPS, dv // 8)
+    memory, tiled = stored(out)
     sizes = {"MOST": most, "HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "PDL": pdl}
     options = {"enable_fp_fusion": False} | ({"launch_pdl": True} if pdl else {})
     _steps_kernel[(batch * heads * (dv // (8 * warps)),)](
@@ -409,8 +414,8 @@ def gdn_window(
         LANES=min(LANES, dk // 4), num_warps=warps, **sizes, **options,
     )  # fmt: skip
     _finish_kernel[(batch * (2 * key_heads + heads),)](
-        projected, slots, counts, history, pending, gate_norm, scratch.read, out, eps, width,
-        ROWS=ROWS, BLOCK=max(dk, dv), num_warps=4, **sizes, **options,
+        projected, slots, counts, history, pending, gate_norm, scratch.read, memory, eps, width,
+        ROWS=ROWS, BLOCK=max(dk, dv), TILED=tiled, num_warps=4, **sizes, **options,
     )  # fmt: skip
 
 
@@ -432,7 +437,7 @@ def _check(
     pending: torch.Tensor,
     conv_weight: torch.Tensor,
     scratch: DeltaScratch,
-    out: torch.Tensor,
+    out: AnyRows,
     num_rows: int,
     width: int,
 ) -> None:
@@ -445,4 +450,4 @@ def _check(
     assert projected.dtype == history.dtype == pending.dtype == out.dtype
     assert projected.shape[1] == channels + values + 2 * heads and out.shape[1] == values
     assert min(len(projected), len(scratch.read), len(out)) >= num_rows
-    assert all(t.is_contiguous() for t in (conv_weight, state, history, pending, projected, out))
+    assert all(t.is_contiguous() for t in (conv_weight, state, history, pending, projected))

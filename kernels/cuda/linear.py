@@ -40,6 +40,7 @@ from pilotfish.kernels.cuda.mma import (
     make_ring,
     over_warps,
     products,
+    row_of_x,
     scaled,
     silu,
     units_ahead,
@@ -47,6 +48,7 @@ from pilotfish.kernels.cuda.mma import (
 from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, at, stored
 
 MAX_ROWS = 256
 MOST_X = 32768
@@ -71,6 +73,8 @@ def _tiles(
     num_rows,
     out_stride,
     K: gl.constexpr,
+    TILED: gl.constexpr,
+    TILED_OUT: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
     NT: gl.constexpr,
@@ -88,14 +92,15 @@ def _tiles(
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """MT tiles of weights, NT 8 rows of x. SPAN 2: tiles are gate and up in turn. SPLIT: programs that share K."""
+    """MT tiles of weights, NT 8 rows of x. SPAN 2: tiles are gate and up in turn. SPLIT: programs that share K. TILED,
+    TILED_OUT: x and out are in the order of tiled_rows.py."""
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     offsets = ()
     for n in gl.static_range(NT):
         # past the end: the last row once more, not stored
-        offsets = offsets + (gl.minimum(first_row + n * 8 + g, num_rows - 1) * (K // 2),)
+        offsets = offsets + (row_of_x(gl.minimum(first_row + n * 8 + g, num_rows - 1), K, TILED),)
     tiles = ()
     for m in gl.static_range(MT):
         # past the end: the last tile once more, not stored
@@ -128,6 +133,7 @@ def _tiles(
         tiles,
         first_unit,
         K,
+        TILED,
         UNITS,
         units,
         MT,
@@ -162,7 +168,8 @@ def _tiles(
     for m in gl.static_range(0, MT, SPAN):
         there = (feature < counts[m // SPAN]) & (first_tile + m < num_tiles)
         for n in gl.static_range(NT):
-            row = first_row + n * 8 + (index % 4) * 2 + index // 64
+            own_row = (index % 4) * 2 + index // 64
+            row = first_row + n * 8 + own_row
             if SPLIT > 1:
                 parts = ()
                 for s in gl.static_range(SPLIT):
@@ -178,7 +185,12 @@ def _tiles(
                     over_warps(totals[(m + 1) * NT + n :: MT * NT], warps, TREE), factors[m + 1], FORMAT, DIVIDES
                 )
                 value = silu(value) * up
-            target = out + row.to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
+            if TILED_OUT:
+                # row and column begin at multiples of 8 and 16, so what is within them adds up
+                first = at(first_row + n * 8, columns[m // SPAN], out_stride, True)
+                target = out + first + at(own_row, feature, out_stride, True)
+            else:
+                target = out + row.to(gl.int64) * out_stride + (columns[m // SPAN] + feature)
             gl.store(target, value.to(out.dtype.element_ty), mask=there & (row < num_rows))
 
 
@@ -200,6 +212,8 @@ def _rows_kernel(
     num_plain,
     out_stride,
     K: gl.constexpr,
+    TILED: gl.constexpr,
+    TILED_OUT: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
     NT: gl.constexpr,
@@ -249,6 +263,8 @@ def _rows_kernel(
                 num_rows,
                 out_stride,
                 K,
+                TILED,
+                TILED_OUT,
                 UNITS,
                 1,
                 1,
@@ -283,6 +299,8 @@ def _rows_kernel(
         num_rows,
         out_stride,
         K,
+        TILED,
+        TILED_OUT,
         UNITS,
         MT,
         NT,
@@ -337,14 +355,15 @@ class PackedLinear:
         self._runs = _runs(torch.cat([part.place[:: 2 if swiglu else 1] for part in self.ranges]).tolist())
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
-    def rows(self, x: torch.Tensor, out: torch.Tensor, pdl: bool = False) -> None:
-        """Writes out [R, N], bf16 or fp32, R of 1 .. MAX_ROWS. x: bf16 [>= R, K], contiguous.
+    def rows(self, x: AnyRows, out: AnyRows, pdl: bool = False) -> None:
+        """Writes out [R, N], bf16 or fp32, R of 1 .. MAX_ROWS. x: bf16 [>= R, K], contiguous or TiledRows; out may be
+        TiledRows if it is of gate and up.
 
         A row's bits depend on that row of x alone. With `pdl` the kernels start while what came before still runs.
         """
         num_rows = len(out)
-        assert 1 <= num_rows <= MAX_ROWS and out.shape[1] == self.out_features and out.stride(1) == 1, out.shape
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
+        assert 1 <= num_rows <= MAX_ROWS and out.shape[1] == self.out_features, out.shape
+        assert x.dtype == torch.bfloat16 and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part, plain in self.launches(num_rows):
             shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments)
@@ -453,8 +472,8 @@ def _runs(places: list[list[int]]) -> list[tuple[int, int, int]]:
 
 def launch(
     part: Packed,
-    x: torch.Tensor,
-    out: torch.Tensor,
+    x: AnyRows,
+    out: AnyRows,
     shape: LaunchShape,
     swiglu: bool,
     pdl: bool,
@@ -463,26 +482,36 @@ def launch(
     """One launch for `part` and, if given, `plain`: some tiles of BF16 as wide, with fewer of them."""
     other = LaunchShape(0, 0, 0, 0, 0) if plain is None else beside(plain, shape)
     num_plain = 0 if plain is None else plain.num_tiles
+    num_rows, (memory, tiled) = len(out), stored(x)
+    if isinstance(out, TiledRows):
+        # whose tiles begin at multiples of 16 columns
+        assert swiglu
+        target, stride = out.memory, out.width
+    else:
+        assert out.stride(1) == 1, out.stride()
+        target, stride = out, out.stride(0)
     wide = part.num_units > 16 and part.format is not Format.BF16
-    shared = PartialSums.of(x.device) if shape.split > 1 else None
+    shared = PartialSums.of(memory.device) if shape.split > 1 else None
     bounded = plain is not None or (wide and shape.tiles == 2 and shape.row_tiles == 1)
     programs = num_plain * shape.row_tiles + -(-part.num_tiles // shape.tiles)
-    grid = (-(-len(out) // (8 * shape.row_tiles)), programs, shape.split)
+    grid = (-(-num_rows // (8 * shape.row_tiles)), programs, shape.split)
     kernel = _rows_kernel[grid](
         part.data.view(torch.int32),
         part.number if part.block_scale is None else part.block_scale,
         part.place,
         part.number,
         *((None,) * 3 if plain is None else (plain.data.view(torch.int32), plain.place, plain.number)),
-        x.view(torch.int32),
-        out,
+        memory.view(torch.int32),
+        target,
         None if shared is None else shared.memory,
         None if shared is None else shared.arrivals,
-        len(out),
+        num_rows,
         part.num_tiles,
         num_plain,
-        out.stride(0),
+        stride,
         K=x.shape[1],
+        TILED=tiled,
+        TILED_OUT=isinstance(out, TiledRows),
         UNITS=part.num_units,
         MT=shape.tiles,
         NT=shape.row_tiles,

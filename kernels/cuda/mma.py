@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from pilotfish.kernels.cuda.packing import UNIT_BYTES, Format
+from pilotfish.kernels.cuda.tiled_rows import row_place
 
 NVFP4 = gl.constexpr(0)
 FP8 = gl.constexpr(1)
@@ -167,23 +168,39 @@ def unpack_half(unit, ROW_HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _word_of_x(unit, load):
-    """Of a row, from its lane's first one on: 64 words a unit, 32 a half, 4 an octet."""
-    return unit * 64 + load // 2 * 32 + load % 2 * 4
+def _unit_words_of_x(tiled):
+    """From a unit of a row to the next one."""
+    return 512 if tiled else 64
+
+
+@gluon.constexpr_function
+def _word_of_x(unit, load, tiled):
+    """Of a row, from its lane's first one on. Of rows as they come 32 words a half, 4 an octet; of tiled ones 128 a
+    load, which are those of a warp."""
+    return unit * _unit_words_of_x(tiled) + (load * 128 if tiled else load // 2 * 32 + load % 2 * 4)
 
 
 @gluon.jit
-def _load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr):
+def row_of_x(row, K: gl.constexpr, TILED: gl.constexpr):
+    """Where a row of x begins, in words; with TILED as tiled_rows.row_place has it."""
+    if TILED:
+        return row_place(row, K) >> 1
+    else:
+        return row * (K // 2)
+
+
+@gluon.jit
+def _load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr, TILED: gl.constexpr):
     """Four loads of 16 bytes a lane for each tile of 8 rows of x, of the UNIT-th unit from where `rows` are; columns:
     where those are, in words, for a K that is not a whole number of units."""
     out = ()
     for n in gl.static_range(NT):
         for t in gl.static_range(4):
             if K % 128 != 0:
-                mask = columns + _word_of_x(UNIT, t) < K // 2
-                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t), mask=mask, other=0),)
+                mask = columns + _word_of_x(UNIT, t, TILED) < K // 2
+                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t, TILED), mask=mask, other=0),)
             else:
-                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t)),)
+                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t, TILED)),)
     return out
 
 
@@ -439,6 +456,7 @@ def products(
     tiles,
     first_unit,
     K: gl.constexpr,
+    TILED: gl.constexpr,
     WIDTH: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
@@ -457,10 +475,11 @@ def products(
 
     stages: of `units_ahead`: so many units a tile are on their way while one is multiplied, and X_AHEAD steps of x;
     with RING to shared memory, else to registers.
-    data int32, x int32 (two bf16 each); x_offsets: for each of NT tiles of 8 rows of x, where a lane's row g begins, in
-    words, [warps * 32], and for one that is not there any that is; tiles: MT numbers of tiles, of WIDTH units, of which
-    UNITS from first_unit on are this program's. WAIT: for what writes x, before the first load of it. PINNED: a step's
-    loads and arithmetic stay apart, so that no more registers are in use than was meant.
+    data int32, x int32 (two bf16 each), with TILED in the order of tiled_rows.py; x_offsets: for each of NT tiles of 8
+    rows of x, where a lane's row g begins (row_of_x), [warps * 32], and for one that is not there any that is; tiles:
+    MT numbers of tiles, of WIDTH units, of which UNITS from first_unit on are this program's. WAIT: for what writes x,
+    before the first load of it. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use
+    than was meant.
 
     SHARES, a multiple of WARPS, are the parts of K that are summed apart: share i is the i-th of them in order of K,
     warp w has the shares w, w + WARPS, ..., and there are MT * NT sums for each share of a warp, one share's after the
@@ -472,7 +491,10 @@ def products(
     apart: gl.constexpr = UNITS // SHARES
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    columns = (first_unit * 64 + thread // 32 * (apart * 64) + thread % 4 * 8)[:, None] + word
+    x_words: gl.constexpr = _unit_words_of_x(TILED)
+    gl.static_assert(not TILED or K % 128 == 0)
+    first = first_unit * x_words + thread // 32 * (apart * x_words)
+    columns = (first + thread % 4 * (4 if TILED else 8))[:, None] + word
     rows = ()
     for n in gl.static_range(NT):
         rows = rows + (x + (x_offsets[n][:, None] + columns),)
@@ -484,7 +506,7 @@ def products(
         gdc_wait()
     xs = ()
     for s in gl.static_range(X_AHEAD):
-        xs = xs + (_load_x(rows, columns, _unit_of(s, UNITS, WARPS, SHARES), NT, K),)
+        xs = xs + (_load_x(rows, columns, _unit_of(s, UNITS, WARPS, SHARES), NT, K, TILED),)
     if X_AHEAD > 0:
         in_order(True)
     # whole groups of steps in a loop, if more than one of them, and the rest written out
@@ -497,7 +519,7 @@ def products(
         group_units: gl.constexpr = size // turns
         for _ in range(groups):
             for s in gl.static_range(size):
-                xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD, UNITS, WARPS, SHARES), NT, K),)
+                xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD, UNITS, WARPS, SHARES), NT, K, TILED),)
                 in_order(PINNED)
                 now = _read_step(stages, STAGES - 1, s % STAGES, STAGES, MT, FORMAT, WARPS) if RING else stages[0]
                 totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
@@ -521,12 +543,12 @@ def products(
             codes = _further(codes, group_units * unit_words(FORMAT))
             scales = _further(scales, group_units * unit_words(FORMAT))
             places = (codes, scales, _further(block_scales, group_units))
-            rows = _further(rows, group_units * 64)
+            rows = _further(rows, group_units * x_words)
             if K % 128 != 0:
                 columns += group_units * 64
     for s in gl.static_range(looped, steps):
         if s + X_AHEAD < steps:
-            xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD - looped, UNITS, WARPS, SHARES), NT, K),)
+            xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD - looped, UNITS, WARPS, SHARES), NT, K, TILED),)
             in_order(PINNED)
         if RING:
             now = _read_step(stages, _left(s, steps, STAGES), s % STAGES, STAGES, MT, FORMAT, WARPS)

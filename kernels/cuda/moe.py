@@ -37,6 +37,7 @@ from pilotfish.kernels.cuda.moe_kernels import (
     listed_kernel,
 )
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, stored
 
 FAST_ROWS = 8
 """The number of rows up to which programs find theirs by themselves: beyond, a second tile of rows would cost more than
@@ -135,15 +136,17 @@ class GroupedExperts:
         """The width of an expert, the shared one or the others: what `ExpertScratch` needs."""
         return max(group.width for group in self.groups)
 
-    def rows(self, x: torch.Tensor, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool = False) -> torch.Tensor:
+    def rows(self, x: AnyRows, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool = False) -> torch.Tensor:
         """bf16 [R, k + 1, H], a view of scratch.out: each row's experts in rank order, then the shared one.
 
-        x: bf16 [>= R, H], contiguous; ids: int32 [R, k], all different within a row, R of 1 .. linear.MAX_ROWS.
+        x: bf16 [>= R, H], contiguous or TiledRows; ids: int32 [R, k], all different within a row, R of 1 ..
+        linear.MAX_ROWS.
         """
         num_rows = len(ids)
         assert 1 <= num_rows <= min(MAX_ROWS, len(scratch.out)) and ids.shape[1] == self.top_k, ids.shape
         assert ids.dtype == torch.int32 and ids.is_contiguous(), (ids.dtype, ids.stride())
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) >= num_rows, (x.dtype, x.shape)
+        assert x.dtype == torch.bfloat16 and len(x) >= num_rows, (x.dtype, x.shape)
+        assert x.shape[1] == self.hidden, (x.shape, self.hidden)
         assert scratch.out.shape[1:] == (self.top_k + 1, self.hidden) and scratch.inner.shape[2] >= self.width
         if num_rows > FAST_ROWS:
             list_experts(ids, self.num_experts, scratch.lists, pdl)
@@ -196,9 +199,10 @@ class GroupedExperts:
         return torch.addcmul(total, shared[:, : self.hidden].float(), shared_gate[:, None])
 
     def _launch(
-        self, group: ExpertGroup, down: bool, x: torch.Tensor, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool
+        self, group: ExpertGroup, down: bool, x: AnyRows, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool
     ) -> None:
         num_rows = len(ids)
+        memory, tiled = stored(x)
         part = group.down if down else group.gate_up
         tiles = part.num_tiles // group.num_experts
         shape = choose_shape(part.format, tiles, part.num_units, num_rows)
@@ -208,18 +212,19 @@ class GroupedExperts:
             num_routed = _num_items(num_rows, self.top_k, self.num_experts) if lists else num_rows * self.top_k
         num_shared = -(-num_rows // (8 * shape.row_tiles)) if group is self.groups[-1] else 0
         grid = (-(-tiles // shape.tiles), num_routed + num_shared)
-        source, target = (scratch.inner, scratch.out) if down else (x, scratch.inner)
+        source, target = (scratch.inner, scratch.out) if down else (memory, scratch.inner)
         weights = (
             part.data.view(torch.int32),
             part.number if part.block_scale is None else part.block_scale,
             part.place,
             part.number,
         )
-        strides = (source.shape[-1] // 8, target.shape[-1])
+        strides = ((scratch.inner.shape[2] if down else self.hidden) // 8, target.shape[-1])
         constants: dict[str, Any] = {
             "NUM_EXPERTS": self.num_experts,
             "TILES": tiles,
             "K": group.width if down else self.hidden,
+            "TILED": tiled and not down,
             "UNITS": part.num_units,
             "MT": shape.tiles,
             "FORMAT": FORMATS[part.format],
@@ -414,18 +419,19 @@ def combine(
     x: torch.Tensor,
     norm_scale: torch.Tensor | None = None,
     eps: float = 1e-6,
-    out: torch.Tensor | None = None,
+    out: AnyRows | None = None,
     pdl: bool = False,
 ) -> None:
     """x += the sum over ranks of weights * parts, then + shared_gate * the shared part; in rank order, by fma.
 
     parts: bf16 [R, k + 1, H]; weights fp32 [R, k]; shared_gate fp32 [R]; x fp32 [>= R, H], updated in place. With
-    norm_scale fp32 [H] also out = rms_norm(x) * norm_scale, bf16 [>= R, H].
+    norm_scale fp32 [H] also out = rms_norm(x) * norm_scale, bf16 [>= R, H], which may be TiledRows.
     """
     num_rows, top_k = weights.shape
     hidden = x.shape[1]
     assert parts.shape == (num_rows, top_k + 1, hidden) and parts.is_contiguous() and weights.is_contiguous()
     assert x.dtype == torch.float32 and x.is_contiguous() and (norm_scale is None) == (out is None)
+    memory, tiled = (x, False) if out is None else stored(out)
     block = 1 << (hidden - 1).bit_length()
     combine_kernel[(num_rows,)](
         parts,
@@ -433,11 +439,12 @@ def combine(
         shared_gate,
         x,
         x if norm_scale is None else norm_scale,
-        x if out is None else out,
+        memory,
         eps,
         H=hidden,
         TOP_K=top_k,
         NORM=norm_scale is not None,
+        TILED=tiled,
         BLOCK=block,
         PDL=pdl,
         num_warps=min(16, max(4, block // 256)),

@@ -20,12 +20,14 @@ from pilotfish.kernels.cuda.mma import (
     over_warps,
     parts_of,
     products,
+    row_of_x,
     scaled,
     silu,
     total_of,
     units_ahead,
 )
 from pilotfish.kernels.cuda.norm import normed
+from pilotfish.kernels.cuda.tiled_rows import at
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -158,6 +160,7 @@ def experts_kernel(
     NUM_EXPERTS: gl.constexpr,
     TILES: gl.constexpr,
     K: gl.constexpr,
+    TILED: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -179,7 +182,8 @@ def experts_kernel(
     """Program (i, p): tiles i MT ... of the expert of pair p, all rows, of which there are up to 8.
     The programs after those are the shared expert's.
 
-    x is [row, H] for gate_up (SPAN 2), [row, rank, I] for down; out [row, rank, ...]. x_stride is in 16 bytes.
+    x is [row, H] for gate_up (SPAN 2), in the order of tiled_rows.py with TILED, [row, rank, I] for down; out
+    [row, rank, ...]. x_stride is in 16 bytes.
     """
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
@@ -244,10 +248,11 @@ def experts_kernel(
         data,
         block_scale,
         x,
-        (source * x_stride * 4,),
+        (row_of_x(source, K, True) if TILED else source * x_stride * 4,),
         tiles,
         0,
         K,
+        TILED,
         UNITS,
         UNITS,
         MT,
@@ -268,8 +273,8 @@ def experts_kernel(
         if SPAN == 2:
             up = scaled(over_warps(totals[m + 1 :: MT], warps, False), factors[m + 1], FORMAT, DIVIDES)
             value = silu(value) * up
-        at = out + target + (columns[m // SPAN] + feature)
-        gl.store(at, value.to(out.dtype.element_ty), mask=counted & stored)
+        cell = out + target + (columns[m // SPAN] + feature)
+        gl.store(cell, value.to(out.dtype.element_ty), mask=counted & stored)
 
 
 @gluon.jit
@@ -340,6 +345,7 @@ def listed_kernel(
     NUM_EXPERTS: gl.constexpr,
     TILES: gl.constexpr,
     K: gl.constexpr,
+    TILED: gl.constexpr,
     UNITS: gl.constexpr,
     MT: gl.constexpr,
     NT: gl.constexpr,
@@ -412,7 +418,7 @@ def listed_kernel(
         offsets = ()
         for n in gl.static_range(NT):
             source = pairs[n] if DOWN else pairs[n] // (TOP_K + 1)
-            offsets = offsets + (source * x_stride * 4,)
+            offsets = offsets + (row_of_x(source, K, True) if TILED else source * x_stride * 4,)
         totals = products(
             stages,
             data,
@@ -422,6 +428,7 @@ def listed_kernel(
             tiles,
             0,
             K,
+            TILED,
             UNITS,
             UNITS,
             MT,
@@ -474,6 +481,7 @@ def combine_kernel(
     H: gl.constexpr,
     TOP_K: gl.constexpr,
     NORM: gl.constexpr,
+    TILED: gl.constexpr,
     BLOCK: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -502,4 +510,4 @@ def combine_kernel(
     total += before
     gl.store(x + row * H + cols, total, mask)
     if NORM:
-        gl.store(out + row * H + cols, normed(total, scale, eps, H).to(out.dtype.element_ty), mask)
+        gl.store(out + at(row, cols, H, TILED), normed(total, scale, eps, H).to(out.dtype.element_ty), mask)

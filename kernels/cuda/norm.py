@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pilotfish.kernels.cuda.packing import PackedRows
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, at, stored
 
 
 @triton.jit
@@ -56,6 +57,7 @@ def _embed_rows_kernel(
     num_rows,
     max_depth,
     UNITS: tl.constexpr,
+    TILED: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -78,11 +80,11 @@ def _embed_rows_kernel(
         position = tl.load(length + slot).to(tl.int64) + j
         token = tl.load(last_token + slot) if j == 0 else tl.load(drafts + slot * max_depth + j - 1)
         x = tl.load(_row_of(embedding, token, cols, H, UNITS), mask, other=0.0).to(tl.float32)
-    out = row.to(tl.int64) * H + cols
+    row = row.to(tl.int64)
     tl.store(tokens_out + row, token)
     tl.store(positions_out + row, position.to(positions_out.dtype.element_ty))
-    tl.store(x_out + out, x, mask)
-    tl.store(h_out + out, _normed(x, w, eps, H).to(h_out.dtype.element_ty), mask)
+    tl.store(x_out + row * H + cols, x, mask)
+    tl.store(h_out + at(row, cols, H, TILED), _normed(x, w, eps, H).to(h_out.dtype.element_ty), mask)
 
 
 def embed_rows(
@@ -97,16 +99,16 @@ def embed_rows(
     tokens: torch.Tensor,
     positions: torch.Tensor,
     x: torch.Tensor,
-    h: torch.Tensor,
+    h: AnyRows,
     pdl: bool = False,
 ) -> None:
     """Starts a round: row b * width + j is the last token (j = 0) or draft j of slots[b], at position length + j.
 
     Writes tokens int64 and positions (int32 or int64), the residual stream x fp32 and the first layer's norm h; all
     have one number of rows, at least B * width: those past the window become zeros. scale_H fp32 is the effective
-    factor. The embedding may also be a PackedRows.
+    factor. The embedding may also be a PackedRows, and h TiledRows.
     """
-    rows, hidden = x.shape
+    (rows, hidden), (memory, tiled) = x.shape, stored(h)
     embedding, units = _stored(embedding_VH)
     num_rows = len(slots_B) * width
     assert rows >= num_rows and len(h) == len(tokens) == len(positions) == rows
@@ -121,12 +123,13 @@ def embed_rows(
         tokens,
         positions,
         x,
-        h,
+        memory,
         eps,
         width,
         num_rows,
         drafts_SK.shape[1],
         UNITS=units,
+        TILED=tiled,
         **_options(hidden, pdl),
     )
 
@@ -148,6 +151,7 @@ def _add_norm_kernel(
     ADD: gl.constexpr,
     STORE: gl.constexpr,
     GATHER: gl.constexpr,
+    TILED: gl.constexpr,
     H: gl.constexpr,
     BLOCK: gl.constexpr,
     PDL: gl.constexpr,
@@ -168,7 +172,7 @@ def _add_norm_kernel(
         value += gl.load(delta + source * H + cols, mask, other=0.0).to(gl.float32)
     if STORE:
         gl.store(x + row * H + cols, value, mask)
-    gl.store(h_out + row * H + cols, normed(value, w, eps, H).to(h_out.dtype.element_ty), mask)
+    gl.store(h_out + at(row, cols, H, TILED), normed(value, w, eps, H).to(h_out.dtype.element_ty), mask)
 
 
 def add_norm(
@@ -176,29 +180,31 @@ def add_norm(
     delta: torch.Tensor | None,
     scale_H: torch.Tensor,
     eps: float,
-    h: torch.Tensor,
+    h: AnyRows,
     rows: torch.Tensor | None = None,
     store: bool = True,
     pdl: bool = False,
 ) -> None:
     """x += delta, then h = rms_norm(x) * scale, for as many rows as h has.
 
-    x fp32 or bf16 [R, H]; delta bf16 or fp32 [R, H], None: nothing is added; h bf16. `store=False` leaves x as it was:
-    the stream's last norm needs no sum kept. `rows` int32 or int64: h[i] is of row rows[i] (x is not stored then): the
-    MTP head's last norm, of one row a sequence.
+    x fp32 or bf16 [R, H]; delta bf16 or fp32 [R, H], None: nothing is added; h bf16, may be TiledRows. `store=False`
+    leaves x as it was: the stream's last norm needs no sum kept. `rows` int32 or int64: h[i] is of row rows[i] (x is
+    not stored then): the MTP head's last norm, of one row a sequence.
     """
     assert x.shape[1] == h.shape[1] and (delta is None or (delta.shape[1] == h.shape[1] and delta.is_contiguous()))
-    assert x.is_contiguous() and h.is_contiguous() and (rows is None or len(rows) == len(h))
+    assert x.is_contiguous() and (rows is None or len(rows) == len(h))
+    memory, tiled = stored(h)
     _add_norm_kernel[(len(h),)](
         x,
         delta,
         scale_H,
         rows,
-        h,
+        memory,
         eps,
         ADD=delta is not None,
         STORE=store and delta is not None and rows is None,
         GATHER=rows is not None,
+        TILED=tiled,
         **_options(h.shape[1], pdl),
     )
 

@@ -3,8 +3,8 @@
 A matrix [N, K] is cut into tiles of 16 rows and units of 128 columns; missing rows and columns are 0. A unit is what
 one warp takes at a step, as loads of 16 bytes a lane, lane = 4 g + q: rows g and g + 8, and of each half h of the
 unit the 16 columns 64 h + 16 q ... That is the A fragment of mma.m16n8k16 under a fixed permutation of the columns,
-chosen so that activations stay plain row-major (a lane's columns of a row are 16 bytes each), and that the 16 columns
-of a lane share one NVFP4 scale. Bytes of a unit:
+chosen so that a lane's columns of a row-major x are 16 bytes each (tiled_rows.py: x in the order of lanes), and that
+the 16 columns of a lane share one NVFP4 scale. Bytes of a unit:
 
     NVFP4  codes [row half 2][lane 32][half and octet 4] as words of 8 codes, then scales [lane 32][row half 2][half 2]
     FP8    [row half 2][half 2][lane 32][4] words of 4 codes

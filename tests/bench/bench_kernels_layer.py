@@ -1,12 +1,12 @@
 """A dense layer's products one behind the other, as a round has them, on a GPU: which launch shapes are fast there.
 
-    python tests/bench/bench_kernels_layer.py [--rows 1,8,16,32] [--products mix,out,gate_up,down]
+    python tests/bench/bench_kernels_layer.py [--rows 1,8,16,32] [--products mix,out,gate_up,down] [--row-major]
 
 Regime: decoding, layers of the 27B in NVFP4 with more weights than the L2 holds, in a CUDA graph with programmatic
 dependent launch. A product alone, launched again and again, finds its x where it was; here each x has just been written
-by the kernel before, as in a round. Of one product at a time other launch shapes are tried; times are those of a whole
-layer without attention or GatedDeltaNet, the median of replays. Bits are compared first. One JSON line a shape on
-stdout, a table, the best last, on stderr.
+by the kernel before, as in a round, in the order in which lanes load it (--row-major: row by row). Of one product at a
+time other launch shapes are tried; times are those of a whole layer without attention or GatedDeltaNet, the median of
+replays. Bits are compared first. One JSON line a shape on stdout, a table, the best last, on stderr.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format, Packed
 from pilotfish.kernels.cuda.swiglu import silu_product
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, stored
 from pilotfish.kernels.cuda.warm import compile_all
-from tests.bench.bench_kernels_linear import in_graph, in_ring, random_weight
+from tests.bench.bench_kernels_linear import in_graph, in_ring, random_weight, rows_of
 
 HIDDEN, WIDTH, MIX, GATES, HEADS = 5120, 17408, 16384, 96, 6144
 LAYERS = 6
@@ -48,7 +49,7 @@ class Layer:
 class Chain:
     """The products of all layers for so many rows, each by its own launch shape."""
 
-    def __init__(self, layers: list[Layer], rows: int):
+    def __init__(self, layers: list[Layer], rows: int, row_major: bool):
         self.layers, self.rows = layers, rows
         self.chosen = {}
         for name, product in layers[0].products.items():
@@ -60,11 +61,15 @@ class Chain:
 
         self.stream, self.scale = empty(rows, HIDDEN, dtype=torch.float32), torch.ones(HIDDEN, device="cuda")
         self.start = torch.randn(rows, HIDDEN, device="cuda", generator=torch.Generator("cuda").manual_seed(rows))
-        self.normed, self.delta, self.heads = empty(rows, HIDDEN), empty(rows, HIDDEN), empty(rows, HEADS)
-        self.mixed, self.inner = empty(rows, MIX + GATES), empty(rows, WIDTH)
+        self.delta, self.mixed = empty(rows, HIDDEN), empty(rows, MIX + GATES)
+        self.normed, self.heads, self.inner = (
+            rows_of(empty(rows, width), row_major) for width in (HIDDEN, HEADS, WIDTH)
+        )
+        # what stands for a mixer knows of no order, and numbers of others do as well
+        self.gated = stored(self.heads)[0].view(-1)[: rows * HEADS].view(rows, HEADS)
 
     def launch(self, shapes: dict[str, LaunchShape]) -> None:
-        def rows(layer: Layer, name: str, x: torch.Tensor, out: torch.Tensor) -> None:
+        def rows(layer: Layer, name: str, x: AnyRows, out: AnyRows) -> None:
             product = layer.products[name]
             for part, plain in product.launches(self.rows):
                 linear.launch(part, x, out, shapes[name], product.swiglu, True, plain)
@@ -73,7 +78,7 @@ class Chain:
         norm.add_norm(self.stream, None, self.scale, EPS, self.normed, pdl=True)
         for layer in self.layers:
             rows(layer, "mix", self.normed, self.mixed)
-            silu_product(self.mixed[:, :HEADS], self.mixed[:, HEADS : 2 * HEADS], self.heads)
+            silu_product(self.mixed[:, :HEADS], self.mixed[:, HEADS : 2 * HEADS], self.gated)
             rows(layer, "out", self.heads, self.delta)
             norm.add_norm(self.stream, self.delta, self.scale, EPS, self.normed, pdl=True)
             rows(layer, "gate_up", self.normed, self.inner)
@@ -106,13 +111,14 @@ def candidates(part: Packed, chosen: LaunchShape) -> Iterator[LaunchShape]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,8,16,32")
+    parser.add_argument("--row-major", action="store_true", help="x as prompts have it")
     parser.add_argument("--products", default="mix,out,gate_up,down")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     layers = [Layer() for _ in range(LAYERS)]
     for rows, name in combinations(map(int, args.rows.split(",")), args.products.split(",")):
-        chain = Chain(layers, rows)
+        chain = Chain(layers, rows, args.row_major)
         part = layers[0].products[name].ranges[0]
         tried = [chain.chosen | {name: shape} for shape in candidates(part, chain.chosen[name])]
         compile_all(lambda: [chain.launch(shapes) for shapes in tried])  # noqa: B023

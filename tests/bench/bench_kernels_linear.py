@@ -2,12 +2,12 @@
 
     python tests/bench/bench_kernels_linear.py [--formats NVFP4,FP8,BF16] [--rows 1,4,8,16,32,64,256] [--tune] ...
 
-Regime: decoding, 1 .. 256 rows; weights larger than the L2, or as many copies in turn as are. A time is that of one
-launch among many in a CUDA graph, each reading the same x: the median of replays, with and without programmatic
-dependent launch. The limit is the weights' bytes (codes, scales, numbers) over the memory's rate, 4.37 TB/s of an H200.
-Values and bits are checked first; a product that fails prints no time. --tune tries launch shapes instead, the best
-last: `warps` decides the bits where there are no segments, the rest does not. One JSON line a row on stdout, a table
-on stderr.
+Regime: decoding, 1 .. 256 rows of x in the order in which lanes load it (--row-major: as prompts have it); weights
+larger than the L2, or as many copies in turn as are. A time is that of one launch among many in a CUDA graph, each
+reading the same x: the median of replays, with and without programmatic dependent launch. The limit is the weights'
+bytes (codes, scales, numbers) over the memory's rate, 4.37 TB/s of an H200. Values and bits are checked first; a
+product that fails prints no time. --tune tries launch shapes instead, the best last: `warps` decides the bits where
+there are no segments, the rest does not. One JSON line a row on stdout, a table on stderr.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine
 from pilotfish.kernels.cuda.packing import TILE, UNIT_BYTES, Format, Packed
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import compile_all
 
 RATE = 4.37e12  # bytes a second, read on one H200
@@ -118,6 +119,10 @@ def report(name: str, rows: int, num_bytes: int, plain: float, pdl: float, **mor
     )
 
 
+def rows_of(x: torch.Tensor, row_major: bool) -> AnyRows:
+    return x if row_major else TiledRows.of(x)
+
+
 def copies_of(part: Packed) -> list[Packed]:
     count = max(1, -(-int(PAST_L2) // part.num_bytes))
     return [part] + [replace(part, data=part.data.clone()) for _ in range(count - 1)]
@@ -139,19 +144,22 @@ def check(product: PackedLinear, x: torch.Tensor) -> None:
     assert torch.allclose(out[:, :columns].double(), want, rtol=0.02, atol=0.02 * float(want.abs().max())), "values"
 
 
-def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...]) -> None:
+def bench_products(
+    formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], row_major: bool
+) -> None:
     for format, (height, width) in combinations(formats, shapes):
         segments = ROW_PARALLEL.get((height, width), 0)
         product = PackedLinear([random_weight(format, height, width)], segments=segments)
-        x = torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda")
+        first = torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda")
+        x = rows_of(first, row_major)
         outs = {count: torch.empty((count, height), dtype=torch.bfloat16, device="cuda") for count in rows}
 
-        def warm(product: PackedLinear = product, x: torch.Tensor = x, outs: dict[int, torch.Tensor] = outs) -> None:
+        def warm(product: PackedLinear = product, x: AnyRows = x, outs: dict[int, torch.Tensor] = outs) -> None:
             for out, pdl in combinations(outs.values(), (False, True)):
                 product.rows(x, out, pdl)
 
         compile_all(warm)
-        check(product, x)
+        check(product, first)
         part = product.ranges[0]
         copies = copies_of(part)
         for count, out in outs.items():
@@ -172,7 +180,7 @@ def bench_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[i
         del product, copies, part
 
 
-def bench_together(formats: list[Format], rows: list[int]) -> None:
+def bench_together(formats: list[Format], rows: list[int], row_major: bool) -> None:
     """BF16 tiles in the launch of others against a launch of their own after it. The bytes are those of both."""
     for format, (height, plain_height, width) in combinations(formats, TOGETHER):
         if format is Format.BF16:
@@ -183,7 +191,7 @@ def bench_together(formats: list[Format], rows: list[int]) -> None:
         ((part, plain),) = product.launches(1)
         assert plain is not None
         copies = [(copy, replace(plain, data=plain.data.clone())) for copy in copies_of(part)]
-        x = torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda")
+        x = rows_of(torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda"), row_major)
         for count in rows:
             outs = [torch.empty((count, height + plain_height), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
             shapes = [choose_shape(each, count) for each in (part, plain)]
@@ -270,13 +278,16 @@ def tuned_parts(format: Format, shapes: tuple[tuple[int, int], ...]) -> Iterator
             yield name, PackedLinear(parts, segments=ROW_PARALLEL.get((height, width), 0))
 
 
-def tune_products(formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool) -> None:
+def tune_products(
+    formats: list[Format], rows: list[int], shapes: tuple[tuple[int, int], ...], keep_bits: bool, row_major: bool
+) -> None:
     for name, product in (case for format in formats for case in tuned_parts(format, shapes)):
         part, plain = product.launches(1)[0]
-        x = torch.randn(max(rows), product.in_features, dtype=torch.bfloat16, device="cuda")
+        x = rows_of(torch.randn(max(rows), product.in_features, dtype=torch.bfloat16, device="cuda"), row_major)
         copies = copies_of(part)
         for count in rows:
-            out = torch.empty((count, product.out_features), dtype=torch.bfloat16, device="cuda")
+            empty = torch.empty((count, product.out_features), dtype=torch.bfloat16, device="cuda")
+            out = rows_of(empty, row_major or not product.swiglu)
             chosen = choose_shape(part, count, product.swiglu, plain, product.segments)
             tried = list(tuned_shapes(part, chosen, keep_bits))
             if product.swiglu:
@@ -312,12 +323,11 @@ def random_experts(format: Format, name: str) -> GroupedExperts:
 class Routed:
     """Rows over a layer of experts, by as many uniform routings in turn as pass the L2."""
 
-    def __init__(self, layer: GroupedExperts, count: int):
+    def __init__(self, layer: GroupedExperts, count: int, row_major: bool):
         generator = torch.Generator(device="cuda").manual_seed(count)
-        self.layer, self.x = layer, torch.randn(count, layer.hidden, dtype=torch.bfloat16, device="cuda")
-        self.scratch = ExpertScratch.make(
-            count, layer.top_k, layer.num_experts, layer.width, layer.hidden, self.x.device
-        )
+        x = torch.randn(count, layer.hidden, dtype=torch.bfloat16, device="cuda")
+        self.layer, self.x, self.out = layer, rows_of(x, row_major), rows_of(torch.empty_like(x), row_major)
+        self.scratch = ExpertScratch.make(count, layer.top_k, layer.num_experts, layer.width, layer.hidden, x.device)
         scores = [torch.rand(count, layer.num_experts, device="cuda", generator=generator) for _ in range(LAUNCHES)]
         self.ids = [score.topk(layer.top_k, -1).indices.int() for score in scores]
         self.distinct = statistics.mean(len(ids.unique()) for ids in self.ids) + 1
@@ -327,18 +337,18 @@ class Routed:
         self.layer.rows(self.x, self.ids[number], self.scratch, pdl)
 
 
-def bench_experts(formats: list[Format], rows: list[int]) -> None:
+def bench_experts(formats: list[Format], rows: list[int], row_major: bool) -> None:
     for format, name in combinations(formats, EXPERTS):
         layer = random_experts(format, name)
         for count in rows:
-            routed = Routed(layer, count)
+            routed = Routed(layer, count, row_major)
             stream = torch.zeros(count, layer.hidden, device="cuda")
             weights, gate = torch.full((count, layer.top_k), 0.1, device="cuda"), torch.ones(count, device="cuda")
-            scale, out = torch.ones(layer.hidden, device="cuda"), torch.empty_like(routed.x)
+            scale = torch.ones(layer.hidden, device="cuda")
 
             def whole(number: int, pdl: bool) -> None:
                 routed.launch(number, pdl)  # noqa: B023
-                combine(routed.scratch.out, weights, gate, stream, scale, 1e-6, out, pdl)  # noqa: B023
+                combine(routed.scratch.out, weights, gate, stream, scale, 1e-6, routed.out, pdl)  # noqa: B023
 
             compile_all(lambda: [whole(0, pdl) for pdl in (False, True)])
             for what, run in (("experts", routed.launch), ("experts and combine", whole)):
@@ -347,13 +357,13 @@ def bench_experts(formats: list[Format], rows: list[int]) -> None:
                 report(title, count, routed.num_bytes, plain, pdl, distinct=round(routed.distinct, 1))
 
 
-def tune_experts(formats: list[Format], rows: list[int], keep_bits: bool) -> None:
+def tune_experts(formats: list[Format], rows: list[int], keep_bits: bool, row_major: bool) -> None:
     """Launch shapes of gate_up and of down, each with the other's chosen now."""
     for format, name in combinations(formats, EXPERTS):
         layer = random_experts(format, name)
         chosen_by = moe.choose_shape
         for count, down in combinations(rows, (False, True)):
-            routed, group = Routed(layer, count), layer.groups[0]
+            routed, group = Routed(layer, count, row_major), layer.groups[0]
             part = group.down if down else group.gate_up
             tiles = part.num_tiles // group.num_experts
             chosen = chosen_by(part.format, tiles, part.num_units, count)
@@ -394,6 +404,7 @@ def main() -> None:
     parser.add_argument("--shapes", help="as 12288x2048,...; all of the list if not given")
     parser.add_argument("--tune", action="store_true", help="try launch shapes, at --rows")
     parser.add_argument("--keep-bits", action="store_true", help="with --tune: only shapes of the same bits")
+    parser.add_argument("--row-major", action="store_true", help="x as prompts have it")
     parser.add_argument("--no-products", action="store_true")
     parser.add_argument("--no-experts", action="store_true")
     args = parser.parse_args()
@@ -408,15 +419,15 @@ def main() -> None:
     print(json.dumps({"device": device, "torch": torch.__version__, "triton": triton.__version__}), flush=True)
     if args.tune:
         if not args.no_products:
-            tune_products(formats, rows, shapes, args.keep_bits)
+            tune_products(formats, rows, shapes, args.keep_bits, args.row_major)
         if not args.no_experts:
-            tune_experts(formats, rows, args.keep_bits)
+            tune_experts(formats, rows, args.keep_bits, args.row_major)
         return
     if not args.no_products:
-        bench_products(formats, rows, shapes)
-        bench_together(formats, [count for count in rows if count <= 32])
+        bench_products(formats, rows, shapes, args.row_major)
+        bench_together(formats, [count for count in rows if count <= 32], args.row_major)
     if not args.no_experts:
-        bench_experts(formats, rows)
+        bench_experts(formats, rows, args.row_major)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pilotfish.kernels.cuda import carveout, linear
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import compile_all
 from tests.support.kernel_references import dequantized
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
@@ -39,9 +40,7 @@ def draw(rows: int, columns: int, seed: int = 0, scale: float = 1.0) -> torch.Te
     return (torch.randn(rows, columns, generator=generator) * scale).bfloat16().cuda()
 
 
-def run(
-    product: PackedLinear, x: torch.Tensor, rows: int | None = None, dtype=torch.float32, pdl=False
-) -> torch.Tensor:
+def run(product: PackedLinear, x: AnyRows, rows: int | None = None, dtype=torch.float32, pdl=False) -> torch.Tensor:
     out = torch.full((rows or len(x), product.out_features), float("nan"), dtype=dtype, device="cuda")
     product.rows(x, out, pdl)
     return out
@@ -87,6 +86,43 @@ def test_a_rows_bits_depend_on_no_other_row(kind, swiglu, segments):
             row = rows * 2 // 3
             others[row] = x[row]
             assert same_bits(run(product, others)[row], alone[row]), (rows, fill)
+
+
+TILED = [1, 3, 8, 9, 16, 17, 32, 64, 100]
+
+
+def tiled_nan(rows: int, width: int) -> TiledRows:
+    tiled = TiledRows.empty(rows, width, torch.device("cuda"))
+    tiled.memory.fill_(float("nan"))
+    return tiled
+
+
+@pytest.mark.parametrize(
+    ("heights", "columns", "segments"),
+    [((400,), 1024, 0), ((4096, 96), 5120, 0), ((5120,), 17408, 8), ((5120,), 6144, 8), ((257,), 2048, 0)],
+)
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8 block", "bf16"])
+def test_tiled_rows_give_the_bits_of_others(kind, heights, columns, segments):
+    """With a BF16 part beside, as q|k|v|z has, and of row-parallel products; what is no row is NaN and not read."""
+    first, *others = heights
+    parts = [weights(first, columns)[kind], *(weights(height, columns)["bf16"] for height in others)]
+    product, x = PackedLinear([on_gpu(part) for part in parts], segments=segments), draw(100, columns)
+    for rows in TILED:
+        tiled = TiledRows.of(torch.cat((x[:rows], torch.full_like(x[:8], float("nan")))))
+        for pdl in (False, True):
+            assert same_bits(run(product, tiled, rows, pdl=pdl), run(product, x, rows)), (rows, pdl)
+
+
+@pytest.mark.parametrize(("kind", "height", "columns"), [("nvfp4", 17408, 5120), ("fp8 channel", 1024, 1024)])
+def test_gate_and_up_write_tiled_rows(kind, height, columns):
+    product, x = packed(kind, height, columns, swiglu=True), draw(100, columns, scale=1e-2)
+    for rows in TILED:
+        out = tiled_nan(rows, height)
+        product.rows(TiledRows.of(x[:rows]), out, True)
+        want = run(product, x, rows, torch.bfloat16)
+        assert want.isfinite().all() and torch.equal(out.plain().view(torch.int16), want.view(torch.int16)), rows
+        # what is no row stays as it was
+        assert int(out.memory.isnan().sum()) == out.memory.numel() - rows * height
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8 block", "bf16"])

@@ -7,6 +7,7 @@ import torch
 
 from pilotfish.kernels.cuda import moe
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from tests.support.kernel_references import combine_reference, expert_rows_reference
 from tests.unit.kernels.cuda.test_experts import expert
 
@@ -36,8 +37,8 @@ def inputs(rows: int):
     return x.cuda(), ids.cuda()
 
 
-def run(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    scratch = ExpertScratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
+def run(packed: GroupedExperts, x: AnyRows, ids: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+    scratch = ExpertScratch.make(len(ids), TOP_K, E, packed.width, H, ids.device)
     for buffer in (scratch.inner, scratch.out):
         buffer.fill_(float("nan"))
     scratch.lists.fill_(-1)
@@ -82,6 +83,29 @@ def test_a_rows_bits_depend_on_no_other_row(kind, shared_kind):
             others = torch.full_like(x[:rows], fill)
             others[row] = x[row]
             assert same_bits(run(packed, others, ids[:rows].contiguous())[row], alone[row]), (rows, fill)
+
+
+@pytest.mark.parametrize(("kind", "shared_kind"), [("nvfp4", None), ("fp8 block", "bf16")])
+def test_tiled_rows_give_the_bits_of_others(kind, shared_kind):
+    packed, (x, ids) = make(kind, shared_kind), inputs(100)
+    for rows in (1, 3, 8, 9, 16, 17, 64, 65, 100):
+        own_ids = ids[:rows].contiguous()
+        want = run(packed, x[:rows].contiguous(), own_ids)
+        tiled = TiledRows.of(torch.cat((x[:rows], torch.full_like(x[:8], float("nan")))))
+        for pdl in (False, True):
+            assert want.isfinite().all() and same_bits(run(packed, tiled, own_ids, pdl), want), (rows, pdl)
+
+
+@pytest.mark.parametrize("hidden", [384, 2048, 5120])
+def test_combine_writes_tiled_rows(hidden):
+    generator = torch.Generator(device="cuda").manual_seed(hidden)
+    parts = torch.randn(9, TOP_K + 1, hidden, generator=generator, device="cuda").bfloat16()
+    weights = torch.rand(9, TOP_K, generator=generator, device="cuda")
+    gate, x = (torch.rand(*size, generator=generator, device="cuda") for size in ((9,), (9, hidden)))
+    plain, tiled = torch.empty(9, hidden, dtype=torch.bfloat16, device="cuda"), TiledRows.empty(9, hidden, x.device)
+    for out in (plain, tiled):
+        combine(parts, weights, gate, x.clone(), torch.ones(hidden, device="cuda"), 1e-6, out, True)
+    assert plain.isfinite().all() and same_bits(tiled.plain(), plain)
 
 
 def test_rows_that_all_choose_the_same_experts():

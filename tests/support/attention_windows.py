@@ -11,6 +11,7 @@ import torch
 from pilotfish.kernels.attention import PAGE, to_cache, window_attention
 from pilotfish.kernels.cuda import attention
 from pilotfish.kernels.cuda.attention import AttentionScratch, RowPlan, attention_window, plan_rows
+from pilotfish.kernels.cuda.tiled_rows import TiledRows
 from pilotfish.kernels.rope import inverse_frequencies
 from tests.support import kernel_references
 from tests.support.kernel_references import attention_window_reference, plan_rows_reference
@@ -105,19 +106,21 @@ class AttentionLayer:
             buffer.fill_(NAN)
         return scratch
 
-    def step(self, projected, slots, width, step=0, function=attention_window, **options):
-        """The output of windows `step` positions past their slots' lengths; writes their keys and values."""
+    def step(self, projected, slots, width, step=0, function=attention_window, tiled=False, **options):
+        """The output of windows `step` positions past their slots' lengths, which is written as TiledRows if it is so
+        wanted; writes their keys and values."""
         reference = function is attention_window_reference
         if not reference and self.device.type == "cpu":
             options.setdefault("num_programs", 2)
         plan = self.plan(slots, width, step, plan_rows_reference if reference else plan_rows)
         out = torch.full((len(projected), self.heads * self.dim), NAN, dtype=self.dtype, device=self.device)
+        out = TiledRows.of(out) if tiled else out
         function(
             projected.to(self.device), torch.tensor(slots, dtype=torch.int32, device=self.device), plan, self.tables,
             *self.caches, self.qk_norm, EPS, width, self.scratch(len(slots)), out,
             k_scale=self.scales[0], v_scale=self.scales[1], lag=self.lag, **options,
         )  # fmt: skip
-        return out[: len(slots) * width].cpu()
+        return (out.plain() if tiled else out)[: len(slots) * width].cpu()
 
     def written(self, slot, first, count):
         """Bits of keys and values at positions [first, first + count) of a slot."""
@@ -157,6 +160,17 @@ def test_matches_the_reference(make, sizes, lengths, dtype, cache_dtype, slots, 
     for slot in slots:
         first, count = lengths[slot - 1] // PAGE * PAGE, lengths[slot - 1] % PAGE
         assert torch.equal(layer.written(slot, first, count), other.written(slot, first, count))
+
+
+def test_tiled_rows_have_the_bits_of_others(sizes, lengths, dtype, cache_dtype, device):
+    heads, kv, dim, rotary = sizes
+    # whole units of 128 columns
+    sizes = sizes if heads * dim % 128 == 0 else (128 // dim, kv, dim, rotary)
+    for slots, width in (([2], 1), ([1, 2, 3], 3)):
+        ours, other = (AttentionLayer(sizes, lengths, dtype, cache_dtype, device) for _ in range(2))
+        rows = ours.rows(len(slots) * width, 13)
+        got = ours.step(rows, slots, width, tiled=True)
+        assert got.isfinite().all() and torch.equal(got, other.step(rows, slots, width))
 
 
 def test_windows_have_the_bits_of_single_rows(make, lengths):

@@ -2,8 +2,9 @@
 
     python -m tests.support.check_products [--arch 90] [--rows 1,16,32] [--formats NVFP4,FP8,BF16] [--models 27B,...]
 
-A line a kernel: shape, registers, programs an SM has room for, bytes in flight an SM, instructions a weight. Exits with
-1 if one spills. Takes seconds a kernel the first time; Triton keeps them on disk.
+x is in the order in which lanes load it, as of all products but lm_head's and the draft head's first one. A line a
+kernel: shape, registers, programs an SM has room for, bytes in flight an SM, instructions a weight. Exits with 1 if one
+spills. Takes seconds a kernel the first time; Triton keeps them on disk.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from pilotfish.kernels.cuda import linear, moe
 from pilotfish.kernels.cuda.launch_shapes import choose_shape
 from pilotfish.kernels.cuda.packing import TILE, UNIT, UNIT_BYTES, Format, Packed
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from tests.support.compiled import Code, compiling
 
 # hidden, feed-forward width
@@ -44,6 +46,12 @@ def empty(format: Format, rows: int, columns: int, row_numbers: bool = False, bl
         format is Format.NVFP4,
         torch.empty((tiles, units), device="meta") if blocks else None,
     )
+
+
+def rows_of(num_rows: int, width: int, tiled: bool) -> AnyRows:
+    if tiled:
+        return TiledRows.empty(num_rows, width, torch.device("meta"))
+    return torch.empty((num_rows, width), dtype=torch.bfloat16, device="meta")
 
 
 def products(model: str) -> list[tuple[int, int, int, bool]]:
@@ -89,9 +97,8 @@ def main() -> None:
                     if (key := (format, width, swiglu, shape, plain is None)) in seen:
                         continue
                     seen.add(key)
-                    x = torch.empty((rows, width), dtype=torch.bfloat16, device="meta")
-                    outs = height // (2 if swiglu else 1) + gates
-                    out = torch.empty((rows, outs), dtype=torch.bfloat16, device="meta")
+                    x = rows_of(rows, width, height != VOCABULARY)
+                    out = rows_of(rows, height // (2 if swiglu else 1) + gates, swiglu)
                     with compiling(args.arch) as kernels:
                         linear.launch(part, x, out, shape, swiglu, pdl, plain)
                     weights = shape.tiles * TILE * part.num_units * UNIT // shape.warps // 32
@@ -107,7 +114,7 @@ def main() -> None:
                 )
                 packed = moe.GroupedExperts.of([group], 8, 1, hidden)
                 scratch = moe.ExpertScratch.make(rows, 8, 1, width, hidden, torch.device("meta"))
-                x = torch.empty((rows, hidden), dtype=torch.bfloat16, device="meta")
+                x = rows_of(rows, hidden, True)
                 with compiling(args.arch) as kernels:
                     packed.rows(x, torch.empty((rows, 8), dtype=torch.int32, device="meta"), scratch, pdl)
                 for what, part, kernel in zip(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pilotfish.kernels.cuda.delta_net import DeltaScratch, gdn_window, pending_width
+from pilotfish.kernels.cuda.tiled_rows import TiledRows
 from tests.support.kernel_references import gdn_window_reference
 
 NAN = float("nan")
@@ -56,16 +57,17 @@ class DeltaLayer:
     def rows(self, num_rows, seed):
         return draw(num_rows, self.num_columns, seed=seed).to(self.dtype)
 
-    def step(self, projected, slots, counts, width, function=gdn_window, **options):
-        """The output of a window; changes the memory."""
+    def step(self, projected, slots, counts, width, function=gdn_window, tiled=False, **options):
+        """The output of a window, which is written as TiledRows if it is so wanted; changes the memory."""
         heads, dv, device = self.sizes[1], self.sizes[3], self.device
         out = torch.full((len(projected), heads * dv), NAN, dtype=self.dtype, device=device)
+        out = TiledRows.of(out) if tiled else out
         scratch = DeltaScratch.empty(len(projected), heads, dv, device)
         scratch.read.fill_(NAN)
         slots, counts = torch.tensor(slots, dtype=torch.int32, device=device), torch.tensor(counts, device=device)
         operands = (projected.to(device), slots, counts, *self.memory, *self.weights, EPS, width, scratch, out)
         function(*operands, **options)
-        return out[: len(slots) * width].cpu()
+        return (out.plain() if tiled else out)[: len(slots) * width].cpu()
 
     def slot(self, index):
         """The slot's state, history and pending rows, NaN as a number so that equality sees it."""
@@ -89,6 +91,17 @@ def test_matches_the_reference(device, dtype, sizes, rounds):
             torch.testing.assert_close(state, wanted, rtol=1e-4, atol=1e-5)
             for mine, other in zip(others, wanted_others, strict=True):
                 assert torch.equal(mine, other)
+
+
+def test_tiled_rows_have_the_bits_of_others(device, dtype, sizes):
+    key_heads, heads, dk, dv = sizes
+    # whole units of 128 columns
+    sizes = sizes if heads * dv % 128 == 0 else (key_heads, 128 // dv, dk, dv)
+    ours, others = DeltaLayer(sizes, dtype, device), DeltaLayer(sizes, dtype, device)
+    for slots, width in (([1], 1), ([1, 2], 5)):
+        rows = ours.rows(len(slots) * width, 25)
+        got = ours.step(rows, slots, counts_of(1, 0), width, tiled=True)
+        assert got.isfinite().all() and torch.equal(got, others.step(rows, slots, counts_of(1, 0), width))
 
 
 @pytest.mark.parametrize("junk", (NAN, 1e5))

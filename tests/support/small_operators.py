@@ -14,6 +14,7 @@ from pilotfish.engine.link.messages import SamplingParams, ThinkingBudget
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels import moe
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
+from pilotfish.kernels.cuda.tiled_rows import TiledRows
 from pilotfish.spec import slots
 from tests.support import kernel_references
 from tests.support.device_reference import Reference
@@ -44,6 +45,12 @@ def draw(*shape, seed=0, scale=1.0):
 
 def integers(high, *shape, seed=0):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tiled_nan(rows, width, dtype, device):
+    tiled = TiledRows.empty(rows, width, device, dtype)
+    tiled.memory.fill_(NAN)
+    return tiled
 
 
 def twice(function, reference, values, device):
@@ -107,6 +114,30 @@ def test_add_norm(device, dtype, delta, store, rows):
     assert torch.equal(got[0], wanted[0])
     assert torch.equal(got[0], inputs[0]) == (delta is None or not store or rows is not None)
     assert_close(got[4], wanted[4])
+
+
+@pytest.mark.parametrize("rows", (1, 8, 9))
+def test_embed_rows_writes_tiled_rows(device, dtype, rows):
+    values = [draw(40, 384, seed=1).to(dtype), 1 + 0.1 * draw(384, seed=2), EPS, torch.ones(1, dtype=torch.int32)]
+    values += [integers(40, 2, seed=3), integers(40, 2, MAX_DEPTH, seed=4), torch.tensor([3, 17]), min(rows, 3)]
+    values = [value.to(device) if isinstance(value, torch.Tensor) else value for value in values]
+    tokens, positions = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
+    plain, tiled = torch.full((rows, 384), NAN, dtype=dtype, device=device), tiled_nan(rows, 384, dtype, device)
+    for h in (plain, tiled):
+        x = torch.full((rows, 384), NAN, device=device)
+        norm.embed_rows(*values, tokens.to(device), positions.to(device), x, h)
+    assert plain.isfinite().all() and torch.equal(tiled.plain(), plain)
+
+
+def test_add_norm_writes_tiled_rows(device, dtype):
+    for rows, hidden in ((1, 384), (8, 128), (11, 2560)):
+        x, delta, scale = draw(rows, hidden, seed=1), draw(rows, hidden, seed=2).to(dtype), draw(hidden, seed=3)
+        plain = torch.full((rows, hidden), NAN, dtype=dtype, device=device)
+        tiled = tiled_nan(rows, hidden, dtype, device)
+        for h in (plain, tiled):
+            # x takes the sum
+            norm.add_norm(x.clone().to(device), delta.to(device), scale.to(device), EPS, h)
+        assert plain.isfinite().all() and torch.equal(tiled.plain(), plain)
 
 
 def test_pair_norm(device, dtype):

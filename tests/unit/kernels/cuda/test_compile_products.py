@@ -7,6 +7,7 @@ spills; few instructions a weight. A change that loses one of these is slower by
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertGroup, ExpertScratch, ExpertWeights, GroupedExperts
 from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.swiglu import silu_product
+from pilotfish.kernels.cuda.tiled_rows import TiledRows
 from tests.support.check_products import EXPERTS, empty
 from tests.support.compiled import Code, compiling
 from tests.unit.kernels.cuda.test_packing import nvfp4, weights
@@ -24,12 +26,21 @@ from tests.unit.kernels.cuda.test_packing import nvfp4, weights
 LANES = 32
 
 
-def code_of(parts, rows: int, swiglu: bool = False, pdl: bool = True) -> tuple[Code, LaunchShape, int]:
+def some_rows(rows: int, width: int, tiled: bool = True, device: str = "cpu"):
+    """As rounds have them, or row-major."""
+    if tiled:
+        return TiledRows.empty(rows, width, torch.device(device))
+    return torch.empty((rows, width), dtype=torch.bfloat16, device=device)
+
+
+def code_of(
+    parts, rows: int, swiglu: bool = False, pdl: bool = True, tiled: bool = True
+) -> tuple[Code, LaunchShape, int]:
     """The kernel's code, its launch shape, and how many weights a lane multiplies."""
     product = PackedLinear(parts, swiglu)
-    out = torch.empty(rows, product.out_features).bfloat16()
+    out = some_rows(rows, product.out_features, tiled and swiglu)
     with compiling() as kernels:
-        product.rows(torch.zeros(rows, product.in_features).bfloat16(), out, pdl)
+        product.rows(some_rows(rows, product.in_features, tiled), out, pdl)
     assert len(kernels) == len(product.ranges)
     kernel = kernels[0]
     assert kernel.metadata.launch_pdl == pdl
@@ -37,11 +48,12 @@ def code_of(parts, rows: int, swiglu: bool = False, pdl: bool = True) -> tuple[C
     return Code(kernel), shape, shape.tiles * 16 * product.in_features // shape.warps // LANES
 
 
+@pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize(("rows", "swiglu", "most_registers"), [(8, False, 128), (16, False, 168), (8, True, 128)])
-def test_nvfp4_loads_wide_and_early(rows, swiglu, most_registers):
+def test_nvfp4_loads_wide_and_early(rows, swiglu, most_registers, tiled):
     # enough tiles that four warps share K
     parts = [nvfp4(6400 // 2, 2048)] * 2
-    code, shape, lane_weights = code_of(parts, rows, swiglu)
+    code, shape, lane_weights = code_of(parts, rows, swiglu, tiled=tiled)
     assert shape.warps == 4
     assert code.stack == 0 and code.count("LDL") == code.count("STL") == 0
     assert code.registers <= most_registers
@@ -67,13 +79,14 @@ def test_other_formats_load_as_wide(kind):
     assert code.count("HMMA") == lane_weights // 8
 
 
+@pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("rows", [1, 4, 8, 40])
-def test_experts_load_wide_and_early(rows):
+def test_experts_load_wide_and_early(rows, tiled):
     expert = ExpertWeights(nvfp4(512, 2048), nvfp4(512, 2048), nvfp4(2048, 512))
     packed = GroupedExperts([expert], expert, 1)
     scratch = ExpertScratch.make(rows, 1, 1, packed.width, 2048, torch.device("cpu"))
     with compiling() as kernels:
-        packed.rows(torch.zeros(rows, 2048).bfloat16(), torch.zeros(rows, 1, dtype=torch.int32), scratch, True)
+        packed.rows(some_rows(rows, 2048, tiled), torch.zeros(rows, 1, dtype=torch.int32), scratch, True)
     assert len(kernels) == (2 if rows <= 8 else 3)
     parts = (packed.groups[0].gate_up, packed.groups[0].down)
     gate_up, down = codes = [Code(kernel) for kernel in kernels[-2:]]
@@ -114,7 +127,7 @@ def test_so_many_programs_of_listed_experts_are_there_as_there_is_room_for(forma
     hidden, width = EXPERTS[model]
     group = ExpertGroup(empty(format, 6 * width, hidden), empty(format, 3 * hidden, width), 3, width)
     scratch = ExpertScratch.make(rows, 1, 2, width, hidden, torch.device("meta"))
-    x, ids = torch.empty((rows, hidden), dtype=torch.bfloat16, device="meta"), scratch.lists[:rows, None]
+    x, ids = some_rows(rows, hidden, device="meta"), scratch.lists[:rows, None]
     with compiling() as kernels:
         GroupedExperts.of([group], 1, 2, hidden).rows(x, ids, scratch, True)
     for kernel, part, most in zip(kernels[-2:], (group.gate_up, group.down), programs, strict=True):
@@ -129,7 +142,7 @@ def test_combine_asks_for_all_at_once(hidden, top_k):
     """The assembler would load two parts of a row at a time, as many ways to the L2 one after the other."""
     x, parts, factors = torch.zeros(1, hidden), torch.zeros(1, top_k + 1, hidden).bfloat16(), torch.zeros(1, top_k)
     with compiling() as kernels:
-        moe.combine(parts, factors, torch.zeros(1), x, torch.zeros(hidden), 1e-6, x.bfloat16(), True)
+        moe.combine(parts, factors, torch.zeros(1), x, torch.zeros(hidden), 1e-6, some_rows(1, hidden), True)
     code = Code(kernels[0])
     assert code.stack == 0 and code.count("LDL") == code.count("STL") == 0
     for first in ("FMUL", "FFMA", "FADD"):
@@ -151,7 +164,10 @@ def test_units_of_a_long_loop_are_on_their_way_to_shared_memory(height, width, r
     """Of the 27B: five programs of 128 threads an SM, four beside BF16, and no unit in flight in registers."""
     part, beside = empty(Format.NVFP4, height, width), empty(Format.BF16, plain, width) if plain else None
     shape = launch_shapes.choose_shape(part, rows, swiglu, beside, segments)
-    x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height + plain))
+    x, out = (
+        some_rows(rows, width, device="meta"),
+        some_rows(rows, height // 2 if swiglu else height + plain, swiglu, "meta"),
+    )
     with compiling() as kernels:
         linear.launch(part, x, out, shape, swiglu, True, beside)
     code = Code(kernels[0])
@@ -190,9 +206,11 @@ def test_bf16_tiles_in_the_launch_of_others(format, height, width, rows, alone, 
     spill, and the same loads and products."""
     part, plain = empty(format, height, width, row_numbers=format is Format.FP8), empty(Format.BF16, 64, width)
     shape = launch_shapes.choose_shape(part, rows, plain=plain)
-    x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height + 64))
+    x, out = some_rows(rows, width, device="meta"), some_rows(rows, height + 64, False, "meta")
     with compiling() as kernels:
-        linear.launch(part, x, out, shape, False, True)
+        # alone with the registers that it has alone
+        own = replace(shape, registers=launch_shapes.choose_shape(part, rows).registers)
+        linear.launch(part, x, out, own, False, True)
         linear.launch(part, x, out, shape, False, True, plain)
     without, beside = codes = [Code(kernel) for kernel in kernels]
     assert shape.warps == 4 and beside.stack == beside.count("LDL") == beside.count("STL") == 0
@@ -220,7 +238,7 @@ def test_many_rows_leave_room_for_several_programs(height, width, segments, rows
     """Of 17 rows on three of 128 threads an SM, for which at most a word is kept elsewhere."""
     part = empty(Format.NVFP4, height, width)
     shape = launch_shapes.choose_shape(part, rows, segments=segments)
-    x, out = (torch.empty((rows, size), dtype=torch.bfloat16, device="meta") for size in (width, height))
+    x, out = some_rows(rows, width, device="meta"), some_rows(rows, height, False, "meta")
     with compiling() as kernels:
         linear.launch(part, x, out, shape, False, True)
     code = Code(kernels[0])

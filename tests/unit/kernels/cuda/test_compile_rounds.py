@@ -22,6 +22,7 @@ import triton
 from pilotfish.draft_heads.lookup.head import LookupHead
 from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.engine.config import ModelConfig
+from pilotfish.engine.ledger import tensor_bytes
 from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.round import buffers
 from pilotfish.engine.round.batch_state import BatchState
@@ -179,6 +180,40 @@ def test_no_plan_and_no_batch_chooses_a_kernel(kind):
     # each compiles
     floats = {name for name, launch in seen.items() if launch.uses_floats}
     assert floats.isdisjoint(INTEGERS) and "norm._add_norm_kernel" in floats
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_products_read_is_tiled_but_where_others_read_it_too(kind):
+    """Who writes it and who reads it are of one mind. Row-major: what lm_head and the head's first product read, and
+    what experts have inside."""
+
+    def are_tiled(launches: list[Launch], *kernels: str, but: str) -> list[bool]:
+        found = (launch.constants.split() for launch in launches if launch.kernel in kernels)
+        return ["TILED=True" in constants for constants in found if but not in constants]
+
+    body, shape = Plan(3, 4, 600).rounds(kind).body, Shape(1, 3)
+    writers = ("norm._embed_rows_kernel", "norm._add_norm_kernel", "moe_kernels.combine_kernel")
+    mixers = ("delta_net._finish_kernel", "attention_kernels.merge_kernel")
+    verify = launches_of(lambda: body.verify(shape))
+    draft = launches_of(lambda: body.draft(shape, 1, EVERYTHING))
+    for launches, others in ((verify, 0), (draft, 1)):
+        read = are_tiled(launches, *PRODUCTS, but="DOWN=True")
+        assert len(read) > 5 and read == [False] * others + [True] * (len(read) - others - 1) + [False]
+        # of the head's rows the last norm has those that are chosen
+        written = are_tiled(launches, *writers, but="NORM=False")
+        assert len(written) >= 2 and written == [True] * (len(written) - 1) + [False]
+        assert set(are_tiled(launches, *mixers, but="")) == {True}
+    inner = sum("TILED_OUT=True" in launch.constants.split() for launch in verify)
+    assert inner == (3 if kind == "27B" else 0)
+
+
+def test_buffers_are_counted_without_the_table_s_memory():
+    body = Plan(3, 4, 600).rounds("demo").body
+    before, whole = tensor_bytes(body.buffers), body.ops.bulk_scratch
+    whole.reserve(whole.memory.numel() + (1 << 20))
+    assert tensor_bytes(body.buffers) == before
+    # rows that are tiled are views of what has been counted
+    assert tensor_bytes(body.buffers.first(5)) == before
 
 
 def arithmetic_of(launch: Launch) -> Counter[str]:

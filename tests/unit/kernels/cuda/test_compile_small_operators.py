@@ -9,6 +9,7 @@ import torch
 from pilotfish.engine.round.batch_state import BatchState
 from pilotfish.kernels.cuda import commit, lookup, norm, router, sample
 from pilotfish.kernels.cuda.packing import PackedRows, pack
+from pilotfish.kernels.cuda.tiled_rows import TiledRows
 from tests.support.compiled import Code, compiling
 from tests.support.dependent_launch import Waits
 
@@ -44,15 +45,19 @@ def test_embedding_and_norms(tied):
             tokens, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)
             norm.embed_rows(
                 embedding, scale, EPS, slots, state.last_token, state.drafts, state.length, width, tokens, positions,
-                torch.zeros(rows, hidden), bf16(rows, hidden), pdl=True,
+                torch.zeros(rows, hidden), TiledRows.empty(rows, hidden, CPU), pdl=True,
             )  # fmt: skip
     # the embedding's and the scale's tile, in sixteens of bytes
-    assert checked(kernels, 96).loads["LDG.E.128"] == 6
+    code = checked(kernels, 96)
+    assert code.loads["LDG.E.128"] == 6 and code.count("STG.E.128") == code.count("STG") - 2 == 6
     with compiling() as kernels:
         for rows in (1, 5, 16, 64):
-            norm.add_norm(torch.zeros(rows, hidden), bf16(rows, hidden), scale, EPS, bf16(rows, hidden), pdl=True)
+            h = TiledRows.empty(rows, hidden, CPU)
+            norm.add_norm(torch.zeros(rows, hidden), bf16(rows, hidden), scale, EPS, h, pdl=True)
     code = checked(kernels, 96)
     assert code.loads["LDG.E.128"] == 10 and code.before("LDG.E.128", "ACQBULK") == 4
+    # also h goes 16 bytes at a time
+    assert code.count("STG.E.128") == code.count("STG") == 6
     with compiling() as kernels:
         for rows in (1, 16):
             out = bf16(rows, 2 * hidden)

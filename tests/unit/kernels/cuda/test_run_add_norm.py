@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.ptx import running
-from tests.support.small_operators import test_add_norm  # noqa: F401
+from tests.support.small_operators import test_add_norm, test_add_norm_writes_tiled_rows  # noqa: F401
 
 
 @pytest.fixture

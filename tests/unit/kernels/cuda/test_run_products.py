@@ -18,6 +18,7 @@ from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
 from pilotfish.kernels.cuda.packing import Format, PackedRows
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.linear import in_tree
 from tests.support.kernel_references import combine_reference, dequantized, expert_rows_reference
 from tests.support.ptx import running
@@ -32,7 +33,7 @@ def draw(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * scale).bfloat16()
 
 
-def run(product: PackedLinear, x: torch.Tensor, rows: int | None = None, dtype=torch.float32, pdl=True) -> torch.Tensor:
+def run(product: PackedLinear, x: AnyRows, rows: int | None = None, dtype=torch.float32, pdl=True) -> torch.Tensor:
     out = torch.full((rows or len(x), product.out_features), NAN, dtype=dtype)
     with running() as names:
         product.rows(x, out, pdl)
@@ -53,6 +54,32 @@ def test_values(kind, rows):
     """A width and a height that are no whole units and tiles; one, two and four tiles of rows."""
     weight, x = weights(40, 400)[kind], draw(rows, 400)
     close(run(PackedLinear([weight]), x), x.double() @ values(weight).double().T, 1e-6)
+
+
+def tiled_nan(rows: int, width: int) -> TiledRows:
+    tiled = TiledRows.empty(rows, width, torch.device("cpu"))
+    tiled.memory.fill_(NAN)
+    return tiled
+
+
+@pytest.mark.parametrize(("kind", "segments"), [("nvfp4", 0), ("fp8 block", 0), ("bf16", 0), ("nvfp4", 2)])
+@pytest.mark.parametrize("rows", [1, 9, 17])
+def test_tiled_rows_give_the_bits_of_others(kind, segments, rows):
+    """What stands past the rows, in memory or as rows that are not asked for, is NaN and is not read."""
+    product, x = PackedLinear([weights(40, 512)[kind]], segments=segments), draw(rows, 512)
+    tiled = TiledRows.of(torch.cat((x, x.new_full((8, 512), NAN))))
+    assert same_bits(run(product, tiled, rows), run(product, x))
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("nvfp4", 1), ("nvfp4", 9), ("nvfp4", 17), ("fp8 channel", 5)])
+def test_gate_and_up_write_tiled_rows(kind, rows):
+    product, x = PackedLinear([weights(256, 256)[kind]] * 2, swiglu=True), draw(rows, 256, 1e-2)
+    out = tiled_nan(rows, 256)
+    with running():
+        product.rows(TiledRows.of(x), out, True)
+    assert same_bits(out.plain(), run(product, x, dtype=torch.bfloat16))
+    # what is no row stays as it was
+    assert int(out.memory.isnan().sum()) == out.memory.numel() - rows * 256
 
 
 def test_a_rows_bits_depend_on_no_other_row():
@@ -250,8 +277,8 @@ def choose(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return draw(rows, H), torch.rand(rows, E - 1, generator=generator).topk(TOP_K, -1).indices.int()
 
 
-def run_experts(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor, pdl: bool = True) -> torch.Tensor:
-    scratch = ExpertScratch.make(len(ids), TOP_K, E, packed.width, H, x.device)
+def run_experts(packed: GroupedExperts, x: AnyRows, ids: torch.Tensor, pdl: bool = True) -> torch.Tensor:
+    scratch = ExpertScratch.make(len(ids), TOP_K, E, packed.width, H, ids.device)
     scratch.inner.fill_(NAN)
     scratch.out.fill_(NAN)
     scratch.lists.fill_(1 << 20)
@@ -279,6 +306,12 @@ def test_experts_and_bits_of_rows_alone():
     others = torch.full_like(x[:11], NAN)
     others[6] = x[6]
     assert same_bits(run_experts(packed, others, ids[:11].contiguous(), False)[6], few[6])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 11, 20])
+def test_experts_of_tiled_rows(rows):
+    packed, (x, ids) = make_experts("nvfp4", "nvfp4", WIDTH), (part[:rows].contiguous() for part in choose(20))
+    assert same_bits(run_experts(packed, TiledRows.of(x), ids), run_experts(packed, x, ids))
 
 
 def test_units_of_an_expert_may_be_on_their_way_to_shared_memory(monkeypatch):
@@ -359,3 +392,15 @@ def test_combine(hidden, norm):
     if norm:
         torch.testing.assert_close(outs[1][:3].float(), outs[0][:3].float(), rtol=0.01, atol=0.001)
         assert outs[1][3].isnan().all()
+
+
+def test_combine_writes_tiled_rows():
+    generator = torch.Generator().manual_seed(2)
+    parts = torch.randn(9, TOP_K + 1, H, generator=generator).bfloat16()
+    chosen, gate = torch.rand(9, TOP_K, generator=generator), torch.rand(9, generator=generator)
+    x, scale = torch.randn(9, H, generator=generator), torch.rand(H, generator=generator)
+    plain, tiled = torch.full((9, H), NAN).bfloat16(), tiled_nan(9, H)
+    for out in (plain, tiled):
+        with running():
+            combine(parts, chosen, gate, x.clone(), scale, 1e-6, out, True)
+    assert plain.isfinite().all() and same_bits(tiled.plain(), plain)
