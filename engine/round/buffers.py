@@ -11,7 +11,7 @@ import torch
 
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.round.operators import Operators, Rows
+from pilotfish.engine.round.operators import WHOLE_ROWS, Operators, Rows
 from pilotfish.engine.round.shapes import Sizes
 from pilotfish.kernels.attention import pages_for
 from pilotfish.spec.accept import Verdicts
@@ -30,7 +30,7 @@ class RoundBuffers:
         drafted, index = operators.padded(sequences), operators.index_dtype
         # not the table itself, whose memory is no buffer's
         self.sizes, self._make_rows = sizes, operators.rows_in
-        whole = -(-rows // 8) * 8
+        whole = -(-rows // WHOLE_ROWS) * WHOLE_ROWS
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=kind, device=device)

@@ -37,6 +37,8 @@ AnyMoe = MoeMlp | PackedMoeMlp
 Rows = Any
 """What stands between a round's operators for a product to read, [P, K], as the table's `rows_in` makes it; it may be a
 tensor in any case."""
+WHOLE_ROWS = 32
+"""Memory of such rows has room for whole groups of so many."""
 
 
 class Operators(Protocol):
@@ -59,7 +61,7 @@ class Operators(Protocol):
         ...
 
     def rows_in(self, memory: torch.Tensor, num_rows: int, width: int) -> Rows:
-        """Rows [num_rows, width] at the front of `memory`, which is flat and has room for whole eights of rows;
+        """Rows [num_rows, width] at the front of `memory`, which is flat and has room for whole groups of WHOLE_ROWS;
         operators alone write and read them. Torch: a tensor; CUDA: TiledRows, of a width that products can read so."""
         ...
 

@@ -33,7 +33,8 @@ class LaunchShape:
 
     tiles of weights and row_tiles of 8 rows of x a program; stages: units of a tile on their way; x_ahead: steps of x;
     split: programs that share the segments; registers: at most so many a thread, 0 for as many as the assembler likes;
-    pinned: a step's loads and arithmetic stay apart (mma.products); ring: the units are on their way to shared memory.
+    pinned: a step's loads and arithmetic stay apart (mma.products); ring: the units are on their way to shared memory;
+    quarters: x of a step is asked for in quarters, of rows in the order of tiled_rows.py and whole programs of tiles.
     """
 
     warps: int
@@ -46,13 +47,19 @@ class LaunchShape:
     registers: int = 0
     pinned: bool = False
     ring: bool = False
+    quarters: bool = False
 
 
 def choose_shape(
-    part: Packed, num_rows: int, swiglu: bool = False, plain: Packed | None = None, segments: int = 0
+    part: Packed,
+    num_rows: int,
+    swiglu: bool = False,
+    plain: Packed | None = None,
+    segments: int = 0,
+    tiled: bool = False,
 ) -> LaunchShape:
     """The shape for tiles of one format and a number of rows; `plain`: what is `beside` them; `segments`: of a
-    row-parallel product.
+    row-parallel product; `tiled`: x is in the order of tiled_rows.py.
 
     Warps: as many as give each a whole number of units; more where tiles are few. Then enough bytes in flight, an SM's
     registers shared among four programs of 128 threads: measured, or where not, from what compiled without spills.
@@ -60,7 +67,7 @@ def choose_shape(
     warps = split(part.num_tiles, part.num_units)
     if segments:
         if part.format is not Format.BF16 and part.block_scale is None:
-            return row_parallel(part, num_rows, segments)
+            return row_parallel(part, num_rows, segments, tiled)
         warps = min(segments, 4 if part.num_tiles > 2 * SM_COUNT else 8)
     row_tiles = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4
     # two tiles share what is loaded of x, the more so the more rows; where programs are few, more of them pay more
@@ -79,6 +86,9 @@ def choose_shape(
         # of 65 rows and more one kernel serves all: programs are many
         programs = -(-part.num_tiles // 2) * (1 if num_rows <= 32 else 2)
         registers = REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs)
+        if tiled and not registers and num_rows <= 32 and steps > 4 and part.num_tiles % tiles == 0:
+            # all that a thread may have would leave room for two programs an SM; in quarters there is for four
+            return replace(shape, stages=1, registers=REGISTERS[1], quarters=True)
         # so held, a thread would spill what a second unit on its way takes, in a loop
         return replace(shape, registers=registers, stages=1 if registers and steps > 4 else shape.stages)
     if row_tiles == 2 and plain is None and steps > 4 and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
@@ -108,7 +118,7 @@ def three_a_multiprocessor(programs: int) -> int:
     return REGISTERS[2] if 1.2 * waves[1] < waves[0] else 0
 
 
-def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
+def row_parallel(part: Packed, num_rows: int, segments: int, tiled: bool) -> LaunchShape:
     """The shape for NVFP4 and FP8, measured for 320 and for 128 tiles of weights. Where there are few more tiles than
     room for at a time, programs that share K keep all SMs at work."""
     many = part.num_tiles > 2 * SM_COUNT
@@ -123,6 +133,9 @@ def row_parallel(part: Packed, num_rows: int, segments: int) -> LaunchShape:
         shape = LaunchShape(4, 1, 2, 2, 0, split=2) if many else LaunchShape(8, 1, 2, 4, 1)
     elif many:
         shape = LaunchShape(4, 2, 4, 1, 0, split=2, registers=REGISTERS[2])
+        short = part.format is Format.NVFP4 and part.num_units <= LONG_STEPS * segments
+        if tiled and short and num_rows <= 32 and part.num_tiles % 2 == 0:
+            shape = LaunchShape(8, 2, 4, 1, 0, registers=REGISTERS[1], quarters=True)
     elif num_rows <= 32:
         shape = LaunchShape(8, 1, 2, 2, 1, registers=REGISTERS[1])
     else:

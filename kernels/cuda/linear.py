@@ -89,6 +89,7 @@ def _tiles(
     STAGES: gl.constexpr,
     RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
+    QUARTERS: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -98,9 +99,12 @@ def _tiles(
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     offsets = ()
-    for n in gl.static_range(NT):
-        # past the end: the last row once more, not stored
-        offsets = offsets + (row_of_x(gl.minimum(first_row + n * 8 + g, num_rows - 1), K, TILED),)
+    if QUARTERS:
+        offsets = (row_of_x(first_row + g, K, TILED),)
+    else:
+        for n in gl.static_range(NT):
+            # past the end: the last row once more, not stored
+            offsets = offsets + (row_of_x(gl.minimum(first_row + n * 8 + g, num_rows - 1), K, TILED),)
     tiles = ()
     for m in gl.static_range(MT):
         # past the end: the last tile once more, not stored
@@ -122,7 +126,20 @@ def _tiles(
     first_unit = gl.program_id(2) * units if SPLIT > 1 else 0
     ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
     stages = units_ahead(
-        ring, data, block_scale, tiles, first_unit, UNITS, units, MT, FORMAT, BLOCKS, warps, shares, STAGES, RING
+        ring,
+        data,
+        block_scale,
+        tiles[:1] if QUARTERS else tiles,
+        first_unit,
+        UNITS,
+        units,
+        MT,
+        FORMAT,
+        BLOCKS,
+        warps,
+        shares,
+        STAGES,
+        RING,
     )
     totals = products(
         stages,
@@ -130,7 +147,7 @@ def _tiles(
         block_scale,
         x,
         offsets,
-        tiles,
+        tiles[:1] if QUARTERS else tiles,
         first_unit,
         K,
         TILED,
@@ -145,6 +162,7 @@ def _tiles(
         STAGES,
         RING,
         X_AHEAD,
+        QUARTERS,
         PINNED,
         PDL,
     )
@@ -228,6 +246,7 @@ def _rows_kernel(
     STAGES: gl.constexpr,
     RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
+    QUARTERS: gl.constexpr,
     PLAIN_SHARES: gl.constexpr,
     PLAIN_STAGES: gl.constexpr,
     PLAIN_AHEAD: gl.constexpr,
@@ -279,6 +298,7 @@ def _rows_kernel(
                 PLAIN_STAGES,
                 False,
                 PLAIN_AHEAD,
+                False,
                 True,
                 PDL,
             )
@@ -315,6 +335,7 @@ def _rows_kernel(
         STAGES,
         RING,
         X_AHEAD,
+        QUARTERS,
         PINNED,
         PDL,
     )
@@ -366,7 +387,7 @@ class PackedLinear:
         assert x.dtype == torch.bfloat16 and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part, plain in self.launches(num_rows):
-            shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments)
+            shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments, isinstance(x, TiledRows))
             launch(part, x, out, shape, self.swiglu, pdl, plain)
 
     def launches(self, num_rows: int) -> list[tuple[Packed, Packed | None]]:
@@ -490,6 +511,9 @@ def launch(
     else:
         assert out.stride(1) == 1, out.stride()
         target, stride = out, out.stride(0)
+    if shape.quarters:
+        # tiles next to each other, in whole programs, and rows that there is room for
+        assert tiled and part.format is Format.NVFP4 and part.num_tiles % shape.tiles == 0 and not shape.ring, shape
     wide = part.num_units > 16 and part.format is not Format.BF16
     shared = PartialSums.of(memory.device) if shape.split > 1 else None
     bounded = plain is not None or (wide and shape.tiles == 2 and shape.row_tiles == 1)
@@ -526,6 +550,7 @@ def launch(
         STAGES=shape.stages,
         RING=shape.ring,
         X_AHEAD=shape.x_ahead,
+        QUARTERS=shape.quarters,
         PLAIN_SHARES=other.warps,
         PLAIN_STAGES=other.stages,
         PLAIN_AHEAD=other.x_ahead,

@@ -61,6 +61,14 @@ def _nvfp4_asm(row_half: int) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
+def _nvfp4_word_asm(row_half: int, load: int) -> str:
+    """Of codes $4..$7 the word that meets a load of x, and the lane's scale bytes $8 (all four hold it) to $0..$3."""
+    byte = 2 * row_half + load // 2
+    lines = [".reg .b32 s, t, u, z;", "mov.b32 z, 0x80008000;"]
+    lines += [f"prmt.b32 t, $8, 0, 0x4{byte}4{byte};", "mad.lo.u32 s, t, 16, 0x70007000;"]
+    return "{\n" + "\n".join(lines + nvfp4_word(f"${4 + load}", range(4), "s")) + "\n}"
+
+
 def _fp8_asm() -> str:
     """Codes $8..$11, four words, to $0..$7."""
     lines = [".reg .b32 t, u, s, z;", "mov.b32 s, 0x7B807B80;", "mov.b32 z, 0x80008000;"]  # 2^120
@@ -94,6 +102,8 @@ def _constraints(outs: int, ins: int, kind: str = "r") -> str:
 NVFP4_ASM = tuple(gl.constexpr(_nvfp4_asm(half)) for half in range(2))
 NVFP4_LOW, NVFP4_HIGH = NVFP4_ASM
 NVFP4_CONSTRAINTS = gl.constexpr(_constraints(16, 8))
+NVFP4_WORD_ASM = tuple(_nvfp4_word_asm(half, load) for half in range(2) for load in range(4))
+NVFP4_WORD_CONSTRAINTS = gl.constexpr(_constraints(4, 8))
 FP8_ASM = gl.constexpr(_fp8_asm())
 FP8_CONSTRAINTS = gl.constexpr(_constraints(8, 4))
 MMA_ASM = gl.constexpr(_mma_asm())
@@ -165,6 +175,20 @@ def unpack_half(unit, ROW_HALF: gl.constexpr, FORMAT: gl.constexpr):
         return low + high
     else:
         return unit[4 * ROW_HALF : 4 * ROW_HALF + 4]
+
+
+@gluon.constexpr_function
+def _word_asm(row_half, load):
+    return NVFP4_WORD_ASM[4 * row_half + load]
+
+
+@gluon.jit
+def unpack_word(unit, ROW_HALF: gl.constexpr, LOAD: gl.constexpr):
+    """What unpack_half has for one load of x, of NVFP4."""
+    asm: gl.constexpr = _word_asm(ROW_HALF, LOAD)
+    return gl.inline_asm_elementwise(
+        asm, NVFP4_WORD_CONSTRAINTS, [unit[ROW_HALF], unit[2]], dtype=gl.int32, is_pure=True, pack=4
+    )
 
 
 @gluon.constexpr_function
@@ -241,6 +265,55 @@ def _multiply(
 
 
 @gluon.jit
+def _multiply_quarters(
+    units,
+    rows,
+    totals,
+    UNIT: gl.constexpr,
+    SHARE: gl.constexpr,
+    MT: gl.constexpr,
+    NT: gl.constexpr,
+    K: gl.constexpr,
+):
+    """`_multiply` of NVFP4 that asks for a quarter of the step's x at a time, one ahead: half of its registers, and the
+    same sums in the same order."""
+    begin: gl.constexpr = SHARE * MT * NT
+    parts = totals[begin : begin + MT * NT]
+    ahead = _quarter_of_x(rows, UNIT, 0, NT, K)
+    for t in gl.static_range(4):
+        xs = ahead
+        if t < 3:
+            ahead = _quarter_of_x(rows, UNIT, t + 1, NT, K)
+        out = ()
+        for m in gl.static_range(MT):
+            low = unpack_word(units[m], 0, t)
+            high = unpack_word(units[m], 1, t)
+            for n in gl.static_range(NT):
+                out = out + (
+                    gl.inline_asm_elementwise(
+                        MMA_ASM,
+                        MMA_CONSTRAINTS,
+                        [low, high, xs[n], parts[m * NT + n]],
+                        dtype=gl.float32,
+                        is_pure=False,
+                        pack=4,
+                    ),
+                )
+        parts = out
+    return totals[:begin] + parts + totals[begin + MT * NT :]
+
+
+@gluon.jit
+def _quarter_of_x(rows, UNIT: gl.constexpr, LOAD: gl.constexpr, NT: gl.constexpr, K: gl.constexpr):
+    """One load a lane for each of NT tiles of 8 rows, which stand behind each other from rows[0] on."""
+    out = ()
+    for n in gl.static_range(NT):
+        out = out + (gl.load(rows[0] + (n * (4 * K) + _word_of_x(UNIT, LOAD, True))),)
+    in_order(True)
+    return out
+
+
+@gluon.jit
 def _placed(
     tiles,
     data,
@@ -253,8 +326,8 @@ def _placed(
     WARPS: gl.constexpr,
     APART: gl.constexpr,
 ):
-    """Where each lane's words of its warp's units begin, those of its scales and the block scales, a tensor a tile; the
-    warps' units are APART.
+    """Where each lane's words of its warp's units begin, those of its scales and the block scales, a tensor a tile of
+    `tiles`; the warps' units are APART.
 
     All that is loaded is at a constant distance from these: it goes into the instruction, and costs none of its own.
     """
@@ -266,7 +339,7 @@ def _placed(
     codes = ()
     scales = ()
     block_scales = ()
-    for m in gl.static_range(MT):
+    for m in gl.static_range(len(tiles)):
         base = data + (tiles[m].to(gl.int64) * WIDTH + first_unit) * words
         codes = codes + (base + (warp * (APART * words) + lane * 4),)
         scales = scales + (base + (warp * (APART * words) + lane + 256),)
@@ -313,7 +386,9 @@ def units_ahead(
     else:
         stages = ()
         for step in gl.static_range(STAGES):
-            stages = stages + (_load_step(places, _unit_of(step, UNITS, WARPS, SHARES), MT, FORMAT, BLOCKS, WARPS),)
+            stages = stages + (
+                _load_step(places, _unit_of(step, UNITS, WARPS, SHARES), WIDTH, MT, FORMAT, BLOCKS, WARPS),
+            )
         in_order()
     return stages
 
@@ -468,6 +543,7 @@ def products(
     STAGES: gl.constexpr,
     RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
+    QUARTERS: gl.constexpr,
     PINNED: gl.constexpr,
     WAIT: gl.constexpr,
 ):
@@ -479,7 +555,8 @@ def products(
     rows of x, where a lane's row g begins (row_of_x), [warps * 32], and for one that is not there any that is; tiles:
     MT numbers of tiles, of WIDTH units, of which UNITS from first_unit on are this program's. WAIT: for what writes x,
     before the first load of it. PINNED: a step's loads and arithmetic stay apart, so that no more registers are in use
-    than was meant.
+    than was meant. QUARTERS: x of a step is asked for in quarters; the rows stand behind each other then, as the tiles
+    of weights do, and x_offsets and tiles hold the first of them alone: fewer pointers.
 
     SHARES, a multiple of WARPS, are the parts of K that are summed apart: share i is the i-th of them in order of K,
     warp w has the shares w, w + WARPS, ..., and there are MT * NT sums for each share of a warp, one share's after the
@@ -496,7 +573,7 @@ def products(
     first = first_unit * x_words + thread // 32 * (apart * x_words)
     columns = (first + thread % 4 * (4 if TILED else 8))[:, None] + word
     rows = ()
-    for n in gl.static_range(NT):
+    for n in gl.static_range(len(x_offsets)):
         rows = rows + (x + (x_offsets[n][:, None] + columns),)
     places = _placed(tiles, data, block_scale, first_unit, WIDTH, MT, FORMAT, BLOCKS, WARPS, apart)
     totals = ()
@@ -519,11 +596,17 @@ def products(
         group_units: gl.constexpr = size // turns
         for _ in range(groups):
             for s in gl.static_range(size):
-                xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD, UNITS, WARPS, SHARES), NT, K, TILED),)
-                in_order(PINNED)
+                if not QUARTERS:
+                    xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD, UNITS, WARPS, SHARES), NT, K, TILED),)
+                    in_order(PINNED)
                 now = _read_step(stages, STAGES - 1, s % STAGES, STAGES, MT, FORMAT, WARPS) if RING else stages[0]
-                totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
-                xs = xs[1:]
+                if QUARTERS:
+                    totals = _multiply_quarters(
+                        now[0], rows, totals, _unit_of(s, UNITS, WARPS, SHARES), s % turns, MT, NT, K
+                    )
+                else:
+                    totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
+                    xs = xs[1:]
                 if RING:
                     _copy_step(
                         stages,
@@ -536,7 +619,9 @@ def products(
                         WARPS,
                     )
                 else:
-                    loaded = _load_step(places, _unit_of(s + STAGES, UNITS, WARPS, SHARES), MT, FORMAT, BLOCKS, WARPS)
+                    loaded = _load_step(
+                        places, _unit_of(s + STAGES, UNITS, WARPS, SHARES), WIDTH, MT, FORMAT, BLOCKS, WARPS
+                    )
                     in_order(PINNED)
                     stages = stages[1:] + (loaded,)
             codes, scales, block_scales = places
@@ -547,7 +632,7 @@ def products(
             if K % 128 != 0:
                 columns += group_units * 64
     for s in gl.static_range(looped, steps):
-        if s + X_AHEAD < steps:
+        if not QUARTERS and s + X_AHEAD < steps:
             xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD - looped, UNITS, WARPS, SHARES), NT, K, TILED),)
             in_order(PINNED)
         if RING:
@@ -555,8 +640,13 @@ def products(
         else:
             now = stages[0]
             stages = stages[1:]
-        totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
-        xs = xs[1:]
+        if QUARTERS:
+            totals = _multiply_quarters(
+                now[0], rows, totals, _unit_of(s - looped, UNITS, WARPS, SHARES), s % turns, MT, NT, K
+            )
+        else:
+            totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
+            xs = xs[1:]
         if s + STAGES < steps:
             if RING:
                 _copy_step(
@@ -571,7 +661,7 @@ def products(
                 )
             else:
                 loaded = _load_step(
-                    places, _unit_of(s + STAGES - looped, UNITS, WARPS, SHARES), MT, FORMAT, BLOCKS, WARPS
+                    places, _unit_of(s + STAGES - looped, UNITS, WARPS, SHARES), WIDTH, MT, FORMAT, BLOCKS, WARPS
                 )
                 in_order(PINNED)
                 stages = stages + (loaded,)
@@ -580,7 +670,13 @@ def products(
 
 @gluon.jit
 def _load_step(
-    places, UNIT: gl.constexpr, MT: gl.constexpr, FORMAT: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr
+    places,
+    UNIT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    MT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """The UNIT-th unit of each of MT tiles (`_placed`), and their block scales if there are such."""
     codes, scales, block_scales = places
@@ -590,8 +686,13 @@ def _load_step(
     units = ()
     found = ()
     for m in gl.static_range(MT):
-        own = codes[m][:, None] + (word + UNIT * words)
-        units = units + (load_unit(own, scales[m] + UNIT * words, FORMAT),)
+        if len(codes) == 1:
+            # the first tile's, which the others stand behind
+            own = codes[0][:, None] + word + (UNIT + m * WIDTH) * words
+            units = units + (load_unit(own, scales[0] + (UNIT + m * WIDTH) * words, FORMAT),)
+        else:
+            own = codes[m][:, None] + (word + UNIT * words)
+            units = units + (load_unit(own, scales[m] + UNIT * words, FORMAT),)
         if BLOCKS:
             found = found + (gl.load(block_scales[m] + UNIT)[:, None],)
     return (units, found)

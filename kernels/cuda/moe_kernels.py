@@ -264,6 +264,7 @@ def experts_kernel(
         STAGES,
         RING,
         X_AHEAD,
+        False,
         PINNED,
         PDL and DOWN,
     )
@@ -440,6 +441,7 @@ def listed_kernel(
             STAGES,
             False,
             X_AHEAD,
+            False,
             PINNED,
             False,
         )

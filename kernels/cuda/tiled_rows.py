@@ -20,12 +20,14 @@ import triton.language as tl
 from pilotfish.kernels.cuda.packing import UNIT
 
 ROWS = 8
+MOST_AT_ONCE = 32
+"""Rows that a program of a product reads: for so many there is room, however few of them are rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class TiledRows:
     """A matrix [num_rows, width], width a multiple of UNIT, at the front of `memory`, flat and with room for whole
-    eights of rows: `size` numbers. What stands past its rows is never read."""
+    groups of MOST_AT_ONCE rows: `size` numbers. What stands past its rows is anything, and decides no bit of theirs."""
 
     memory: torch.Tensor
     num_rows: int
@@ -55,7 +57,7 @@ class TiledRows:
     def of(rows: torch.Tensor) -> TiledRows:
         """A copy of row-major rows; zeros past them."""
         num_rows, width = rows.shape
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % ROWS))
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % MOST_AT_ONCE))
         # eight rows, row, unit, half, q, octet, column
         parts = padded.view(-1, ROWS, width // UNIT, 2, 4, 2, 8)
         return TiledRows(parts.permute(0, 2, 3, 5, 1, 4, 6).flatten(), num_rows, width)
@@ -71,7 +73,7 @@ AnyRows = torch.Tensor | TiledRows
 
 def size(num_rows: int, width: int) -> int:
     """Numbers of memory that rows take."""
-    return -(-num_rows // ROWS) * ROWS * width
+    return -(-num_rows // MOST_AT_ONCE) * MOST_AT_ONCE * width
 
 
 def stored(rows: AnyRows) -> tuple[torch.Tensor, bool]:

@@ -54,7 +54,7 @@ class Chain:
         self.chosen = {}
         for name, product in layers[0].products.items():
             part, plain = product.launches(rows)[0]
-            self.chosen[name] = choose_shape(part, rows, product.swiglu, plain, product.segments)
+            self.chosen[name] = choose_shape(part, rows, product.swiglu, plain, product.segments, not row_major)
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device="cuda")
@@ -90,8 +90,8 @@ class Chain:
         return in_graph(lambda _: self.launch(shapes), 1, 9) / len(self.layers)
 
 
-def candidates(part: Packed, chosen: LaunchShape) -> Iterator[LaunchShape]:
-    """What is chosen, first, and shapes with units on their way in shared memory and in registers."""
+def candidates(part: Packed, chosen: LaunchShape, row_major: bool) -> Iterator[LaunchShape]:
+    """What is chosen, first, shapes with units on their way in shared memory and in registers, and x in quarters."""
     yield chosen
     row_tiles, segments = chosen.row_tiles, chosen.segments
     ways = ((8, 1), (4, 2)) if segments else ((chosen.warps, 1),)
@@ -106,6 +106,9 @@ def candidates(part: Packed, chosen: LaunchShape) -> Iterator[LaunchShape]:
     if row_tiles < 4:
         for ahead in (0, 1):
             yield replace(chosen, stages=2, x_ahead=ahead, registers=0, ring=False)
+    if row_tiles > 1 and not row_major:
+        for (warps, parts), tiles, registers in combinations(ways, (2, 4), (96, 128, 168)):
+            yield LaunchShape(warps, tiles, row_tiles, 1, 0, segments, parts, registers, quarters=True)
 
 
 def main() -> None:
@@ -120,7 +123,7 @@ def main() -> None:
     for rows, name in combinations(map(int, args.rows.split(",")), args.products.split(",")):
         chain = Chain(layers, rows, args.row_major)
         part = layers[0].products[name].ranges[0]
-        tried = [chain.chosen | {name: shape} for shape in candidates(part, chain.chosen[name])]
+        tried = [chain.chosen | {name: shape} for shape in candidates(part, chain.chosen[name], args.row_major)]
         compile_all(lambda: [chain.launch(shapes) for shapes in tried])  # noqa: B023
         chain.launch(chain.chosen)
         want = chain.stream.clone()

@@ -163,7 +163,7 @@ def bench_products(
         part = product.ranges[0]
         copies = copies_of(part)
         for count, out in outs.items():
-            shape = choose_shape(part, count, segments=segments)
+            shape = choose_shape(part, count, segments=segments, tiled=not row_major)
 
             def launch(
                 number: int,
@@ -194,8 +194,8 @@ def bench_together(formats: list[Format], rows: list[int], row_major: bool) -> N
         x = rows_of(torch.randn(max(*rows, 16), width, dtype=torch.bfloat16, device="cuda"), row_major)
         for count in rows:
             outs = [torch.empty((count, height + plain_height), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-            shapes = [choose_shape(each, count) for each in (part, plain)]
-            shape = choose_shape(part, count, plain=plain)
+            shapes = [choose_shape(each, count, tiled=not row_major) for each in (part, plain)]
+            shape = choose_shape(part, count, plain=plain, tiled=not row_major)
 
             def together(number: int, pdl: bool, copies: Any = copies, x: Any = x, out: Any = outs[0]) -> None:
                 one, other = copies[number % len(copies)]
@@ -288,7 +288,7 @@ def tune_products(
         for count in rows:
             empty = torch.empty((count, product.out_features), dtype=torch.bfloat16, device="cuda")
             out = rows_of(empty, row_major or not product.swiglu)
-            chosen = choose_shape(part, count, product.swiglu, plain, product.segments)
+            chosen = choose_shape(part, count, product.swiglu, plain, product.segments, not row_major)
             tried = list(tuned_shapes(part, chosen, keep_bits))
             if product.swiglu:
                 tried = [shape for shape in tried if shape.tiles > 1]

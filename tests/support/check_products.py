@@ -93,11 +93,12 @@ def main() -> None:
                 for height, gates, width, swiglu in products(model):
                     part = empty(format, height, width, row_numbers=format is Format.FP8)
                     plain = empty(Format.BF16, gates, width) if gates and format is not Format.BF16 else None
-                    shape = choose_shape(part, rows, swiglu, plain)
+                    tiled = height != VOCABULARY
+                    shape = choose_shape(part, rows, swiglu, plain, tiled=tiled)
                     if (key := (format, width, swiglu, shape, plain is None)) in seen:
                         continue
                     seen.add(key)
-                    x = rows_of(rows, width, height != VOCABULARY)
+                    x = rows_of(rows, width, tiled)
                     out = rows_of(rows, height // (2 if swiglu else 1) + gates, swiglu)
                     with compiling(args.arch) as kernels:
                         linear.launch(part, x, out, shape, swiglu, pdl, plain)

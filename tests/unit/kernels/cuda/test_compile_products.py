@@ -44,7 +44,7 @@ def code_of(
     assert len(kernels) == len(product.ranges)
     kernel = kernels[0]
     assert kernel.metadata.launch_pdl == pdl
-    shape = launch_shapes.choose_shape(product.ranges[0], rows, swiglu)
+    shape = launch_shapes.choose_shape(product.ranges[0], rows, swiglu, tiled=tiled)
     return Code(kernel), shape, shape.tiles * 16 * product.in_features // shape.warps // LANES
 
 
@@ -163,7 +163,7 @@ def test_combine_asks_for_all_at_once(hidden, top_k):
 def test_units_of_a_long_loop_are_on_their_way_to_shared_memory(height, width, rows, swiglu, segments, plain):
     """Of the 27B: five programs of 128 threads an SM, four beside BF16, and no unit in flight in registers."""
     part, beside = empty(Format.NVFP4, height, width), empty(Format.BF16, plain, width) if plain else None
-    shape = launch_shapes.choose_shape(part, rows, swiglu, beside, segments)
+    shape = launch_shapes.choose_shape(part, rows, swiglu, beside, segments, tiled=True)
     x, out = (
         some_rows(rows, width, device="meta"),
         some_rows(rows, height // 2 if swiglu else height + plain, swiglu, "meta"),
@@ -205,11 +205,11 @@ def test_bf16_tiles_in_the_launch_of_others(format, height, width, rows, alone, 
     """So many programs of 128 threads an SM without and with them, of which only FP8 from 9 rows on has fewer then; no
     spill, and the same loads and products."""
     part, plain = empty(format, height, width, row_numbers=format is Format.FP8), empty(Format.BF16, 64, width)
-    shape = launch_shapes.choose_shape(part, rows, plain=plain)
+    shape = launch_shapes.choose_shape(part, rows, plain=plain, tiled=True)
     x, out = some_rows(rows, width, device="meta"), some_rows(rows, height + 64, False, "meta")
     with compiling() as kernels:
         # alone with the registers that it has alone
-        own = replace(shape, registers=launch_shapes.choose_shape(part, rows).registers)
+        own = replace(shape, registers=launch_shapes.choose_shape(part, rows, tiled=True).registers)
         linear.launch(part, x, out, own, False, True)
         linear.launch(part, x, out, shape, False, True, plain)
     without, beside = codes = [Code(kernel) for kernel in kernels]
@@ -237,13 +237,31 @@ def test_bf16_tiles_in_the_launch_of_others(format, height, width, rows, alone, 
 def test_many_rows_leave_room_for_several_programs(height, width, segments, rows, programs):
     """Of 17 rows on three of 128 threads an SM, for which at most a word is kept elsewhere."""
     part = empty(Format.NVFP4, height, width)
-    shape = launch_shapes.choose_shape(part, rows, segments=segments)
+    shape = launch_shapes.choose_shape(part, rows, segments=segments, tiled=True)
     x, out = some_rows(rows, width, device="meta"), some_rows(rows, height, False, "meta")
     with compiling() as kernels:
         linear.launch(part, x, out, shape, False, True)
     code = Code(kernels[0])
     assert 65536 // (-(-code.registers // 8) * 8 * 32 * shape.warps) >= programs
     assert code.stack <= 8 and code.count("LDL") <= 2
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "segments", "plain", "programs"),
+    [(16384, 5120, 0, 96, 4), (14336, 5120, 0, 0, 4), (5120, 6144, 8, 0, 2)],
+)
+def test_x_in_quarters_leaves_room_for_twice_the_programs(height, width, segments, plain, programs):
+    """At 32 rows, of as many threads as they have; what is kept elsewhere is not of the loop."""
+    part, beside = empty(Format.NVFP4, height, width), empty(Format.BF16, plain, width) if plain else None
+    shape = launch_shapes.choose_shape(part, 32, plain=beside, segments=segments, tiled=True)
+    x, out = some_rows(32, width, device="meta"), some_rows(32, height + plain, False, "meta")
+    with compiling() as kernels:
+        linear.launch(part, x, out, shape, False, True, beside)
+    code = Code(kernels[0])
+    assert shape.quarters and 65536 // (-(-code.registers // 8) * 8 * 32 * shape.warps) >= programs
+    assert code.stack <= 16 and code.count("LDL") <= 4
+    # of row-major rows there may be no more memory than rows
+    assert not launch_shapes.choose_shape(part, 32, plain=beside, segments=segments).quarters
 
 
 def test_fewer_registers_only_where_no_more_of_the_gpu_idles():

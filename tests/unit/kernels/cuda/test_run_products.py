@@ -82,6 +82,31 @@ def test_gate_and_up_write_tiled_rows(kind, rows):
     assert int(out.memory.isnan().sum()) == out.memory.numel() - rows * 256
 
 
+@pytest.mark.parametrize("rows", [3, 11, 20, 33])
+@pytest.mark.parametrize(
+    ("swiglu", "columns", "segments", "shape"),
+    [
+        (True, 1280, 0, LaunchShape(2, 2, 2, 1, 0)),  # in a loop
+        (True, 1280, 0, LaunchShape(2, 2, 4, 1, 0)),
+        (False, 2048, 8, LaunchShape(4, 2, 4, 1, 0, 8, split=2)),
+        (False, 3072, 8, LaunchShape(8, 1, 2, 1, 0, 8)),
+        (False, 1536, 0, LaunchShape(4, 2, 4, 1, 0)),
+    ],
+)
+def test_x_a_quarter_of_a_step_at_a_time(swiglu, columns, segments, shape, rows):
+    """Of rows that are not there what stands in memory is read, and decides nothing."""
+    product = PackedLinear([weights(64, columns)["nvfp4"] for _ in range(2 if swiglu else 1)], swiglu, segments)
+    x = draw(rows, columns)
+    tiled = TiledRows(TiledRows.of(torch.cat((x, x.new_full((32, columns), NAN)))).memory, rows, columns)
+    want, got = (torch.full((rows, product.out_features), NAN) for _ in range(2))
+    with running():
+        linear.launch(product.ranges[0], x, want, shape, swiglu, True)
+        for stages in (1, 2):
+            quartered = replace(shape, stages=stages, quarters=True)
+            linear.launch(product.ranges[0], tiled, got.fill_(NAN), quartered, swiglu, True)
+            assert want.isfinite().all() and same_bits(got, want)
+
+
 def test_a_rows_bits_depend_on_no_other_row():
     product, x = PackedLinear([weights(32, 512)["nvfp4"]]), draw(20, 512)
     all_rows = run(product, x)

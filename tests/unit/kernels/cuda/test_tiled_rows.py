@@ -29,7 +29,7 @@ def test_a_lane_s_loads_of_a_warp_are_in_one_piece(rows, width):
     x = torch.randn(rows, width)
     tiled = TiledRows.of(x)
     assert (len(tiled), tiled.shape, tiled.dtype) == (rows, x.shape, x.dtype)
-    assert tiled.memory.numel() == size(rows, width) == -(-rows // 8) * 8 * width
+    assert tiled.memory.numel() == size(rows, width) == -(-rows // 32) * 32 * width
     assert torch.equal(tiled.memory[places(rows, width)], x) and torch.equal(tiled.plain(), x)
     # nothing stands in two places, and what is no row is zero
     assert int((tiled.memory != 0).sum()) == rows * width
@@ -48,12 +48,12 @@ def test_kernels_know_the_same_places():
 
 
 def test_memory_may_be_more_and_must_not_be_less():
-    memory = torch.full((3 * 8 * 128,), float("nan"))
+    memory = torch.full((3 * 32 * 128,), float("nan"))
     first = TiledRows(memory, 9, 128)
     memory[: size(9, 128)] = TiledRows.of(torch.ones(9, 128)).memory
     assert torch.equal(first.plain(), torch.ones(9, 128)) and stored(first) == (memory, True)
     assert TiledRows.empty(9, 128, torch.device("cpu")).dtype == torch.bfloat16
-    for rows, width in ((25, 128), (9, 192)):
+    for rows, width in ((97, 128), (9, 192)):
         with pytest.raises(AssertionError):
             TiledRows(memory, rows, width)
 
