@@ -22,13 +22,20 @@ UNIT = 64
 """Positions of one product; a chunk is the fold of its units in order, whoever folds them."""
 TILE = 32
 """Query rows (window rows x heads of a group) of one product."""
-FEW_ITEMS = 96
-"""Fewer chunks than this in a whole batch would leave multiprocessors idle: each unit is then an item of its own, and
-the merge folds."""
+PROGRAMS = 132
+"""Programs that a plan has in mind, an H200's multiprocessors: an item is as many units as have them done first. No bit
+depends on it, and any grid takes what was dealt."""
+ITEM_UNITS = 0
+"""Units of an item where tests and benches say so; 0: the plan does. No bit depends on it."""
 MERGED = 32
 """Chunks that the merge folds side by side."""
 FEW_CHUNKS = 8
 """Of a row that has no more chunks the merge looks at as many: a quarter of the work. No bit depends on it."""
+MERGES = 1024
+"""Programs of a merge, 8 a multiprocessor: where one for each 64 columns would be more, a program has two heads or a
+part of them. No bit depends on it."""
+MERGE_REGISTERS = 128
+"""Of a thread of the merge, so that four programs fit a multiprocessor; nothing spills."""
 MAX_SEQUENCES = 256
 MAX_LAG = 1
 """How far past its position a cache may store an entry (a draft head's does)."""
@@ -42,9 +49,9 @@ _LOG2_E = 1.4426950408889634
 class RowPlan:
     """Where a window's rows stand, for all layers of a pass: written by `plan_rows` on the device.
 
-    positions int32 [R]; cos, sin fp32 [R, rotary / 2]; items int32 [B + 2]: places of an item, then where each
-    sequence's items begin, then their number. The items reach MAX_LAG places past the last row, so that one plan is
-    right for all caches.
+    positions int32 [R]; cos, sin fp32 [R, rotary / 2]; items int32 [2B + 3]: places of an item, then where each
+    sequence's items begin, then their number, then the same two of chunks. They reach MAX_LAG places past the last row,
+    so that one plan is right for all caches.
     """
 
     positions: torch.Tensor
@@ -55,7 +62,8 @@ class RowPlan:
     @classmethod
     def empty(cls, max_rows: int, max_sequences: int, rotary_dim: int, device: torch.device) -> RowPlan:
         cos, sin = (torch.zeros((max_rows, rotary_dim // 2), device=device) for _ in range(2))
-        positions, items = (torch.zeros(n, dtype=torch.int32, device=device) for n in (max_rows, max_sequences + 2))
+        positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        items = torch.zeros(2 * max_sequences + 3, dtype=torch.int32, device=device)
         return cls(positions, cos, sin, items)
 
 
@@ -63,7 +71,7 @@ class RowPlan:
 class AttentionScratch:
     """What a layer's items leave for the merge; one for all layers.
 
-    partial fp32 [items, TILE, D], stats fp32 [items, TILE, 2].
+    partial fp32 [partials, TILE, D], stats fp32 [partials, TILE, 2].
     """
 
     partial: torch.Tensor
@@ -83,10 +91,10 @@ class AttentionScratch:
     ) -> AttentionScratch:
         """Memory for every batch of up to max_sequences windows of up to max_width rows whose contexts fit the
         pages."""
-        items = max_items(max_sequences, max_width, max_model_len, num_pages, num_heads, num_kv_heads)
+        partials = max_partials(max_sequences, max_width, max_model_len, num_pages, num_heads, num_kv_heads)
         return cls(
-            torch.zeros((items, TILE, head_dim), dtype=torch.float32, device=device),
-            torch.zeros((items, TILE, 2), dtype=torch.float32, device=device),
+            torch.zeros((partials, TILE, head_dim), dtype=torch.float32, device=device),
+            torch.zeros((partials, TILE, 2), dtype=torch.float32, device=device),
         )
 
     @property
@@ -99,15 +107,16 @@ def num_tiles(width: int, group: int) -> int:
     return -(-width * group // TILE)
 
 
-def max_items(
+def max_partials(
     max_sequences: int, max_width: int, max_model_len: int, num_pages: int, num_heads: int, num_kv_heads: int
 ) -> int:
     """The most partial results that one call can write. Null sequences (padding) hold one chunk each."""
     # a window's entries may end max_width places past the last position of the model
     each = -(-(max_model_len + max_width) // CHUNK)
     chunks = min(max_sequences * each, num_pages // (CHUNK // PAGE) + max_sequences)
-    items = chunks * num_kv_heads * num_tiles(max_width, num_heads // num_kv_heads)
-    return max(items, min(items, FEW_ITEMS - 1) * (CHUNK // UNIT))
+    chunks *= num_kv_heads * num_tiles(max_width, num_heads // num_kv_heads)
+    units = CHUNK // UNIT
+    return chunks + min(chunks * units, PROGRAMS) * (units - 1)
 
 
 def plan_rows(
@@ -126,13 +135,13 @@ def plan_rows(
     slots int32 [B], length int [S], inv_freq fp32 [rotary / 2].
     """
     batch, half = len(slots), len(inv_freq)
-    assert batch <= MAX_SEQUENCES and len(plan.items) >= batch + 2 and len(plan.positions) >= batch * width
+    assert batch <= MAX_SEQUENCES and len(plan.items) >= 2 * batch + 3 and len(plan.positions) >= batch * width
     assert plan.cos.shape[1] == half
     plan_kernel[(batch * width + 1,)](
         slots, length, inv_freq, plan.positions, plan.cos, plan.sin, plan.items, batch, width, step,
-        HALF=half, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_B=MAX_SEQUENCES, GROUP=num_heads // num_kv_heads,
-        KV=num_kv_heads, MAX_LAG=MAX_LAG, TILE=TILE, UNIT=UNIT, CHUNK=CHUNK, FEW=FEW_ITEMS, PDL=pdl, num_warps=1,
-        **_options(pdl),
+        ITEM_UNITS, HALF=half, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_B=MAX_SEQUENCES,
+        GROUP=num_heads // num_kv_heads, KV=num_kv_heads, MAX_LAG=MAX_LAG, TILE=TILE, UNIT=UNIT, CHUNK=CHUNK,
+        PROGRAMS=PROGRAMS, PDL=pdl, num_warps=4, **_options(pdl),
     )  # fmt: skip
 
 
@@ -182,15 +191,26 @@ def attention_window(
         projected, slots, plan.positions, plan.cos, plan.sin, plan.items, tables, qk_norm, k_cache, v_cache,
         scratch.partial, scratch.stats,
         eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, batch, width, tables.shape[1], lag,
-        HALF=half, PAGE=PAGE, UNIT=UNIT, TILE=TILE, BUFFERS=buffers, FP8=fp8, SETTLED=settled, num_warps=WARPS,
-        **sizes, **options,
+        HALF=half, PAGE=PAGE, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, BUFFERS=buffers, FP8=fp8, SETTLED=settled,
+        num_warps=WARPS, **sizes, **options,
     )  # fmt: skip
     block, (memory, tiled) = min(dim, 64), stored(out)
-    merge_kernel[(num_rows * heads * (dim // block),)](
-        projected, plan.positions, plan.items, scratch.partial, scratch.stats, memory, v_scale, width, lag,
+    # 4 columns a thread of 4 warps
+    pairs = max(512 // dim, 1)
+    groups = -(-num_rows * heads // pairs)
+    merge_kernel[(groups * _shares(groups, pairs * dim // block),)](
+        projected, plan.positions, plan.items, scratch.partial, scratch.stats, memory, v_scale, batch, width, lag,
         BLOCK_D=block, TILED=tiled, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, FEW=min(FEW_CHUNKS, MERGED),
-        num_warps=4, **sizes, **options,
+        PAIRS=pairs, num_warps=4, maxnreg=MERGE_REGISTERS, **sizes, **options,
     )  # fmt: skip
+
+
+def _shares(groups: int, most: int) -> int:
+    """Programs for each of a merge's groups of heads: a power of two, `most` if one has a block of columns."""
+    shares = most
+    while shares > 1 and groups * shares > MERGES:
+        shares //= 2
+    return shares
 
 
 def _limits(device: torch.device) -> tuple[int, int]:

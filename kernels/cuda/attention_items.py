@@ -7,7 +7,7 @@ those are on their way. What a fold over units means is said in attention_kernel
 
 # Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
 # ruff: noqa: RUF005
-# mypy: disable-error-code="assignment, attr-defined, misc"
+# mypy: disable-error-code="assignment, attr-defined, misc, var-annotated"
 
 from __future__ import annotations
 
@@ -82,9 +82,8 @@ def _copy_unit(
     values,
     k_cache,
     v_cache,
-    pages,
+    page,
     unit,
-    first,
     stop,
     begin,
     end,
@@ -94,10 +93,9 @@ def _copy_unit(
     K_COPY: gl.constexpr,
     V_COPY: gl.constexpr,
 ):
-    """Two groups: keys and values of positions unit .. that stand in begin .. end - 1. pages: the span's two."""
+    """Two groups: keys and values of positions unit .. that stand in begin .. end - 1, in a page."""
     if unit < stop:
-        page = gl.where(unit // PAGE == first // PAGE, pages[0], pages[1]).to(gl.int64)
-        cell = ((page * KV + head) * PAGE + unit % PAGE) * keys.shape[1]
+        cell = ((page.to(gl.int64) * KV + head) * PAGE + unit % PAGE) * keys.shape[1]
         _copy(keys, k_cache + cell, begin - unit, end - unit, K_COPY)
         _copy(values, v_cache + cell, begin - unit, end - unit, V_COPY)
     else:
@@ -144,6 +142,7 @@ def items_kernel(
     HALF: gl.constexpr,
     PAGE: gl.constexpr,
     UNIT: gl.constexpr,
+    CHUNK: gl.constexpr,
     TILE: gl.constexpr,
     BUFFERS: gl.constexpr,
     FP8: gl.constexpr,
@@ -151,6 +150,9 @@ def items_kernel(
     PDL: gl.constexpr,
 ):
     """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do.
+
+    Of an item's chunks one partial result each is kept, in the chunk's place. Units of a chunk that an item before it
+    began are kept one by one, CHUNK / UNIT - 1 an item, behind those of all chunks.
 
     The item whose span holds a row of the window makes its key and value, and that of the first tile stores them.
     """
@@ -189,6 +191,7 @@ def items_kernel(
     tiles = (W * GROUP + (TILE - 1)) // TILE
     span = gl.load(items, cache_modifier=".cg")
     num_items = gl.load(items + 1 + B, cache_modifier=".cg")
+    num_chunks = gl.load(items + 2 + 2 * B, cache_modifier=".cg")
     lane = gl.arange(0, 32, LINE)
     q_shared = gl.allocate_shared_memory(DTYPE, [TILE, D], Q_SHARED)
     p_shared = gl.allocate_shared_memory(DTYPE, [TILE, UNIT], P_SHARED)
@@ -204,15 +207,17 @@ def items_kernel(
     d = gl.arange(0, D, gl.SliceLayout(0, ROWS))
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         # whose item it is, and where that sequence stands: all sequences are looked at together, no load awaits another
-        begun, b, slot, start = 0, 0, 0, lag
+        begun, chunks_begun, b, slot, start = 0, 0, 0, 0, lag
         for block in range(0, B, 32):
             there = block + lane < B
             begins = gl.load(items + 1 + block + lane, there, other=0, cache_modifier=".cg")
             ends = gl.load(items + 2 + block + lane, there, other=0, cache_modifier=".cg")
+            chunks_of = gl.load(items + 2 + B + block + lane, there, other=0, cache_modifier=".cg")
             slots_of = gl.load(slots + block + lane, there, other=0, cache_modifier=".cg")
             starts = gl.load(positions + (block + lane) * W, there, other=0, cache_modifier=".cg")
             own = (begins <= item) & (item < ends)
             begun += gl.sum(gl.where(own, begins, 0), 0)
+            chunks_begun += gl.sum(gl.where(own, chunks_of, 0), 0)
             b += gl.sum(gl.where(own, block + lane, 0), 0)
             slot += gl.sum(gl.where(own, slots_of, 0), 0)
             start += gl.sum(gl.where(own, starts, 0), 0)
@@ -223,16 +228,20 @@ def items_kernel(
         first = rest // KV * span
         end = start + W
         stop = gl.minimum(first + span, end)
-        # a span has two pages at most
-        pages = tables + slot.to(gl.int64) * max_pages + first // PAGE
-        page = gl.load(pages, first < stop, other=0, cache_modifier=".cg")
-        next_page = gl.load(pages + 1, first // PAGE * PAGE + PAGE < stop, other=0, cache_modifier=".cg")
-        span_pages = page, next_page
+        pages = tables + slot.to(gl.int64) * max_pages
+        unit_pages = ()
+        for ahead in gl.static_range(BUFFERS + 1):
+            begin = first + ahead * UNIT
+            unit_pages = unit_pages + (gl.load(pages + begin // PAGE, begin < stop, other=0, cache_modifier=".cg"),)
+        # of the window's own rows, two at most
+        page = gl.load(pages + start // PAGE, stop > start, other=0, cache_modifier=".cg")
+        next_page = gl.load(pages + (end - 1) // PAGE, stop > start, other=0, cache_modifier=".cg")
         for ahead in gl.static_range(BUFFERS):
             _copy_unit(
-                keys.index(ahead), values.index(ahead), k_cache, v_cache, span_pages, first + ahead * UNIT, first, stop,
+                keys.index(ahead), values.index(ahead), k_cache, v_cache, unit_pages[ahead], first + ahead * UNIT, stop,
                 lag, start, head, KV, PAGE, K_COPY, V_COPY,
             )  # fmt: skip
+        coming = unit_pages[BUFFERS]
         if PDL and SETTLED:
             # for the first item; then it is no more than an instruction
             gdc_wait()
@@ -280,7 +289,7 @@ def items_kernel(
                     x = gl.where(x == x, gl.maximum(gl.minimum(x / k_scale, 448.0), -448.0), x)
                     v = gl.maximum(gl.minimum(v / v_scale, 448.0), -448.0)
                 if tile == 0:
-                    page_of = gl.where(place // PAGE == first // PAGE, page, next_page).to(gl.int64)
+                    page_of = gl.where(place // PAGE == start // PAGE, page, next_page).to(gl.int64)
                     cells = (((page_of * KV + head) * PAGE + place % PAGE) * D)[:, None] + d[None, :]
                     gl.store(k_cache + cells, x.to(KEPT), made[:, None])
                     gl.store(v_cache + cells, v.to(KEPT), made[:, None])
@@ -292,6 +301,9 @@ def items_kernel(
         mass = gl.zeros([TILE], gl.float32, OF_ROW)
         total = gl.zeros([TILE, D], gl.float32, MMA)
         buffer = 0
+        chunk_line = chunks_begun + rest % KV * tiles + tile
+        begun_before = (first + (CHUNK - 1)) // CHUNK * CHUNK
+        there = tile * TILE + m_of < W * GROUP
         for unit in range(first, stop, UNIT):
             async_copy.wait_group(2 * BUFFERS - 1)
             if unit + UNIT > start:
@@ -319,15 +331,24 @@ def items_kernel(
             sums = mma_v2(p_shared.load(LEFT), value_of, gl.zeros([TILE, D], gl.float32, MMA))
             best, mass, total = _fold(best, mass, total, highest, gl.sum(p, 1), sums)
             _copy_unit(
-                keys.index(buffer), values.index(buffer), k_cache, v_cache, span_pages, unit + BUFFERS * UNIT, first,
-                stop, lag, start, head, KV, PAGE, K_COPY, V_COPY,
+                keys.index(buffer), values.index(buffer), k_cache, v_cache, coming, unit + BUFFERS * UNIT, stop, lag,
+                start, head, KV, PAGE, K_COPY, V_COPY,
             )  # fmt: skip
+            # asked for a unit before it is wanted
+            after = unit + (BUFFERS + 1) * UNIT
+            coming = gl.load(pages + after // PAGE, after < stop, other=0, cache_modifier=".cg")
             buffer = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
-        line = item.to(gl.int64) * TILE + m_of
-        there = tile * TILE + m_of < W * GROUP
-        gl.store(partial + line[:, None] * D + d_of[None, :], total, there[:, None])
-        gl.store(stats + line * 2, best, there)
-        gl.store(stats + line * 2 + 1, mass, there)
+            alone = unit < begun_before
+            if alone | ((unit + UNIT) % CHUNK == 0) | (unit + UNIT >= stop):
+                kept = num_chunks + item * (CHUNK // UNIT - 1) + unit % CHUNK // UNIT - 1
+                kept = gl.where(alone, kept, chunk_line + unit // CHUNK * (KV * tiles))
+                line = kept.to(gl.int64) * TILE + m_of
+                gl.store(partial + line[:, None] * D + d_of[None, :], total, there[:, None])
+                gl.store(stats + line * 2, best, there)
+                gl.store(stats + line * 2 + 1, mass, there)
+                best = gl.full([TILE], float("-inf"), gl.float32, OF_ROW)
+                mass = gl.zeros([TILE], gl.float32, OF_ROW)
+                total = gl.zeros([TILE, D], gl.float32, MMA)
     if PDL and SETTLED:
         # those that had no item
         gdc_wait()

@@ -259,12 +259,12 @@ def bench_attention(
             attention.BUFFERS = kept
         del case
         if tune:
-            kept = attention.FEW_ITEMS
-            for attention.FEW_ITEMS in (0, 1 << 20):
+            kept = attention.ITEM_UNITS
+            for attention.ITEM_UNITS in (0, 1, 2, 3, 4, 5, 6, 8, 9, 16):
                 other = Contexts(ATTENTION[model], KV[kind], context, batch, width)
-                title = f"{model} {'units' if attention.FEW_ITEMS else 'chunks'} as items"
+                title = f"{model} items of {int(other.plan.items[0]) // attention.UNIT} units"
                 report(title, other.num_bytes, *time_both(other.call, launches), **about)
-            attention.FEW_ITEMS = kept
+            attention.ITEM_UNITS = kept
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

@@ -136,9 +136,15 @@ def make(device, dtype, cache_dtype, sizes, lengths):
     return lambda lag=0: AttentionLayer(sizes, lengths, dtype, cache_dtype, device, lag)
 
 
-def test_plan_matches_the_reference(make):
+def test_plan_matches_the_reference(make, monkeypatch):
     layer = make()
-    for slots, width, step in (([1, 2, 3], 4, 0), ([0, 3], 1, 2), ([2], 9, 0)):
+    for slots, width, step, size in (
+        ([1, 2, 3], 4, 0, 0),
+        ([0, 3], 1, 2, 3),
+        ([2], 9, 0, 0),
+        ([3, 1, 2] * 30, 1, 0, 5),
+    ):
+        monkeypatch.setattr(attention, "ITEM_UNITS", size)
         got, wanted = (layer.plan(slots, width, step, function) for function in (plan_rows, plan_rows_reference))
         for name in ("positions", "items"):
             assert torch.equal(getattr(got, name), getattr(wanted, name))
@@ -203,9 +209,25 @@ def test_bits_do_not_depend_on_how_the_work_is_dealt(make, monkeypatch):
     rows = make().rows(4, 5)
     wanted = make().step(rows, [2, 1], 2)
     assert torch.equal(make().step(rows, [2, 1], 2, num_programs=5), wanted)
-    # units as items, or chunks
-    monkeypatch.setattr(attention, "FEW_ITEMS", 0 if attention.FEW_ITEMS else 1 << 20)
-    assert torch.equal(make().step(rows, [2, 1], 2, num_programs=1), wanted)
+    # items of any number of units: whole chunks, some of them, and parts that begin within one
+    for size, num_programs in ((1, 1), (2, 7), (3, 2), (5, 3), (8, 5), (11, 4)):
+        monkeypatch.setattr(attention, "ITEM_UNITS", size)
+        assert torch.equal(make().step(rows, [2, 1], 2, num_programs=num_programs), wanted), size
+
+
+@pytest.mark.parametrize("size", (0, 3))
+def test_bits_do_not_depend_on_how_heads_are_merged(make, monkeypatch, size):
+    """By a program for a few columns, for two heads, and for some blocks of them; in fp32, which shows an order."""
+    monkeypatch.setattr(attention, "MERGED", 32)
+    monkeypatch.setattr(attention, "FEW_CHUNKS", 8)
+    monkeypatch.setattr(attention, "ITEM_UNITS", size)
+    rows, slots, outs = make().rows(9, 16), [2, 3, 1], []
+    for merges in (1 << 20, 1, 60):
+        monkeypatch.setattr(attention, "MERGES", merges)
+        layer = make()
+        layer.dtype = torch.float32
+        outs.append(layer.step(rows, slots, 3))
+    assert torch.equal(outs[1], outs[0]) and torch.equal(outs[2], outs[0])
 
 
 def test_sequences_have_the_bits_they_have_alone(make):

@@ -37,12 +37,29 @@ def plan_rows_reference(
     row_cos, row_sin = rope_angles(plan.positions[:num_rows], inv_freq)
     plan.cos[:num_rows], plan.sin[:num_rows] = row_cos[:, 0], row_sin[:, 0]
     each = num_kv_heads * attention.num_tiles(width, num_heads // num_kv_heads)
-    ends = starts + width + attention.MAX_LAG
-    few = (ends + attention.CHUNK - 1).div(attention.CHUNK, rounding_mode="floor").sum() * each < attention.FEW_ITEMS
-    span = torch.where(few, attention.UNIT, attention.CHUNK).int()
-    plan.items[0] = span
-    plan.items[1] = 0
-    plan.items[2 : batch + 2] = ((ends + span - 1).div(span, rounding_mode="floor") * each).cumsum(0)
+    units, in_chunk = _ceil(starts + width + attention.MAX_LAG, attention.UNIT), attention.CHUNK // attention.UNIT
+    size = _item_units(units, each, in_chunk)
+    plan.items[0] = size * attention.UNIT
+    plan.items[[1, batch + 2]] = 0
+    plan.items[2 : batch + 2] = (_ceil(units, size) * each).cumsum(0)
+    plan.items[batch + 3 : 2 * batch + 3] = (_ceil(units, in_chunk) * each).cumsum(0)
+
+
+def _item_units(units: torch.Tensor, each: int, in_chunk: int) -> torch.Tensor:
+    """The size that ends first where PROGRAMS programs take turns; of several the first."""
+    programs, k = attention.PROGRAMS, torch.arange(32, device=units.device)
+    least = _ceil(units.sum() * each, programs).clamp(min=1)
+    sizes = torch.where(k < 28, least + k * _ceil(least, 16), in_chunk << (k - 28).clamp(min=0))
+    if attention.ITEM_UNITS:
+        sizes = torch.where(k < 28, attention.ITEM_UNITS, -(-attention.ITEM_UNITS // in_chunk) * in_chunk)
+    items = _ceil(units[:, None], sizes).sum(0) * each
+    turns = _ceil(items, programs) * (sizes.clamp(max=units.max()) + 2)
+    turns = torch.where((sizes % in_chunk > 0) & (items > programs), 1 << 24, turns)
+    return sizes[(turns * 32 + k).argmin()]
+
+
+def _ceil(numbers: torch.Tensor, divisor: torch.Tensor | int) -> torch.Tensor:
+    return (numbers + divisor - 1).div(divisor, rounding_mode="floor")
 
 
 def attention_window_reference(

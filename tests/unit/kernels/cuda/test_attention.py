@@ -10,7 +10,7 @@ from pilotfish.engine.cache.tensors import KvCache
 from pilotfish.engine.model.attention import GatedAttention
 from pilotfish.engine.round.torch_table import TorchOperators, TorchScratch, Window
 from pilotfish.kernels.attention import PAGE
-from pilotfish.kernels.cuda.attention import check_sizes, max_items
+from pilotfish.kernels.cuda.attention import CHUNK, PROGRAMS, UNIT, RowPlan, check_sizes, max_partials
 from tests.support.attention_windows import EPS, AttentionLayer
 from tests.support.interpreter import run_interpreted
 from tests.support.kernel_references import attention_window_reference, plan_rows_reference
@@ -69,8 +69,47 @@ def test_scratch_holds_every_item(width, lengths):
     plan = layer.plan(range(len(lengths)), width, function=plan_rows_reference)
     # a text has one token more than its caches, and a lagging cache's entries end one place later
     num_pages = sum(-(-(n + 1 + width) // PAGE) for n in lengths)
-    most = max_items(len(lengths), width, max(lengths) + 1, num_pages, heads, kv)
-    assert 0 < int(plan.items[1 + len(lengths)]) <= most
+    most = max_partials(len(lengths), width, max(lengths) + 1, num_pages, heads, kv)
+    span, num_items, num_chunks = (int(plan.items[place]) for place in (0, 1 + len(lengths), 2 + 2 * len(lengths)))
+    alone = num_items * (CHUNK // UNIT - 1) if span % CHUNK else 0
+    assert 0 < num_chunks <= num_chunks + alone <= most
+
+
+def planned(lengths, heads, kv, width=4):
+    """Units of an item, and how many items there are."""
+    plan = RowPlan.empty(len(lengths) * width, len(lengths), 8, torch.device("cpu"))
+    slots, inv_freq = torch.arange(len(lengths)), torch.ones(4)
+    plan_rows_reference(slots, torch.tensor(lengths), inv_freq, width, 0, heads, kv, plan)
+    return int(plan.items[0]) // UNIT, int(plan.items[1 + len(lengths)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv", "wanted"),
+    (
+        # as few units as give a program one item
+        ([1100], 16, 2, (1, 36)),
+        ([1100] * 4, 24, 4, (3, 96)),
+        ([1100] * 8, 24, 4, (5, 128)),
+        ([1100] * 16, 16, 2, (5, 128)),
+        ([1100] * 16, 24, 4, (9, 128)),
+        ([32000], 16, 2, (8, 126)),
+        # more streams than programs, which take turns: whole chunks
+        ([1100] * 64, 24, 4, (56, 256)),
+        # a long text among short ones
+        ([100_000] + [1100] * 7, 24, 4, (64, 128)),
+    ),
+)
+def test_items_are_dealt_evenly(lengths, heads, kv, wanted):
+    assert planned(lengths, heads, kv) == wanted
+
+
+def test_items_that_part_chunks_are_no_more_than_the_scratch_holds():
+    generator = torch.Generator().manual_seed(5)
+    for number in range(200):
+        batch, longest = number % 64 + 1, 2 ** (6 + number % 11)
+        lengths = torch.randint(1, longest, (batch,), generator=generator).tolist()
+        size, items = planned(lengths, 24, 4)
+        assert size * UNIT % CHUNK == 0 or items <= PROGRAMS, lengths
 
 
 @pytest.mark.parametrize(

@@ -88,18 +88,20 @@ def test_rounds_may_have_fewer_slots_than_the_model():
     assert names(kernels) == ["_steps_kernel", "_finish_kernel"]
 
 
-@pytest.mark.parametrize("cache_dtype", (torch.bfloat16, torch.float8_e4m3fn))
-def test_attention(cache_dtype):
+@pytest.mark.parametrize(
+    ("cache_dtype", "tiled"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float8_e4m3fn, True)]
+)
+def test_attention(cache_dtype, tiled):
     layer = AttentionLayer((16, 2, 256, 64), [PAGE, 5, 7], torch.bfloat16, cache_dtype)
     with compiling() as kernels:
         for batch, width in SHAPES:
             slots = [1, 2, 3] * 6
-            layer.step(layer.rows(batch * width, 1), slots[:batch], width, num_programs=132, pdl=True)
+            layer.step(layer.rows(batch * width, 1), slots[:batch], width, tiled=tiled, num_programs=132, pdl=True)
     assert names(kernels[:3]) == ["plan_kernel", "items_kernel", "merge_kernel"]
     assert len({kernel.hash for kernel in kernels}) == 3
     plan, items, merge = kernels[:3]
     # large angles are reduced in local memory, by the library's sine
-    assert Code(plan).registers <= 64
+    assert Code(plan).registers <= 96
     code = checked(merge, 128)
     # of up to eight chunks all parts are asked for before any is looked at: the best, the mass and 4 columns of 8 units
     assert code.before("LDG", "MUFU.EX2") >= 4 + 8 * (2 + 1)

@@ -45,11 +45,11 @@ def on_the_cpu(monkeypatch):
     assert set(launched) == {"items_kernel", "merge_kernel"}
 
 
-@pytest.mark.parametrize("few_items", (0, 96))
-def test_few_chunks_are_merged_as_many_are(make, monkeypatch, few_items):
+@pytest.mark.parametrize("size", (1, 2))
+def test_few_chunks_are_merged_as_many_are(make, monkeypatch, size):
     """With chunks as items and with units. Of a lane more than there are chunks, and of a chunk no row sees whole."""
     monkeypatch.setattr(attention, "MERGED", 32)
-    monkeypatch.setattr(attention, "FEW_ITEMS", few_items)
+    monkeypatch.setattr(attention, "ITEM_UNITS", size)
     rows = make().rows(3, 12)
     wanted = make().step(rows, [2], 3)
     monkeypatch.setattr(attention, "FEW_CHUNKS", 8)
@@ -73,3 +73,14 @@ def test_windows_that_begin_anywhere_see_their_own_rows(dtype, cache_dtype, firs
     wanted = other.step(rows, [1], 9, function=kernel_references.attention_window_reference)
     torch.testing.assert_close(got.float(), wanted.float(), rtol=2e-2, atol=2e-2)
     assert torch.equal(layer.written(1, first, 9), other.written(1, first, 9))
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 5, 6))
+def test_bits_do_not_depend_on_where_items_part_chunks(make, monkeypatch, size):
+    """Of four units: items that end within a chunk, begin within one, lie within one, and hold several."""
+    monkeypatch.setattr(attention, "UNIT", PAGE // 4)
+    monkeypatch.setattr(attention, "ITEM_UNITS", 4)
+    rows = make().rows(6, 15)
+    wanted = make().step(rows, [2, 1], 3)
+    monkeypatch.setattr(attention, "ITEM_UNITS", size)
+    assert torch.equal(make().step(rows, [2, 1], 3, num_programs=3), wanted)
