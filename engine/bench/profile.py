@@ -21,7 +21,9 @@ from pilotfish.engine.loop import EngineLoop
 
 ROUNDS = 16
 LONGEST = 15
-"""Kernels, and calls of the driver, that are named."""
+"""Kernels, places of them, and calls of the driver that are named."""
+FEW, MOST = 0.1, 0.9
+"""Shares of a place's launches that take no longer than its `low_us` and `high_us`."""
 
 Interval = tuple[float, float, str]
 """Begin and end of a kernel in microseconds, and its name."""
@@ -63,30 +65,50 @@ def traced(work: Callable[[], object], times: int) -> dict[str, Any]:
 
 def summary(spans: Iterable[Interval], times: int) -> dict[str, Any]:
     """Launches, microseconds from the first kernel's begin to the last one's end, the share of them in which none
-    runs, and the kernels that take most: their own microseconds and launches."""
+    runs, the kernels that take most: their own microseconds and launches; and the same by place."""
     ordered = sorted(spans, key=lambda span: span[1])
     own, whole = own_times(ordered)
-    number = Counter(name for _, _, name in ordered)
+    names = [name for _, _, name in ordered]
+    number = Counter(names)
+    total: dict[str, float] = defaultdict(float)
+    for name, spent in zip(names, own, strict=True):
+        total[name] += spent
     return {
         "launches": len(ordered) / times,
         "gpu_us": whole / times,
-        "gpu_idle_share": 1 - sum(own.values()) / whole,
+        "gpu_idle_share": 1 - sum(own) / whole,
         "kernels": [
-            {"name": name, "us": total / times, "launches": number[name] / times} for name, total in _largest(own)
+            {"name": name, "us": spent / times, "launches": number[name] / times} for name, spent in _largest(total)
         ],
+        "places": places(names, own, times),
     }
 
 
-def own_times(ordered: list[Interval]) -> tuple[dict[str, float], float]:
-    """What spans sorted by their end come to: the time that is each name's own, and the time from first to last."""
+def own_times(ordered: list[Interval]) -> tuple[list[float], float]:
+    """What spans sorted by their end come to: the time that is each one's own, and the time from first to last."""
     # of the kernels that end no sooner than this one: when the first of them began
     begun = list(accumulate((begin for begin, _, _ in reversed(ordered)), min))[::-1]
-    own: dict[str, float] = defaultdict(float)
+    own = []
     reached = begun[0]
-    for first, (_, end, name) in zip(begun, ordered, strict=True):
-        own[name] += end - max(reached, first)
+    for first, (_, end, _) in zip(begun, ordered, strict=True):
+        own.append(end - max(reached, first))
         reached = end
     return own, reached - begun[0]
+
+
+def places(names: list[str], own: list[float], times: int) -> list[dict[str, Any]]:
+    """Launches of one kernel between the same two others, those that take most: their own microseconds and how far
+    these lie apart. A product whose own time depends on where in a round it stands shows here and nowhere else."""
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for number in range(1, len(names) - 1):
+        found[tuple(names[number - 1 : number + 2])].append(own[number])
+    lines = []
+    for (before, name, after), spent in sorted(found.items(), key=lambda item: -sum(item[1]))[:LONGEST]:
+        ordered = sorted(spent)
+        low, middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (FEW, 0.5, MOST))
+        place = {"before": before, "name": name, "after": after, "us": sum(spent) / times}
+        lines.append(place | {"launches": len(spent) / times, "low_us": low, "median_us": middle, "high_us": high})
+    return lines
 
 
 def _calls(spans: list[Interval], times: int) -> list[dict[str, Any]]:

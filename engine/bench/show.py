@@ -70,6 +70,7 @@ TURN_LEGEND = {
 WIDTH = 120
 MIB = 1 << 20
 NAME_WIDTH = 90
+PLACE_WIDTH = 24
 
 
 def show(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -117,7 +118,7 @@ def _sum_of_turns(depth: int, turns: list[dict[str, Any]]) -> str:
 
 
 def _trace(subject: str, found: dict[str, Any]) -> Iterator[str]:
-    """Kernels by the time that is their own (see profile.py), and what the host spent in the driver."""
+    """Kernels by the time that is their own (see profile.py), what the host spent in the driver; kernels by place."""
     if "nothing" in found:
         yield f"{subject}: {found['nothing']}"
         return
@@ -129,6 +130,12 @@ def _trace(subject: str, found: dict[str, Any]) -> Iterator[str]:
                 f"  {line['us']:10.1f} us {line['us'] / whole:6.1%} {line[counted]:8.1f} of "
                 f"{line['us'] / line[counted]:8.2f} us  {line['name'][:NAME_WIDTH]}"
             )
+    for line in found["places"]:
+        yield (
+            f"  {line['us']:10.1f} us {line['us'] / whole:6.1%} {line['launches']:8.1f} of "
+            f"{line['median_us']:8.2f} us, {line['low_us']:.2f} to {line['high_us']:.2f}: "
+            f"{line['name'][:PLACE_WIDTH]} between {line['before'][:PLACE_WIDTH]} and {line['after'][:PLACE_WIDTH]}"
+        )
 
 
 def _table(columns: Sequence[tuple[str, str]], rows: list[dict[str, Any]], legend: Mapping[str, str]) -> Iterator[str]:

@@ -560,6 +560,32 @@ def test_waiting_kernels_time_belongs_to_those_they_wait_for():
     assert found["gpu_us"] == 30 and found["launches"] == 4 and found["gpu_idle_share"] == pytest.approx(1 / 30)
 
 
+def test_a_kernel_that_is_slow_in_some_places_shows_there():
+    """A product that takes 5 us behind a norm takes 9 where attention has run before."""
+    spans, now = [], 0.0
+    for name, length in [("norm", 1), ("product", 5)] * 10 + [("attention", 7), ("product", 9), ("norm", 2)]:
+        spans.append((now, now + length, name))
+        now += length
+    (first, *others) = profile.summary(spans, 1)["places"]
+    assert (first["before"], first["name"], first["after"]) == ("norm", "product", "norm")
+    assert first["us"] == 45 and first["launches"] == 9
+    assert first["low_us"] == first["median_us"] == first["high_us"] == 5
+    slow = next(line for line in others if line["before"] == "attention")
+    assert (slow["name"], slow["after"], slow["median_us"]) == ("product", "norm", 9)
+    # neither the first launch nor the last has two others beside it
+    assert sum(line["launches"] for line in (first, *others)) == len(spans) - 2
+
+
+def test_a_place_s_times_are_those_of_its_tenth_middle_and_nine_tenth_launch():
+    spans, now = [], 0.0
+    for length in range(1, 12):
+        spans += [(now, now + 1, "a"), (now + 1, now + 1 + length, "b"), (now + 1 + length, now + 2 + length, "c")]
+        now += 2 + length
+    place = next(line for line in profile.summary(spans, 11)["places"] if line["name"] == "b")
+    assert (place["low_us"], place["median_us"], place["high_us"]) == (2, 6, 10)
+    assert place["us"] == pytest.approx(6) and place["launches"] == 1
+
+
 def test_own_times_and_idle_ones_are_the_whole():
     generator = torch.Generator().manual_seed(0)
     begins = (torch.rand(200, generator=generator) * 1000).tolist()
@@ -584,7 +610,7 @@ def test_a_profile_wants_a_gpu(folder, capsys):
 
 
 def test_a_profile_s_kernels_are_shown_with_their_share_and_number():
-    traced = profile.summary([(0.0, 30.0, "products"), (40.0, 100.0, "experts")], 1) | {
+    traced = profile.summary([(0.0, 30.0, "products"), (40.0, 90.0, "experts"), (90.0, 100.0, "norm")], 1) | {
         "driver_calls": [{"name": "cudaStreamSynchronize", "us": 25.0, "calls": 5.0}]
     }
     row = {
@@ -594,14 +620,16 @@ def test_a_profile_s_kernels_are_shown_with_their_share_and_number():
     }  # fmt: skip
     lines = [" ".join(line.split()) for line in show([row])]
     kernels = [
-        "60.0 us 60.0% 1.0 of 60.00 us experts",
+        "50.0 us 50.0% 1.0 of 50.00 us experts",
         "30.0 us 30.0% 1.0 of 30.00 us products",
+        "10.0 us 10.0% 1.0 of 10.00 us norm",
         "25.0 us 25.0% 5.0 of 5.00 us cudaStreamSynchronize",
+        "50.0 us 50.0% 1.0 of 50.00 us, 50.00 to 50.00: experts between products and norm",
     ]
-    whole = "2 launches, 0.100 ms from first to last, idle 10.0%"
+    whole = "3 launches, 0.100 ms from first to last, idle 10.0%"
     at = lines.index(f"a round at k = 3, batch 4, context 64: {whole}")
-    assert lines[at + 1 : at + 4] == kernels
-    assert lines[at + 4 : at + 8] == [f"a prompt of 64 tokens at k = 3: {whole}", *kernels]
+    assert lines[at + 1 : at + 6] == kernels
+    assert lines[at + 6 : at + 12] == [f"a prompt of 64 tokens at k = 3: {whole}", *kernels]
 
 
 def test_every_column_is_explained_where_it_is_shown():
