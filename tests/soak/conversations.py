@@ -26,7 +26,19 @@ from typing import Any
 
 import aiohttp
 
-from tests.soak.soak import HELD, MAX_GROWTH, ROOT, Outcome, Record, Sample, read_metrics, sample, server, write_model
+from tests.soak.soak import (
+    HELD,
+    MAX_GROWTH,
+    ROOT,
+    SETTLING,
+    Outcome,
+    Record,
+    Sample,
+    read_metrics,
+    sample,
+    server,
+    write_model,
+)
 
 CONVERSATIONS, FITTING = 16, 5
 LONGEST = 2048
@@ -192,7 +204,8 @@ def main() -> int:
         f"{ended['left']} left, {found.num_compared} compared with cold ones; {found.cached_tokens} of "
         f"{found.prompt_tokens} prompt tokens were not read ({share:.0%}), {outcome.evictions:.0f} snapshots gave way; "
         f"memory {outcome.growth('http_rss'):.3f} and {outcome.growth('engine_rss'):.3f} of what it was "
-        f"(at most {MAX_GROWTH}), {outcome.samples[-1].engine_rss:.0f} MiB of the engine's at the end"
+        f"(at most {MAX_GROWTH}, in {2 * SETTLING:.0f} s and more), "
+        f"{outcome.samples[-1].engine_rss:.0f} MiB of the engine's at the end"
     )
     for fault in outcome.faults():
         print(f"FAULT: {fault}", file=sys.stderr)

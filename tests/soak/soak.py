@@ -43,7 +43,10 @@ CLIENTS, MAX_NUM_SEQS, MAX_WAITING = 64, 4, 56
 LEAVING = 0.05
 """Share of the requests that are left while they stream."""
 WARM_UP = 0.2
-"""Of the time; the memory of the rest is held against its end."""
+"""Of the time: what comes before does not count."""
+SETTLING = 30.0
+"""Seconds in which what is kept fills its room, whose pages are touched for the first time: memory is held against its
+end from then on, and not at all in a run of less than twice that."""
 MAX_GROWTH = 1.05
 TOPICS = ("a fish", "a list in Python", "a wise king")
 LENGTHS = (16, 48)
@@ -258,7 +261,8 @@ class Outcome:
 
     def growth(self, name: str) -> float:
         """Resident memory of the last tenth over that of as long a time after the warm-up; medians."""
-        values = [getattr(sample, name) for sample in self.samples[self._warm() :]]
+        settled = [sample for sample in self.samples[self._warm() :] if sample.at - self.samples[0].at >= SETTLING]
+        values = [getattr(sample, name) for sample in (settled or self.samples[self._warm() :])]
         tenth = max(1, len(values) // 10)
         return statistics.median(values[-tenth:]) / statistics.median(values[:tenth])
 
@@ -270,7 +274,7 @@ class Outcome:
         found = [f"{len(self.record.errors)} errors, the first: {self.record.errors[0]}"] if self.record.errors else []
         found += [f"{name} is {value:g} at the end" for name, value in self.held.items() if value]
         for name in ("http_rss", "engine_rss"):
-            if self.growth(name) > MAX_GROWTH:
+            if self.seconds >= 2 * SETTLING and self.growth(name) > MAX_GROWTH:
                 found.append(f"{name} grew to {self.growth(name):.3f} of what it was after the warm-up")
         if not self.record.ended["finished"]:
             found.append("nothing was finished")
@@ -339,7 +343,8 @@ def report(outcome: Outcome, what: str) -> str:
 
 
 def _memory(outcome: Outcome, name: str) -> str:
-    return f"{getattr(outcome.samples[-1], name):.0f} MiB, {outcome.growth(name):.3f} of what it was"
+    judged = "" if outcome.seconds >= 2 * SETTLING else f" (not judged: less than {2 * SETTLING:.0f} s)"
+    return f"{getattr(outcome.samples[-1], name):.0f} MiB, {outcome.growth(name):.3f} of what it was{judged}"
 
 
 def main() -> int:
