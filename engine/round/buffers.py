@@ -6,12 +6,14 @@ S = slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from pilotfish.engine.config import ModelConfig
 from pilotfish.engine.model.build import Model
-from pilotfish.engine.round.operators import WHOLE_ROWS, Operators, Rows
+from pilotfish.engine.round.operators import Operators, Rows
 from pilotfish.engine.round.shapes import Sizes
 from pilotfish.kernels.attention import pages_for
 from pilotfish.spec.accept import Verdicts
@@ -30,7 +32,7 @@ class RoundBuffers:
         drafted, index = operators.padded(sequences), operators.index_dtype
         # not the table itself, whose memory is no buffer's
         self.sizes, self._make_rows = sizes, operators.rows_in
-        whole = -(-rows // WHOLE_ROWS) * WHOLE_ROWS
+        whole = -(-rows // operators.whole_rows) * operators.whole_rows
 
         def buffer(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -97,20 +99,19 @@ class FirstRows:
         self.x, self.delta, self.hidden, self.head_hidden, self.pair = (buffer[:rows] for buffer in shared)
         self.h = b.rows_in("_h", rows, b.x.shape[1])
         self._buffers, self._rows = buffers, rows
-        self._matrices: dict[tuple[str, int], torch.Tensor] = {}
-        self._in_order: dict[tuple[str, int], Rows] = {}
+        self._views: dict[tuple[str, int], Rows] = {}
+
+    def _view(self, make: Callable[[str, int, int], Rows], name: str, width: int) -> Rows:
+        key = (name, width)
+        if key not in self._views:
+            self._views[key] = make(name, self._rows, width)
+        return self._views[key]
 
     def _matrix(self, name: str, width: int) -> torch.Tensor:
-        key = (name, width)
-        if key not in self._matrices:
-            self._matrices[key] = self._buffers.matrix(name, self._rows, width)
-        return self._matrices[key]
+        return self._view(self._buffers.matrix, name, width)
 
     def _rows_in(self, name: str, width: int) -> Rows:
-        key = (name, width)
-        if key not in self._in_order:
-            self._in_order[key] = self._buffers.rows_in(name, self._rows, width)
-        return self._in_order[key]
+        return self._view(self._buffers.rows_in, name, width)
 
     def projected(self, width: int) -> torch.Tensor:
         """What a mixer's input product gives, [rows, width]."""

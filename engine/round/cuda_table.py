@@ -29,7 +29,7 @@ from pilotfish.kernels.cuda.attention_prompt import attend_prompt, project_promp
 from pilotfish.kernels.cuda.delta_prefill import gdn_prompt, is_installed
 from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
 from pilotfish.kernels.cuda.packing import UNIT
-from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
+from pilotfish.kernels.cuda.tiled_rows import MOST_AT_ONCE, AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import Compilations, compile_all
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
@@ -71,6 +71,7 @@ class CudaOperators:
 
     fixed_shapes = True
     index_dtype = torch.int32
+    whole_rows = MOST_AT_ONCE
 
     def __init__(self, model: Model, on_device: bool | None = None):
         assert model.scratch is not None
@@ -118,7 +119,7 @@ class CudaOperators:
         """See Operators: the one place that decides which rows are tiled."""
         if width % UNIT == 0:
             return TiledRows(memory, num_rows, width)
-        return memory[: num_rows * width].view(num_rows, width)
+        return self.plain.rows_in(memory, num_rows, width)
 
     def compile(self, launch: Callable[[], None]) -> None:
         """See Operators; in parallel."""

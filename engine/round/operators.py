@@ -37,18 +37,17 @@ AnyMoe = MoeMlp | PackedMoeMlp
 Rows = Any
 """What stands between a round's operators for a product to read, [P, K], as the table's `rows_in` makes it; it may be a
 tensor in any case."""
-WHOLE_ROWS = 32
-"""Memory of such rows has room for whole groups of so many."""
 
 
 class Operators(Protocol):
     """`fixed_shapes`: work reads nothing on the host, so that it can be captured, runs ahead of the host, and is made
     for a few shapes. `captures_prompts`: so does a prompt's but for its attention. `index_dtype`: of slots and page
-    tables."""
+    tables. `whole_rows`: memory of what `rows_in` makes has room for whole groups of so many rows."""
 
     fixed_shapes: bool
     captures_prompts: bool
     index_dtype: torch.dtype
+    whole_rows: int
 
     def padded(self, num_rows: int) -> int:
         """Rows that products run over for so many: whole tiles in torch, no more than asked in CUDA. What stands in the
@@ -61,7 +60,7 @@ class Operators(Protocol):
         ...
 
     def rows_in(self, memory: torch.Tensor, num_rows: int, width: int) -> Rows:
-        """Rows [num_rows, width] at the front of `memory`, which is flat and has room for whole groups of WHOLE_ROWS;
+        """Rows [num_rows, width] at the front of `memory`, which is flat and has room for whole groups of `whole_rows`;
         operators alone write and read them. Torch: a tensor; CUDA: TiledRows, of a width that products can read so."""
         ...
 

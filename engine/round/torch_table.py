@@ -121,6 +121,7 @@ class TorchOperators:
     fixed_shapes = False
     captures_prompts = False
     index_dtype = torch.int64
+    whole_rows = 1
 
     def padded(self, num_rows: int) -> int:
         """See Operators."""

@@ -14,6 +14,7 @@ import triton
 from pilotfish.kernels.attention import PAGE
 from pilotfish.kernels.cuda.attention_items import MAX_WIDTH, WARPS, items_kernel
 from pilotfish.kernels.cuda.attention_kernels import merge_kernel, plan_kernel
+from pilotfish.kernels.cuda.launch_shapes import SM_COUNT
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, stored
 
 CHUNK = 512
@@ -22,8 +23,8 @@ UNIT = 64
 """Positions of one product; a chunk is the fold of its units in order, whoever folds them."""
 TILE = 32
 """Query rows (window rows x heads of a group) of one product."""
-PROGRAMS = 132
-"""Programs that a plan has in mind, an H200's multiprocessors: an item is as many units as have them done first. No bit
+PROGRAMS = SM_COUNT
+"""Programs that a plan has in mind: an item is as many units as have them done first. No bit
 depends on it, and any grid takes what was dealt."""
 ITEM_UNITS = 0
 """Units of an item where tests and benches say so; 0: the plan does. No bit depends on it."""

@@ -1,9 +1,9 @@
 """How a multiprocessor's memory is divided between shared memory and L1, for kernels that read x through L1.
 
 A multiprocessor takes another division only while nothing runs on it, and a kernel that asks for none runs in the one
-it finds. In a chain of dependent launches a multiprocessor is hardly ever empty: behind attention's items, which want
-152 KB of shared memory, every product of a round was left with 28 KB of L1, and those of many rows took up to 1.7 times
-as long (docs/measurements.md). So a product that reads more of x than that asks for its division.
+it finds. In a chain of dependent launches a multiprocessor is hardly ever empty: behind attention's items, for which
+Triton asks for all shared memory there is, most products of a round took up to 1.7 times as long, and as long as alone
+where they asked for more L1 (docs/measurements.md). So a product that reads much of x asks for its division.
 """
 
 from __future__ import annotations

@@ -49,13 +49,16 @@ def nvfp4_word(source: str, outs: Sequence[int], scale: str) -> list[str]:
     return lines + [f"fma.rn.bf16x2 {pair}, {pair}, {scale}, z;" for pair in (a, b, c, d)]
 
 
+def _scale_lines(byte: int, source: str, out: str) -> list[str]:
+    """A byte b of the scales to 0x00bb00bb, then to the bf16 pair whose exponent and mantissa it is, times 2^118."""
+    return [f"prmt.b32 t, {source}, 0, 0x4{byte}4{byte};", f"mad.lo.u32 {out}, t, 16, 0x70007000;"]
+
+
 def _nvfp4_asm(row_half: int) -> str:
     """Codes $16..$19, four words, and the lane's scale bytes $20 (all four registers hold it) to $0..$15."""
     lines = [".reg .b32 s<2>, t, u, z;", "mov.b32 z, 0x80008000;"]
     for half in range(2):
-        # the byte b to 0x00bb00bb, then to the bf16 pair whose exponent and mantissa it is, times 2^118
-        byte = 2 * row_half + half
-        lines += [f"prmt.b32 t, $20, 0, 0x4{byte}4{byte};", f"mad.lo.u32 s{half}, t, 16, 0x70007000;"]
+        lines += _scale_lines(2 * row_half + half, "$20", f"s{half}")
     for word in range(4):
         lines += nvfp4_word(f"${16 + word}", range(4 * word, 4 * word + 4), f"s{word // 2}")
     return "{\n" + "\n".join(lines) + "\n}"
@@ -63,9 +66,7 @@ def _nvfp4_asm(row_half: int) -> str:
 
 def _nvfp4_word_asm(row_half: int, load: int) -> str:
     """Of codes $4..$7 the word that meets a load of x, and the lane's scale bytes $8 (all four hold it) to $0..$3."""
-    byte = 2 * row_half + load // 2
-    lines = [".reg .b32 s, t, u, z;", "mov.b32 z, 0x80008000;"]
-    lines += [f"prmt.b32 t, $8, 0, 0x4{byte}4{byte};", "mad.lo.u32 s, t, 16, 0x70007000;"]
+    lines = [".reg .b32 s, t, u, z;", "mov.b32 z, 0x80008000;", *_scale_lines(2 * row_half + load // 2, "$8", "s")]
     return "{\n" + "\n".join(lines + nvfp4_word(f"${4 + load}", range(4), "s")) + "\n}"
 
 

@@ -99,14 +99,17 @@ def tiled_nan(rows: int, width: int) -> TiledRows:
 
 @pytest.mark.parametrize(
     ("heights", "columns", "segments"),
-    [((400,), 1024, 0), ((4096, 96), 5120, 0), ((5120,), 17408, 8), ((5120,), 6144, 8), ((257,), 2048, 0)],
+    [((400,), 1024, 0), ((4608, 96), 5120, 0), ((5120,), 17408, 8), ((5120,), 6144, 8), ((257,), 2048, 0)],
 )
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8 block", "bf16"])
 def test_tiled_rows_give_the_bits_of_others(kind, heights, columns, segments):
-    """With a BF16 part beside, as q|k|v|z has, and of row-parallel products; what is no row is NaN and not read."""
+    """With a BF16 part beside, as q|k|v|z has, and of row-parallel products; what is no row is NaN."""
     first, *others = heights
     parts = [weights(first, columns)[kind], *(weights(height, columns)["bf16"] for height in others)]
     product, x = PackedLinear([on_gpu(part) for part in parts], segments=segments), draw(100, columns)
+    part, plain = product.launches(32)[0]
+    quarters = choose_shape(part, 32, plain=plain, segments=segments, tiled=True).quarters
+    assert quarters == (kind == "nvfp4" and (columns, segments) in ((5120, 0), (6144, 8)))
     for rows in TILED:
         tiled = TiledRows.of(torch.cat((x[:rows], torch.full_like(x[:8], float("nan")))))
         for pdl in (False, True):

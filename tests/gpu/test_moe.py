@@ -96,12 +96,17 @@ def test_tiled_rows_give_the_bits_of_others(kind, shared_kind):
             assert want.isfinite().all() and same_bits(run(packed, tiled, own_ids, pdl), want), (rows, pdl)
 
 
-@pytest.mark.parametrize("hidden", [384, 2048, 5120])
-def test_combine_writes_tiled_rows(hidden):
+def combine_inputs(hidden: int) -> tuple[torch.Tensor, ...]:
+    """Parts, weights, the shared gate, the stream and the norm's scale of 9 rows."""
     generator = torch.Generator(device="cuda").manual_seed(hidden)
     parts = torch.randn(9, TOP_K + 1, hidden, generator=generator, device="cuda").bfloat16()
-    weights = torch.rand(9, TOP_K, generator=generator, device="cuda")
-    gate, x = (torch.rand(*size, generator=generator, device="cuda") for size in ((9,), (9, hidden)))
+    sizes = ((9, TOP_K), (9,), (9, hidden), (hidden,))
+    return parts, *(torch.rand(*size, generator=generator, device="cuda") for size in sizes)
+
+
+@pytest.mark.parametrize("hidden", [384, 2048, 5120])
+def test_combine_writes_tiled_rows(hidden):
+    parts, weights, gate, x, _ = combine_inputs(hidden)
     plain, tiled = torch.empty(9, hidden, dtype=torch.bfloat16, device="cuda"), TiledRows.empty(9, hidden, x.device)
     for out in (plain, tiled):
         combine(parts, weights, gate, x.clone(), torch.ones(hidden, device="cuda"), 1e-6, out, True)
@@ -170,11 +175,7 @@ def test_a_chain_of_dependent_launches_gives_the_same_bits(monkeypatch, rows, pr
 
 @pytest.mark.parametrize("hidden", [384, 2048, 5120])
 def test_combine_values_and_bits(hidden):
-    generator = torch.Generator(device="cuda").manual_seed(hidden)
-    parts = torch.randn(9, TOP_K + 1, hidden, generator=generator, device="cuda").bfloat16()
-    weights = torch.rand(9, TOP_K, generator=generator, device="cuda")
-    gate, x = (torch.rand(*size, generator=generator, device="cuda") for size in ((9,), (9, hidden)))
-    scale = torch.rand(hidden, generator=generator, device="cuda")
+    parts, weights, gate, x, scale = combine_inputs(hidden)
     want, got = x.clone(), x.clone()
     outs = [torch.empty(9, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     combine_reference(parts, weights, gate, want, scale, 1e-6, outs[0])

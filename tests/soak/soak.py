@@ -261,10 +261,15 @@ class Outcome:
 
     def growth(self, name: str) -> float:
         """Resident memory of the last tenth over that of as long a time after the warm-up; medians."""
-        settled = [sample for sample in self.samples[self._warm() :] if sample.at - self.samples[0].at >= SETTLING]
-        values = [getattr(sample, name) for sample in (settled or self.samples[self._warm() :])]
+        warm = self.samples[self._warm() :]
+        settled = [sample for sample in warm if sample.at - self.samples[0].at >= SETTLING]
+        values = [getattr(sample, name) for sample in settled or warm]
         tenth = max(1, len(values) // 10)
         return statistics.median(values[-tenth:]) / statistics.median(values[:tenth])
+
+    @property
+    def judges_memory(self) -> bool:
+        return self.seconds >= 2 * SETTLING
 
     def _warm(self) -> int:
         return int(len(self.samples) * WARM_UP)
@@ -274,7 +279,7 @@ class Outcome:
         found = [f"{len(self.record.errors)} errors, the first: {self.record.errors[0]}"] if self.record.errors else []
         found += [f"{name} is {value:g} at the end" for name, value in self.held.items() if value]
         for name in ("http_rss", "engine_rss"):
-            if self.seconds >= 2 * SETTLING and self.growth(name) > MAX_GROWTH:
+            if self.judges_memory and self.growth(name) > MAX_GROWTH:
                 found.append(f"{name} grew to {self.growth(name):.3f} of what it was after the warm-up")
         if not self.record.ended["finished"]:
             found.append("nothing was finished")
@@ -343,7 +348,7 @@ def report(outcome: Outcome, what: str) -> str:
 
 
 def _memory(outcome: Outcome, name: str) -> str:
-    judged = "" if outcome.seconds >= 2 * SETTLING else f" (not judged: less than {2 * SETTLING:.0f} s)"
+    judged = "" if outcome.judges_memory else f" (not judged: less than {2 * SETTLING:.0f} s)"
     return f"{getattr(outcome.samples[-1], name):.0f} MiB, {outcome.growth(name):.3f} of what it was{judged}"
 
 
