@@ -32,9 +32,9 @@ MERGED = 32
 """Chunks that the merge folds side by side."""
 FEW_CHUNKS = 8
 """Of a row that has no more chunks the merge looks at as many: a quarter of the work. No bit depends on it."""
-MERGES = 1024
-"""Programs of a merge, 8 a multiprocessor: where one for each 64 columns would be more, a program has two heads or a
-part of them. No bit depends on it."""
+MERGES = 512
+"""Programs of a merge, some 4 a multiprocessor: where one for each 64 columns would be more, a program has two heads or
+a part of them. No bit depends on it."""
 MERGE_REGISTERS = 128
 """Of a thread of the merge, so that four programs fit a multiprocessor; nothing spills."""
 MAX_SEQUENCES = 256
@@ -172,7 +172,7 @@ def attention_window(
     plan       what `plan_rows` wrote for this window
     tables     int32 [S, max_pages]: page c of a slot holds positions [c PAGE, (c + 1) PAGE)
     k_cache, v_cache [P, kv, PAGE, D], bf16, or float8_e4m3fn holding value / scale
-    qk_norm    fp32 [h + kv, D]: 1 + w of q_norm and k_norm
+    qk_norm    fp32 [h + kv, D]: 1 + w of q_norm, the same for each query head, then of k_norm for each key head
     out        bf16 [>= R, h D]: attention times sigmoid(gate); may be TiledRows
     lag        position p is stored at place p + lag <= p + MAX_LAG; the places before lag are not read
     num_programs (default: one a multiprocessor) changes no bit.
@@ -202,7 +202,7 @@ def attention_window(
     merge_kernel[(groups * _shares(groups, pairs * dim // block),)](
         projected, plan.positions, plan.items, scratch.partial, scratch.stats, memory, v_scale, batch, width, lag,
         BLOCK_D=block, TILED=tiled, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, FEW=min(FEW_CHUNKS, MERGED),
-        PAIRS=pairs, num_warps=4, maxnreg=MERGE_REGISTERS, **sizes, **options,
+        PAIRS=pairs, SETTLED=settled, num_warps=4, maxnreg=MERGE_REGISTERS, **sizes, **options,
     )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pilotfish.kernels.cuda.mma import in_order
+
 WARPS = 8
 """Warps of a program; one takes a row at a time where rows are normed."""
 MAX_WIDTH = 9
@@ -35,35 +37,84 @@ def _fold(best, mass, total, other_best, other_mass, other_total):
 
 
 @gluon.jit
-def _pairs(
-    projected, row, head, live, COLUMNS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """A head of some rows of the projection, and beside each number the one that it is turned with, bf16 [rows, D]; of
-    rows that are not live, zeros."""
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-    source = projected + (row.to(gl.int64) * COLUMNS + head * D)[:, None]
-    x = gl.load(source + d, live[:, None], other=0.0)
-    other = gl.where(d < HALF, d + HALF, d - HALF)
-    return x, gl.load(source + other, live[:, None] & (d < 2 * HALF), other=0.0)
+def _stand(items, slots, positions, b, B, W):
+    """Of some sequences where their items begin and end, where their chunks begin, their slots and positions."""
+    there = b < B
+    begins = gl.load(items + 1 + b, there, other=0, cache_modifier=".cg")
+    ends = gl.load(items + 2 + b, there, other=0, cache_modifier=".cg")
+    chunks = gl.load(items + 2 + B + b, there, other=0, cache_modifier=".cg")
+    slot = gl.load(slots + b, there, other=0, cache_modifier=".cg")
+    return begins, ends, chunks, slot, gl.load(positions + b * W, there, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
-def _turned(pairs, qk_norm, cos, sin, row, head, live, eps, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+def _owner(stand, item, b):
+    """Of the sequence among these whose item it is, if it is one of them, else zeros: where its items and chunks begin,
+    its number, slot and position."""
+    own = (stand[0] <= item) & (item < stand[1])
+    begins = gl.sum(gl.where(own, stand[0], 0), 0)
+    chunks = gl.sum(gl.where(own, stand[2], 0), 0)
+    number = gl.sum(gl.where(own, b, 0), 0)
+    return begins, chunks, number, gl.sum(gl.where(own, stand[3], 0), 0), gl.sum(gl.where(own, stand[4], 0), 0)
+
+
+@gluon.jit
+def _beside(d, HALF: gl.constexpr):
+    """Of each column of a head the one that it is turned with."""
+    return gl.where(d < HALF, d + HALF, d - HALF)
+
+
+@gluon.jit
+def _pairs(projected, row, head, live, columns, COLUMNS: gl.constexpr, HALF: gl.constexpr):
+    """A head of some rows of the projection, and beside each number the one that it is turned with, bf16 [rows, D]; of
+    rows that are not live, zeros. columns: all D, [1, D]."""
+    D: gl.constexpr = columns.shape[1]
+    source = projected + (row.to(gl.int64) * COLUMNS + head * D)[:, None]
+    x = gl.load(source + columns, live[:, None], other=0.0)
+    return x, gl.load(source + _beside(columns, HALF), live[:, None] & (columns < 2 * HALF), other=0.0)
+
+
+@gluon.jit
+def _angles(cos, sin, row, live, columns, HALF: gl.constexpr):
+    """What rows are turned by, fp32 [rows, D]."""
+    turned = live[:, None] & (columns < 2 * HALF)
+    place = (row * HALF)[:, None] + gl.where(columns < HALF, columns, columns - HALF)
+    return gl.load(cos + place, turned, other=1.0), gl.load(sin + place, turned, other=0.0)
+
+
+@gluon.jit
+def _weights(qk_norm, head, columns, HALF: gl.constexpr):
+    """A head's norm, and beside each weight that of the column it is turned with, fp32 [1, D]."""
+    own = qk_norm + head * columns.shape[1]
+    return gl.load(own + columns), gl.load(own + _beside(columns, HALF), columns < 2 * HALF, other=0.0)
+
+
+@gluon.jit
+def _turned(pairs, weights, angles, eps, columns, HALF: gl.constexpr):
     """Norm and RoPE of `_pairs`, fp32, as project_kernel has them."""
-    D: gl.constexpr = pairs[0].shape[1]
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-    other = gl.where(d < HALF, d + HALF, d - HALF)
-    live = live[:, None]
-    turned = live & (d < 2 * HALF)
-    weight, angle = qk_norm + (head * D)[:, None], (row * HALF)[:, None] + gl.where(d < HALF, d, other)
-    w = gl.load(weight + d, live, other=0.0)
-    other_w = gl.load(weight + other, turned, other=0.0)
-    c = gl.load(cos + angle, turned, other=1.0)
-    s = gl.load(sin + angle, turned, other=0.0)
     x, other_x = pairs[0].to(gl.float32), pairs[1].to(gl.float32)
-    scale = gl.rsqrt(gl.sum(x * x, 1) / D + eps)[:, None]
-    x = x * scale * w
-    return gl.fma(other_x * scale * other_w, gl.where(d < HALF, -s, s), x * c)
+    scale = gl.rsqrt(gl.sum(x * x, 1) / x.shape[1] + eps)[:, None]
+    x = x * scale * weights[0]
+    return gl.fma(other_x * scale * weights[1], gl.where(columns < HALF, -angles[1], angles[1]), x * angles[0])
+
+
+@gluon.jit
+def _put_queries(
+    blocks,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    queries,
+    weights,
+    angles,
+    eps,
+    factor,
+    columns,
+    HALF: gl.constexpr,
+):
+    """Blocks FIRST .. LAST - 1 of the tile's queries, side by side, to shared memory."""
+    for block in gl.static_range(FIRST, LAST):
+        query = _turned(queries[block], weights, angles[block], eps, columns, HALF)
+        blocks.index(block).store((query * factor).to(blocks.dtype))
 
 
 @gluon.jit
@@ -193,6 +244,9 @@ def items_kernel(
     num_items = gl.load(items + 1 + B, cache_modifier=".cg")
     num_chunks = gl.load(items + 2 + 2 * B, cache_modifier=".cg")
     lane = gl.arange(0, 32, LINE)
+    # of all sequences together, no load awaits another; of the first ones before it is known how many items there are
+    stand = _stand(items, slots, positions, lane, B, W)
+    in_order()
     q_shared = gl.allocate_shared_memory(DTYPE, [TILE, D], Q_SHARED)
     p_shared = gl.allocate_shared_memory(DTYPE, [TILE, UNIT], P_SHARED)
     q_blocks = q_shared._reinterpret(DTYPE, [TILE // WARPS, WARPS, D], Q_SHARED)
@@ -204,23 +258,15 @@ def items_kernel(
     n_of = gl.arange(0, UNIT, gl.SliceLayout(0, MMA))
     d_of = gl.arange(0, D, gl.SliceLayout(0, MMA))
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, ROWS))
-    d = gl.arange(0, D, gl.SliceLayout(0, ROWS))
+    columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))[None, :]
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        # whose item it is, and where that sequence stands: all sequences are looked at together, no load awaits another
-        begun, chunks_begun, b, slot, start = 0, 0, 0, 0, lag
-        for block in range(0, B, 32):
-            there = block + lane < B
-            begins = gl.load(items + 1 + block + lane, there, other=0, cache_modifier=".cg")
-            ends = gl.load(items + 2 + block + lane, there, other=0, cache_modifier=".cg")
-            chunks_of = gl.load(items + 2 + B + block + lane, there, other=0, cache_modifier=".cg")
-            slots_of = gl.load(slots + block + lane, there, other=0, cache_modifier=".cg")
-            starts = gl.load(positions + (block + lane) * W, there, other=0, cache_modifier=".cg")
-            own = (begins <= item) & (item < ends)
-            begun += gl.sum(gl.where(own, begins, 0), 0)
-            chunks_begun += gl.sum(gl.where(own, chunks_of, 0), 0)
-            b += gl.sum(gl.where(own, block + lane, 0), 0)
-            slot += gl.sum(gl.where(own, slots_of, 0), 0)
-            start += gl.sum(gl.where(own, starts, 0), 0)
+        # whose item it is, and where that sequence stands
+        begun, chunks_begun, b, slot, start = _owner(stand, item, lane)
+        for block in range(32, B, 32):
+            more = _owner(_stand(items, slots, positions, block + lane, B, W), item, block + lane)
+            begun, chunks_begun, b = begun + more[0], chunks_begun + more[1], b + more[2]
+            slot, start = slot + more[3], start + more[4]
+        start += lag
         index = item - begun
         rest = index // tiles
         tile = index - rest * tiles
@@ -242,35 +288,45 @@ def items_kernel(
                 lag, start, head, KV, PAGE, K_COPY, V_COPY,
             )  # fmt: skip
         coming = unit_pages[BUFFERS]
+
+        # all that rows are normed and turned with, and then all that is wanted of the projection, before any of it is
+        # looked at
+        query_weights = _weights(qk_norm, 0, columns, HALF)
+        key_weights = _weights(qk_norm, H, columns, HALF)
+        query_angles = ()
+        for block in gl.static_range(TILE // WARPS):
+            flat = tile * TILE + block * WARPS + warp
+            query_angles = query_angles + (_angles(cos, sin, b * W + flat // GROUP, flat < W * GROUP, columns, HALF),)
+        # the window's own keys and values: a warp has one position of a block of WARPS, and one of the next
+        aligned = start // WARPS * WARPS
+        own_angles = ()
+        for block in gl.static_range(2):
+            place = aligned + block * WARPS + warp
+            made = (place >= start) & (place >= first) & (place < stop)
+            own_angles = own_angles + (_angles(cos, sin, b * W + place - start, made, columns, HALF),)
+        num_flat = W * GROUP - tile * TILE
         if PDL and SETTLED:
             # for the first item; then it is no more than an instruction
             gdc_wait()
-
-        # all that is wanted of the projection, before any of it is looked at
-        num_flat = W * GROUP - tile * TILE
         queries = ()
         for block in gl.static_range(TILE // WARPS):
             flat = tile * TILE + block * WARPS + warp
             row, of = b * W + flat // GROUP, head * GROUP + flat % GROUP
-            queries = queries + (_pairs(projected, row, of, flat < W * GROUP, COLUMNS, D, HALF, ROWS),)
-        # the window's own keys and values: a warp has one position of a block of WARPS, and one of the next
-        aligned = start // WARPS * WARPS
-        key_head = warp * 0 + (H + head)
+            queries = queries + (_pairs(projected, row, of, flat < W * GROUP, columns, COLUMNS, HALF),)
         own_pairs = ()
         own_values = ()
         for block in gl.static_range(2):
             place = aligned + block * WARPS + warp
             row, made = b * W + place - start, (place >= start) & (place >= first) & (place < stop)
-            own_pairs = own_pairs + (_pairs(projected, row, key_head, made, COLUMNS, D, HALF, ROWS),)
+            own_pairs = own_pairs + (_pairs(projected, row, warp * 0 + (H + head), made, columns, COLUMNS, HALF),)
             source = projected + (row.to(gl.int64) * COLUMNS + ((H + KV) + head) * D)[:, None]
-            own_values = own_values + (gl.load(source + d[None, :], made[:, None], other=0.0),)
-        for block in gl.static_range(TILE // WARPS):
-            if block * WARPS < num_flat:
-                flat = tile * TILE + block * WARPS + warp
-                row, of = b * W + flat // GROUP, head * GROUP + flat % GROUP
-                query = _turned(queries[block], qk_norm, cos, sin, row, of, flat < W * GROUP, eps, HALF, ROWS)
-                q_blocks.index(block).store((query * q_factor).to(DTYPE))
-            else:
+            own_values = own_values + (gl.load(source + columns, made[:, None], other=0.0),)
+        _put_queries(q_blocks, 0, 1, queries, query_weights, query_angles, eps, q_factor, columns, HALF)
+        # a window of one row has no more than the first block, of most models
+        if num_flat > WARPS:
+            _put_queries(q_blocks, 1, TILE // WARPS, queries, query_weights, query_angles, eps, q_factor, columns, HALF)
+        else:
+            for block in gl.static_range(1, TILE // WARPS):
                 q_blocks.index(block).store(gl.zeros([WARPS, D], DTYPE, ROWS))
         new_keys = ()
         new_values = ()
@@ -279,8 +335,8 @@ def items_kernel(
             v = gl.zeros([WARPS, D], gl.float32, ROWS)
             if (stop > start) & (aligned + block * WARPS < stop):
                 place = aligned + block * WARPS + warp
-                row, made = b * W + place - start, (place >= start) & (place >= first) & (place < stop)
-                x = _turned(own_pairs[block], qk_norm, cos, sin, row, key_head, made, eps, HALF, ROWS)
+                made = (place >= start) & (place >= first) & (place < stop)
+                x = _turned(own_pairs[block], key_weights, own_angles[block], eps, columns, HALF)
                 v = own_values[block].to(gl.float32)
                 # comparisons with NaN are false
                 v = gl.where(gl.abs(v) < float("inf"), v, 0.0)
@@ -290,7 +346,7 @@ def items_kernel(
                     v = gl.maximum(gl.minimum(v / v_scale, 448.0), -448.0)
                 if tile == 0:
                     page_of = gl.where(place // PAGE == start // PAGE, page, next_page).to(gl.int64)
-                    cells = (((page_of * KV + head) * PAGE + place % PAGE) * D)[:, None] + d[None, :]
+                    cells = (((page_of * KV + head) * PAGE + place % PAGE) * D)[:, None] + columns
                     gl.store(k_cache + cells, x.to(KEPT), made[:, None])
                     gl.store(v_cache + cells, v.to(KEPT), made[:, None])
             new_keys = new_keys + (x.to(KEPT),)

@@ -193,7 +193,8 @@ class Contexts:
         self.inv_freq = inverse_frequencies(rotary, 1e7, "cuda")
         plan_rows(self.slots[0], length, self.inv_freq, width, 0, self.heads, self.kv, self.plan)
         self.projected = numbers(rows, 2 * (self.heads + self.kv) * self.dim, dtype=torch.bfloat16)
-        self.qk_norm = 1 + numbers(self.heads + self.kv, self.dim, scale=0.1)
+        q_norm, k_norm = 1 + numbers(2, self.dim, scale=0.1)
+        self.qk_norm = torch.cat((q_norm.expand(self.heads, -1), k_norm.expand(self.kv, -1)))
         self.scratch = AttentionScratch.empty(
             batch, width, context, self.num_pages, self.heads, self.kv, self.dim, torch.device("cuda")
         )

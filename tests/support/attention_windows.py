@@ -76,7 +76,8 @@ class AttentionLayer:
         self.heads, self.kv, self.dim, rotary = sizes
         self.dtype, self.cache_dtype, self.device = dtype, cache_dtype, torch.device(device)
         self.inv_freq = inverse_frequencies(rotary, 1e7).to(device)
-        self.qk_norm = (1 + 0.1 * draw(self.heads + self.kv, self.dim, seed=1)).to(device)
+        q_norm, k_norm = 1 + 0.1 * draw(2, self.dim, seed=1)
+        self.qk_norm = torch.cat((q_norm.expand(self.heads, -1), k_norm.expand(self.kv, -1))).to(device)
         self.lag, self.lengths = lag, torch.tensor([0, *(length - lag for length in lengths)], device=device)
         self.scales = SCALES if cache_dtype == FP8 else (1.0, 1.0)
         tables, caches = written_pages(self.kv, self.dim, tuple(lengths), cache_dtype, self.scales)
