@@ -14,7 +14,7 @@ seen + (q.k) delta and the state becomes decay S + k delta: both sums over dk at
 
 Dependent launches: state, history, pending rows and counts are what the round before left; a round's first kernels let
 others start only when that round is done (`embed_rows`), so all of them are read, and accepted rows replayed, before
-the wait. Loads of what kernels write go past L1, which nothing empties between kernels that overlap.
+the wait, and the state they make is stored: nobody else in a round has it. Loads of what kernels write go past L1, which nothing empties between kernels that overlap.
 Bytes: the state, read and written once (2 * 4 Hv dk dv a sequence), beside which the rest is small.
 """
 
@@ -207,9 +207,15 @@ def _steps_kernel(
     for phase in gl.static_range(2):
         begin = 0 if phase == 0 else count
         end = count if phase == 0 else count + W
-        if phase == 1 and PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+        if phase == 1:
+            # before the wait: of all kernels of a round this program alone reads and writes these cells, and who waits
+            # for it would wait for what it stores last
+            if count > 0:
+                for part in gl.static_range(PARTS):
+                    gl.store(cells + part * (PART * DV), s[part])
+            if PDL:
+                gdc_wait()
+                gdc_launch_dependents()
         for first in range(begin, end, WARPS):
             t = first + gl.arange(0, WARPS, gl.SliceLayout(1, KEYS))
             sources = _sources(t, old, accepted, window, count, C, HELD, COLUMNS, phase == 0)
@@ -222,10 +228,6 @@ def _steps_kernel(
             own = sources[3] + (head + (C if phase == 0 else C + HV * DV))
             beta = gl.load(own, t < end, other=0.0, cache_modifier=".cg").to(gl.float32)
             a = gl.load(own + HV, t < end, other=0.0, cache_modifier=".cg").to(gl.float32) + bias
-            if phase == 1:  # noqa: SIM102 - known when compiled, the other is not
-                if (first == count) & (count > 0):
-                    for part in gl.static_range(PARTS):
-                        gl.store(cells + part * (PART * DV), s[part])
             k = _mix(k_inputs, k_taps)
             k_scale = gl.rsqrt(gl.sum(k * k, 1) + 1e-6)
             v = _mix(v_inputs, v_taps)

@@ -50,6 +50,9 @@ EARLY = {
 """Arguments that no kernel of a round writes."""
 BEFORE = {"counts", "history", "pending", "conv_weight", "state"}
 """Arguments of GatedDeltaNet's kernels that nothing between a round's first kernels and theirs writes."""
+OWN = {("st", frozenset({"state"}))}
+"""What a program of GatedDeltaNet's first kernel stores ahead of its wait: cells that nothing else of a round reads or
+writes."""
 SETTLED = {"items", "positions", "cos", "sin", "tables", "k_cache", "v_cache"}
 """Arguments of the trunk's attention that nothing writes so that it would see it, between a round's first kernels and
 it: of the caches the window's own cells alone."""
@@ -126,13 +129,12 @@ def test_no_kernel_touches_what_another_writes_before_it_has_waited(launched):
         ways = 2 if "plain_data" in argument_names(kernel) or (is_settled(kernel) and name == "items_kernel") else 1
         allowed |= SETTLED if is_settled(kernel) else set()
         assert kernel.metadata.launch_pdl and waits.num_waits == ways and waits.num_triggers == 1, name
-        assert all(op in ("ld", "cp") and origin and origin <= allowed for op, origin in waits.early), (
-            name,
-            waits.early,
-        )
+        early = waits.early - (OWN if name == "_steps_kernel" else set())
+        assert all(op in ("ld", "cp") and origin and origin <= allowed for op, origin in early), (name, early)
         # programs of down that have nothing to do leave at once; the first one's expert is no other's
         assert waits.leaves_early == down, name
-        assert [op for op in ("STG", "ST.", "ATOM", "RED.") if code.before(op, "ACQBULK")] == [], name
+        stores = [op for op in ("STG", "ST.", "ATOM", "RED.") if code.before(op, "ACQBULK")]
+        assert stores == (["STG"] if name == "_steps_kernel" else []), name
 
 
 def test_what_is_read_early_is_complete(launched):
