@@ -22,7 +22,8 @@ CHUNK = 512
 UNIT = 64
 """Positions of one product; a chunk is the fold of its units in order, whoever folds them."""
 TILE = 32
-"""Query rows (window rows x heads of a group) of one product."""
+"""Query rows (window rows x heads of a group) of one product; NARROW where no more are wanted. No bit depends on it."""
+NARROW = 16
 PROGRAMS = SM_COUNT
 """Programs that a plan has in mind: an item is as many units as have them done first. No bit
 depends on it, and any grid takes what was dealt."""
@@ -192,8 +193,8 @@ def attention_window(
         projected, slots, plan.positions, plan.cos, plan.sin, plan.items, tables, qk_norm, k_cache, v_cache,
         scratch.partial, scratch.stats,
         eps, dim**-0.5 * _LOG2_E, k_scale, v_scale, batch, width, tables.shape[1], lag,
-        HALF=half, PAGE=PAGE, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, BUFFERS=buffers, FP8=fp8, SETTLED=settled,
-        num_warps=WARPS, **sizes, **options,
+        HALF=half, PAGE=PAGE, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, NARROW=NARROW, BUFFERS=buffers, FP8=fp8,
+        SETTLED=settled, num_warps=WARPS, **sizes, **options,
     )  # fmt: skip
     block, (memory, tiled) = min(dim, 64), stored(out)
     # 4 columns a thread of 4 warps

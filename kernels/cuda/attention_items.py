@@ -165,28 +165,12 @@ def _exchange(rows, new, place, begin, stop, LAYOUT: gl.constexpr):
     rows.store(gl.where(((at >= begin) & (at < stop))[:, None], both, rows.load(LAYOUT)))
 
 
-@gluon.jit(do_not_specialize=["B", "W", "max_pages", "lag"])
-def items_kernel(
-    projected,
-    slots,
-    positions,
-    cos,
-    sin,
-    items,
-    tables,
-    qk_norm,
-    k_cache,
-    v_cache,
-    partial,
-    stats,
-    eps,
-    q_factor,
-    k_scale,
-    v_scale,
-    B,
-    W,
-    max_pages,
-    lag,
+@gluon.jit
+def _take_items(
+    memory,
+    plan,
+    factors,
+    sizes,
     H: gl.constexpr,
     KV: gl.constexpr,
     D: gl.constexpr,
@@ -195,18 +179,37 @@ def items_kernel(
     UNIT: gl.constexpr,
     CHUNK: gl.constexpr,
     TILE: gl.constexpr,
+    ROOM: gl.constexpr,
     BUFFERS: gl.constexpr,
     FP8: gl.constexpr,
     SETTLED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do.
-
-    Of an item's chunks one partial result each is kept, in the chunk's place. Units of a chunk that an item before it
-    began are kept one by one, CHUNK / UNIT - 1 an item, behind those of all chunks.
-
-    The item whose span holds a row of the window makes its key and value, and that of the first tile stores them.
-    """
+    """Every n-th item by a program, TILE query rows of it in room for ROOM. What tuples hold: see items_kernel."""
+    projected = memory[0]
+    cos = memory[1]
+    sin = memory[2]
+    tables = memory[3]
+    qk_norm = memory[4]
+    k_cache = memory[5]
+    v_cache = memory[6]
+    partial = memory[7]
+    stats = memory[8]
+    items = plan[0]
+    slots = plan[1]
+    positions = plan[2]
+    stand = plan[3]
+    span = plan[4]
+    num_items = plan[5]
+    num_chunks = plan[6]
+    eps = factors[0]
+    q_factor = factors[1]
+    k_scale = factors[2]
+    v_scale = factors[3]
+    B = sizes[0]
+    W = sizes[1]
+    max_pages = sizes[2]
+    lag = sizes[3]
     GROUP: gl.constexpr = H // KV
     COLUMNS: gl.constexpr = (2 * H + 2 * KV) * D
     WARPS: gl.constexpr = gl.num_warps()
@@ -235,18 +238,6 @@ def items_kernel(
     P_SHARED: gl.constexpr = gl.SwizzledSharedLayout(2 * WIDE * 2, 1, 4 if FP8 else 8, [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
 
-    if PDL:
-        gdc_launch_dependents()
-        if not SETTLED:
-            gdc_wait()
-    tiles = (W * GROUP + (TILE - 1)) // TILE
-    span = gl.load(items, cache_modifier=".cg")
-    num_items = gl.load(items + 1 + B, cache_modifier=".cg")
-    num_chunks = gl.load(items + 2 + 2 * B, cache_modifier=".cg")
-    lane = gl.arange(0, 32, LINE)
-    # of all sequences together, no load awaits another; of the first ones before it is known how many items there are
-    stand = _stand(items, slots, positions, lane, B, W)
-    in_order()
     q_shared = gl.allocate_shared_memory(DTYPE, [TILE, D], Q_SHARED)
     p_shared = gl.allocate_shared_memory(DTYPE, [TILE, UNIT], P_SHARED)
     q_blocks = q_shared._reinterpret(DTYPE, [TILE // WARPS, WARPS, D], Q_SHARED)
@@ -254,6 +245,8 @@ def items_kernel(
     values = gl.allocate_shared_memory(KEPT, [BUFFERS, UNIT, D], V_SHARED)
     key_blocks = keys._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], K_SHARED)
     value_blocks = values._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], V_SHARED)
+    tiles = (W * GROUP + (TILE - 1)) // TILE
+    lane = gl.arange(0, 32, LINE)
     m_of = gl.arange(0, TILE, OF_ROW)
     n_of = gl.arange(0, UNIT, gl.SliceLayout(0, MMA))
     d_of = gl.arange(0, D, gl.SliceLayout(0, MMA))
@@ -398,13 +391,85 @@ def items_kernel(
             if alone | ((unit + UNIT) % CHUNK == 0) | (unit + UNIT >= stop):
                 kept = num_chunks + item * (CHUNK // UNIT - 1) + unit % CHUNK // UNIT - 1
                 kept = gl.where(alone, kept, chunk_line + unit // CHUNK * (KV * tiles))
-                line = kept.to(gl.int64) * TILE + m_of
+                line = kept.to(gl.int64) * ROOM + m_of
                 gl.store(partial + line[:, None] * D + d_of[None, :], total, there[:, None])
                 gl.store(stats + line * 2, best, there)
                 gl.store(stats + line * 2 + 1, mass, there)
                 best = gl.full([TILE], float("-inf"), gl.float32, OF_ROW)
                 mass = gl.zeros([TILE], gl.float32, OF_ROW)
                 total = gl.zeros([TILE, D], gl.float32, MMA)
+
+
+@gluon.jit(do_not_specialize=["B", "W", "max_pages", "lag"])
+def items_kernel(
+    projected,
+    slots,
+    positions,
+    cos,
+    sin,
+    items,
+    tables,
+    qk_norm,
+    k_cache,
+    v_cache,
+    partial,
+    stats,
+    eps,
+    q_factor,
+    k_scale,
+    v_scale,
+    B,
+    W,
+    max_pages,
+    lag,
+    H: gl.constexpr,
+    KV: gl.constexpr,
+    D: gl.constexpr,
+    HALF: gl.constexpr,
+    PAGE: gl.constexpr,
+    UNIT: gl.constexpr,
+    CHUNK: gl.constexpr,
+    TILE: gl.constexpr,
+    NARROW: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    FP8: gl.constexpr,
+    SETTLED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Takes items (sequence, span of positions, key head, tile of rows) until there are none: any grid will do.
+
+    The same source stands in the kernel twice, for windows whose query rows of a key head are 16 at most and for
+    others: what the first would multiply in vain is half of its work. A row has the same bits in both.
+
+    Of an item's chunks one partial result each is kept, in the chunk's place. Units of a chunk that an item before it
+    began are kept one by one, CHUNK / UNIT - 1 an item, behind those of all chunks.
+
+    The item whose span holds a row of the window makes its key and value, and that of the first tile stores them.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    if PDL:
+        gdc_launch_dependents()
+        if not SETTLED:
+            gdc_wait()
+    span = gl.load(items, cache_modifier=".cg")
+    num_items = gl.load(items + 1 + B, cache_modifier=".cg")
+    num_chunks = gl.load(items + 2 + 2 * B, cache_modifier=".cg")
+    lane = gl.arange(0, 32, LINE)
+    # of all sequences together, no load awaits another; of the first ones before it is known how many items there are
+    stand = _stand(items, slots, positions, lane, B, W)
+    in_order()
+    memory = (projected, cos, sin, tables, qk_norm, k_cache, v_cache, partial, stats)
+    plan = (items, slots, positions, stand, span, num_items, num_chunks)
+    factors, sizes = (eps, q_factor, k_scale, v_scale), (B, W, max_pages, lag)
+    if W * (H // KV) <= NARROW:
+        _take_items(
+            memory, plan, factors, sizes, H, KV, D, HALF, PAGE, UNIT, CHUNK, NARROW, TILE, BUFFERS, FP8, SETTLED, PDL
+        )  # fmt: skip
+    else:
+        _take_items(
+            memory, plan, factors, sizes, H, KV, D, HALF, PAGE, UNIT, CHUNK, TILE, TILE, BUFFERS, FP8, SETTLED, PDL
+        )  # fmt: skip
     if PDL and SETTLED:
         # those that had no item
         gdc_wait()

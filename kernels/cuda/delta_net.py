@@ -13,8 +13,9 @@ A step: with kept = S'k and seen = S'q of the state before, delta = beta v - bet
 seen + (q.k) delta and the state becomes decay S + k delta: both sums over dk at once, neither behind the other.
 
 Dependent launches: state, history, pending rows and counts are what the round before left; a round's first kernels let
-others start only when that round is done (`embed_rows`), so all of them are read, and accepted rows replayed, before
-the wait, and the state they make is stored: nobody else in a round has it. Loads of what kernels write go past L1, which nothing empties between kernels that overlap.
+others start only when that round is done (`embed_rows`), so all of them are read before the wait, accepted rows
+replayed, and the state that this makes stored: nobody else in a round has it. Loads of what kernels write go past L1,
+which nothing empties between kernels that overlap.
 Bytes: the state, read and written once (2 * 4 Hv dk dv a sequence), beside which the rest is small.
 """
 

@@ -181,7 +181,9 @@ def test_tiled_rows_have_the_bits_of_others(sizes, lengths, dtype, cache_dtype, 
 
 
 def test_windows_have_the_bits_of_single_rows(make, lengths):
-    wide = 6
+    """Of one row, which takes the way of few query rows, and of as many as take the other."""
+    wide = WIDEST
+    assert make().heads // make().kv <= attention.NARROW < wide * make().heads // make().kv
     for slot, lag in ((1, 1), (2, 0)):
         rows = make().rows(wide, 4)
         alone, whole = make(lag), make(lag)
