@@ -129,6 +129,7 @@ def bench_legs() -> list[Leg]:
         _bench("prefill-experts", "tests/bench/bench_kernels_prefill.py"),
         _bench("prefill-products", "tests/bench/bench_kernels_bulk.py"),
         _bench("layer", "tests/bench/bench_kernels_layer.py"),
+        _bench("inner", "tests/bench/bench_kernels_inner.py"),
         _bench("prompts-35B", f"tests/bench/bench_prompts.py Qwen3.6-35B-A3B {DUMMY}"),
         _bench("prompts-27B", f"tests/bench/bench_prompts.py Qwen3.6-27B {DUMMY}"),
         _bench(
