@@ -186,30 +186,10 @@ def _take_items(
     PDL: gl.constexpr,
 ):
     """Every n-th item by a program, TILE query rows of it in room for ROOM. What tuples hold: see items_kernel."""
-    projected = memory[0]
-    cos = memory[1]
-    sin = memory[2]
-    tables = memory[3]
-    qk_norm = memory[4]
-    k_cache = memory[5]
-    v_cache = memory[6]
-    partial = memory[7]
-    stats = memory[8]
-    items = plan[0]
-    slots = plan[1]
-    positions = plan[2]
-    stand = plan[3]
-    span = plan[4]
-    num_items = plan[5]
-    num_chunks = plan[6]
-    eps = factors[0]
-    q_factor = factors[1]
-    k_scale = factors[2]
-    v_scale = factors[3]
-    B = sizes[0]
-    W = sizes[1]
-    max_pages = sizes[2]
-    lag = sizes[3]
+    projected, cos, sin, tables, qk_norm, k_cache, v_cache, partial, stats = memory
+    items, slots, positions, stand, span, num_items, num_chunks = plan
+    eps, q_factor, k_scale, v_scale = factors
+    B, W, max_pages, lag = sizes
     GROUP: gl.constexpr = H // KV
     COLUMNS: gl.constexpr = (2 * H + 2 * KV) * D
     WARPS: gl.constexpr = gl.num_warps()
