@@ -211,10 +211,9 @@ class RoundBody:
             weights, ids, gate = b.expert_weights[:num_rows], b.expert_ids[:num_rows], b.shared_gate[:num_rows]
             logits = v.router_logits(moe.router.out_features)
             ops.linear(moe.router, v.h, logits)
-            ops.route(logits, weights, ids, gate)
+            parts: Any = sum_over_ranks(ops.experts(moe, v.h, logits, weights, ids, gate, b.scratch))
             if name is not None:
                 self.see(f"{name}.experts", ids)
-            parts: Any = sum_over_ranks(ops.experts(moe, v.h, ids, b.scratch))
             if chosen is None:
                 ops.combine(parts, weights, gate, x, norm, out)
             else:

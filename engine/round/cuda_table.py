@@ -196,13 +196,13 @@ class CudaOperators:
             width, scratch.delta, out, pdl=self.pdl,
         )  # fmt: skip
 
-    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
-        router.route(logits, logits.shape[1] - 1, weights, ids, gate, pdl=self.pdl)
-
-    def experts(self, mlp: AnyMoe, x: AnyRows, ids: torch.Tensor, scratch: CudaScratch) -> torch.Tensor:
+    def experts(
+        self, mlp: AnyMoe, x: AnyRows, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+        gate: torch.Tensor, scratch: CudaScratch,
+    ) -> torch.Tensor:  # fmt: skip
         """See Operators; [R, k + 1, H], each row's experts in rank order, then the shared one."""
         assert isinstance(mlp, PackedMoeMlp) and scratch.experts is not None
-        return mlp.experts.rows(x, ids, scratch.experts, pdl=self.pdl)
+        return mlp.experts.rows(x, logits, weights, ids, gate, scratch.experts, pdl=self.pdl)
 
     def combine(
         self, parts: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, x: torch.Tensor,
@@ -324,26 +324,22 @@ class CudaOperators:
     def _experts_prompt(self, mlp: PackedMoeMlp, x: torch.Tensor, normed: torch.Tensor, after: Norm) -> torch.Tensor:
         """Experts from their packed weights, of few rows by a round's kernels, of many by those of moe_prompt.py where
         they hold them."""
-        packed = mlp.experts
-        weights, ids, gate = self._route(self.product(mlp.router, normed), packed)
-        few = self.on_device and len(normed) <= MAX_ROWS
-        if not (few or (self.on_device and moe_prompt.takes(packed))):
-            return self.norm_of_sum(x, packed.bulk(normed, weights, ids, gate, self.bulk_scratch.memory), after)
-        parts = moe_prompt.parts_of_few(packed, normed, ids) if few else moe_prompt.parts(packed, normed, ids)
+        packed, rows, device = mlp.experts, len(normed), normed.device
+        logits = self.product(mlp.router, normed)
+        weights = torch.empty((rows, packed.top_k), dtype=torch.float32, device=device)
+        ids = torch.empty((rows, packed.top_k), dtype=torch.int32, device=device)
+        gate = torch.empty(rows, dtype=torch.float32, device=device)
+        if self.on_device and rows <= MAX_ROWS:
+            parts = moe_prompt.parts_of_few(packed, normed, logits, weights, ids, gate)
+        else:
+            route = router.route if self.on_device else router.route_reference
+            route(logits, packed.num_experts, weights, ids, gate)
+            if not (self.on_device and moe_prompt.takes(packed)):
+                return self.norm_of_sum(x, packed.bulk(normed, weights, ids, gate, self.bulk_scratch.memory), after)
+            parts = moe_prompt.parts(packed, normed, ids)
         out = torch.empty_like(normed)
         moe.combine(parts, weights, gate, x, after.scale, after.eps, out)
         return out
-
-    def _route(
-        self, logits: torch.Tensor, packed: moe.GroupedExperts
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        (rows, _), top_k, device = logits.shape, packed.top_k, logits.device
-        weights = torch.empty((rows, top_k), dtype=torch.float32, device=device)
-        ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
-        gate = torch.empty(rows, dtype=torch.float32, device=device)
-        route = router.route if self.on_device else router.route_reference
-        route(logits, packed.num_experts, weights, ids, gate)
-        return weights, ids, gate
 
 
 def _expert_scratch(config: ModelConfig, rows: int, device: torch.device) -> moe.ExpertScratch:

@@ -155,19 +155,16 @@ class Operators(Protocol):
         """
         ...
 
-    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
-        """What fp32 logits [R, E + 1] choose: weights fp32 and ids [R, k] in rank order, the shared expert's gate fp32
-        [R].
+    def experts(
+        self, mlp: AnyMoe, x: Rows, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor,
+        scratch: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """What each row's experts give, then the shared one, for `combine` of the same table. The router's fp32 logits
+        [>= R, E + 1] choose them: writes weights fp32 and ids [R, k] in rank order, the shared expert's gate fp32 [R].
 
-        Definition: kernels.moe.route; held by tests/support/small_operators.py (kernels.cuda.router.route_reference:
-        the same but where probabilities of different logits round to equal ones).
-        """
-        ...
-
-    def experts(self, mlp: AnyMoe, x: Rows, ids: torch.Tensor, scratch: Any) -> torch.Tensor:
-        """What each row's experts give, then the shared one, for `combine` of the same table.
-
-        Definition: kernels.moe.expert_parts; held by tests/unit/kernels/cuda/test_experts.py, tests/gpu/test_moe.py.
+        Definition: kernels.moe.route and expert_parts; held by tests/support/small_operators.py
+        (kernels.cuda.router.route_reference: the same but where probabilities of different logits round to equal ones),
+        tests/unit/kernels/cuda/test_experts.py, tests/gpu/test_moe.py.
         """
         ...
 

@@ -231,15 +231,16 @@ class TorchOperators:
         # its own memory: the next layer's projection overwrites what it was cut from
         scratch.pending.append((k, v, beta, decay, u.clone()))
 
-    def route(self, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> None:
+    def experts(
+        self, mlp: AnyMoe, x: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+        gate: torch.Tensor, scratch: TorchScratch,
+    ) -> torch.Tensor:  # fmt: skip
+        assert isinstance(mlp, MoeMlp)
         num_experts = logits.shape[1] - 1
         chosen_weights, chosen_ids = route(logits[: len(ids), :num_experts], ids.shape[1])
         weights.copy_(chosen_weights)
         ids.copy_(chosen_ids)
         gate.copy_(sigmoid(logits[: len(ids), num_experts]))
-
-    def experts(self, mlp: AnyMoe, x: torch.Tensor, ids: torch.Tensor, scratch: TorchScratch) -> torch.Tensor:
-        assert isinstance(mlp, MoeMlp)
         return expert_parts(x, len(ids), mlp.experts, mlp.shared, ids)
 
     def combine(

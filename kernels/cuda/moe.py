@@ -1,12 +1,13 @@
 """Routed experts and the shared one, over the distinct experts of all rows; combined in rank order.
 
-Three launches: gate_up with SwiGLU, down, combine. A program of the first two takes some tiles of one expert; the rows
-that chose the expert are the columns of the product (linear.py: the same instruction, order and split), the others
-repeat one of them. Up to FAST_ROWS rows a program is given a pair p = row * k + rank and leaves at once unless p is the
-first pair of its expert (of one row each is), so that nothing has to be counted before; beyond, the rows of each expert
-are listed first, as items of up to 8 or 16, and twice as many programs as there is room for share them, some tiles at a
-time. The shared expert is one more, chosen by all rows. Results go to their own (row, rank): nothing is added across
-experts before `combine`, which adds in rank order.
+Three launches: gate_up with SwiGLU, down, combine. Up to CHOICE_ROWS rows their programs choose experts from the
+router's logits themselves; beyond, the router has a launch of its own before them. A program of the first two takes
+some tiles of one expert; the rows that chose the expert are the columns of the product (linear.py: the same
+instruction, order and split), the others repeat one of them. Up to FAST_ROWS rows a program is given a pair p = row * k
++ rank and leaves at once unless p is the first pair of its expert (of one row each is), so that nothing has to be
+counted before; beyond, the rows of each expert are listed first, as items of up to 8 or 16, and twice as many programs
+as there is room for share them, some tiles at a time. The shared expert is one more, chosen by all rows. Results go to
+their own (row, rank): nothing is added across experts before `combine`, which adds in rank order.
 
 R = rows, E = experts, k = experts a token, H = hidden, I = expert width.
 Reads the weights of each distinct expert once: of E, 1 - (1 - k/E)^R at uniform routing. No atomics.
@@ -37,11 +38,16 @@ from pilotfish.kernels.cuda.moe_kernels import (
     listed_kernel,
 )
 from pilotfish.kernels.cuda.packing import TILE, Format, Packed
+from pilotfish.kernels.cuda.router import blocks, route
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, stored
 
 FAST_ROWS = 8
 """The number of rows up to which programs find theirs by themselves: beyond, a second tile of rows would cost more than
 lists do."""
+CHOICE_ROWS = 4
+"""The number of rows, at most FAST_ROWS, up to which programs choose by themselves from the router's logits: each
+chooses for all rows, and of 8 rows there are 2 080 for gate_up of the 35B-A3B, some 5 us of instructions in place of a
+launch of 1.4."""
 ONE_LIST_PAIRS = 512
 """Up to so many pairs of row and rank one launch lists rows and items: each of its programs counts all of them."""
 WAVES = 2
@@ -136,11 +142,21 @@ class GroupedExperts:
         """The width of an expert, the shared one or the others: what `ExpertScratch` needs."""
         return max(group.width for group in self.groups)
 
-    def rows(self, x: AnyRows, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool = False) -> torch.Tensor:
+    def rows(
+        self,
+        x: AnyRows,
+        logits: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        gate: torch.Tensor,
+        scratch: ExpertScratch,
+        pdl: bool = False,
+    ) -> torch.Tensor:
         """bf16 [R, k + 1, H], a view of scratch.out: each row's experts in rank order, then the shared one.
 
-        x: bf16 [>= R, H], contiguous or TiledRows; ids: int32 [R, k], all different within a row, R of 1 ..
-        linear.MAX_ROWS.
+        x: bf16 [>= R, H], contiguous or TiledRows; logits, and what is written of them, weights fp32 and ids int32
+        [R, k] and gate fp32 [R]: as `router.route` has them, R of 1 .. linear.MAX_ROWS. Of up to CHOICE_ROWS rows the
+        experts' programs choose by themselves.
         """
         num_rows = len(ids)
         assert 1 <= num_rows <= min(MAX_ROWS, len(scratch.out)) and ids.shape[1] == self.top_k, ids.shape
@@ -148,11 +164,16 @@ class GroupedExperts:
         assert x.dtype == torch.bfloat16 and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.hidden, (x.shape, self.hidden)
         assert scratch.out.shape[1:] == (self.top_k + 1, self.hidden) and scratch.inner.shape[2] >= self.width
+        assert gate.shape == (num_rows,) and gate.is_contiguous() and weights.dtype == gate.dtype == torch.float32
+        assert weights.shape == ids.shape and weights.is_contiguous(), (weights.shape, weights.stride())
+        assert self.num_experts < logits.shape[1] and len(logits) >= num_rows and logits.stride(1) == 1, logits.shape
+        if num_rows > CHOICE_ROWS:
+            route(logits, self.num_experts, weights, ids, gate, pdl)
         if num_rows > FAST_ROWS:
             list_experts(ids, self.num_experts, scratch.lists, pdl)
         for down in (False, True):
             for group in self.groups:
-                self._launch(group, down, x, ids, scratch, pdl)
+                self._launch(group, down, x, (logits, weights, ids, gate), scratch, pdl)
         return scratch.out[:num_rows]
 
     @property
@@ -199,9 +220,16 @@ class GroupedExperts:
         return torch.addcmul(total, shared[:, : self.hidden].float(), shared_gate[:, None])
 
     def _launch(
-        self, group: ExpertGroup, down: bool, x: AnyRows, ids: torch.Tensor, scratch: ExpertScratch, pdl: bool
+        self,
+        group: ExpertGroup,
+        down: bool,
+        x: AnyRows,
+        choice: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        scratch: ExpertScratch,
+        pdl: bool,
     ) -> None:
-        num_rows = len(ids)
+        """choice: logits, weights, ids and gate."""
+        num_rows = len(choice[2])
         memory, tiled = stored(x)
         part = group.down if down else group.gate_up
         tiles = part.num_tiles // group.num_experts
@@ -212,6 +240,7 @@ class GroupedExperts:
             num_routed = _num_items(num_rows, self.top_k, self.num_experts) if lists else num_rows * self.top_k
         num_shared = -(-num_rows // (8 * shape.row_tiles)) if group is self.groups[-1] else 0
         grid = (-(-tiles // shape.tiles), num_routed + num_shared)
+        chooses = routed and num_rows <= CHOICE_ROWS
         source, target = (scratch.inner, scratch.out) if down else (memory, scratch.inner)
         weights = (
             part.data.view(torch.int32),
@@ -234,6 +263,7 @@ class GroupedExperts:
             "SPAN": 1 if down else 2,
             "DOWN": down,
             "ROUTED": routed,
+            "SHARED": group is self.groups[-1],
             "TOP_K": self.top_k,
             "STAGES": shape.stages,
             "X_AHEAD": shape.x_ahead,
@@ -254,24 +284,26 @@ class GroupedExperts:
                 target,
                 num_rows,
                 *strides,
-                SHARED=group is self.groups[-1],
                 NT=shape.row_tiles,
                 **constants,
             )
             leave_to_l1(kernel)
             return
-        kernel = experts_kernel[grid](
+        # of down some more programs write down what was chosen, one a row
+        writers = -(-num_rows // grid[0]) if chooses and down else 0
+        kernel = experts_kernel[grid[0], grid[1] + writers](
             *weights,
             source.view(torch.int32),
-            ids,
+            *choice,
             target,
             num_rows,
             num_routed,
+            choice[0].stride(0),
             *strides,
-            ONE_ROW=num_rows == 1,
-            TOP=triton.next_power_of_2(self.top_k),
+            CHOOSES=chooses,
+            ROWS=next(rows for rows in (1, 4, 8) if num_rows <= rows),
             RING=shape.ring,
-            **constants,
+            **constants | blocks(self.num_experts, self.top_k),
         )
         # one row asks for nothing, and down's ring has more programs with all shared memory that there is
         if not down and num_rows > 1:

@@ -27,6 +27,7 @@ from pilotfish.kernels.cuda.mma import (
     units_ahead,
 )
 from pilotfish.kernels.cuda.norm import normed
+from pilotfish.kernels.cuda.router import choice, choices, of_ranks, store_choice
 from pilotfish.kernels.cuda.tiled_rows import at
 
 
@@ -121,40 +122,60 @@ def list_groups_kernel(
 
 
 @gluon.jit
-def _ranks(ids, expert, num_rows, row, rank, TOP_K: gl.constexpr, CACHE: gl.constexpr):
+def _ranks(ids, expert, row, rank, TOP_K: gl.constexpr):
     """At which rank each row chose the expert, -1 if it did not, [ROWS]; and the first pair that is such a choice."""
-    pair = row[:, None] * TOP_K + rank[None, :]
-    there = (row < num_rows)[:, None] & (rank < TOP_K)[None, :]
-    chosen = gl.load(ids + pair, mask=there, other=-1, cache_modifier=CACHE) == expert
-    ranks = gl.max(gl.where(chosen, rank[None, :] + row[:, None] * 0, -1), 1)
+    ranks = gl.max(gl.where(ids == expert, rank[None, :] + row[:, None] * 0, -1), 1)
     return ranks, gl.min(gl.where(ranks >= 0, row * TOP_K + ranks, 1 << 20), 0)
 
 
 @gluon.jit
-def _columns(ranks, index, own, ONE_ROW: gl.constexpr, TOP_K: gl.constexpr):
+def _columns(ranks, index, own, ROWS: gl.constexpr, TOP_K: gl.constexpr):
     """Which (row, rank) columns of a product are, as row * (k + 1) + rank, and whether they are there; `own` where they
     are not.
 
     index: a column's row; of one row the only one is `own`.
     """
-    if ONE_ROW:
+    if ROWS == 1:
         return index * 0 + own, index == 0
     else:
-        rank = gl.gather(ranks, index, 0)
-        return gl.where(rank >= 0, index * (TOP_K + 1) + rank, own), rank >= 0
+        rank = gl.gather(ranks, index % ROWS, 0)
+        there = (rank >= 0) & (index < ROWS)
+        return gl.where(there, index * (TOP_K + 1) + rank, own), there
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_routed"])
+@gluon.jit
+def _chosen(
+    logits,
+    stride,
+    num_rows,
+    ROWS: gl.constexpr,
+    NUM_EXPERTS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    EACH: gl.constexpr,
+    CACHE: gl.constexpr,
+):
+    """For each rank the experts that the rows choose, [ROWS]; of rows that are not there those of the last one."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    row = gl.minimum(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), num_rows - 1)
+    experts, _ = choices(logits + row * stride, NUM_EXPERTS, TOP_K, EACH, CACHE)
+    return experts
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_routed", "logits_stride"])
 def experts_kernel(
     data,
     block_scale,
     place,
     number,
     x,
+    logits,
+    weights,
     ids,
+    gate,
     out,
     num_rows,
     num_routed,
+    logits_stride,
     x_stride,
     out_stride,
     NUM_EXPERTS: gl.constexpr,
@@ -170,48 +191,80 @@ def experts_kernel(
     SPAN: gl.constexpr,
     DOWN: gl.constexpr,
     ROUTED: gl.constexpr,
-    ONE_ROW: gl.constexpr,
+    SHARED: gl.constexpr,
+    CHOOSES: gl.constexpr,
+    ROWS: gl.constexpr,
     TOP_K: gl.constexpr,
-    TOP: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    EACH: gl.constexpr,
     STAGES: gl.constexpr,
     RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (i, p): tiles i MT ... of the expert of pair p, all rows, of which there are up to 8.
+    """Program (i, p): tiles i MT ... of the expert of pair p, all rows, of which there are up to ROWS (1, 4 or 8).
     The programs after those are the shared expert's.
 
-    x is [row, H] for gate_up (SPAN 2), in the order of tiled_rows.py with TILED, [row, rank, I] for down; out
-    [row, rank, ...]. x_stride is in 16 bytes.
+    With CHOOSES each program finds by itself what the logits choose, and further ones of down write it, weights, ids
+    and the shared expert's gate, for those that come after; else ids are read. x is [row, H] for gate_up (SPAN 2), in
+    the order of tiled_rows.py with TILED, [row, rank, I] for down; out [row, rank, ...]. x_stride is in 16 bytes.
     """
     warps: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    one_row: gl.constexpr = ROWS == 1
     # hundreds of programs read the few lines that the router wrote at a time: gate_up through L1, so that L2 is asked
     # once an SM; not so down, which reads ahead of its turn, when L1 may hold those of an earlier layer
     cache: gl.constexpr = ".cg" if DOWN else ""
     if PDL:
-        # down may read ids before its own wait: gate_up waited for them before it let down start
+        # down may read logits and ids before its own wait: gate_up waited for them before it let down start
         if not DOWN:
             gdc_wait()
         gdc_launch_dependents()
     p = gl.program_id(1)
     expert = 0
     is_shared = p >= num_routed
-    lanes: gl.constexpr = min(TOP, 32)
-    # gate_up's warps have all pairs each, and need not wait for each other before they ask for weights; of down, which
-    # asks L2, they have some each
-    rows_a_lane: gl.constexpr = 1 if DOWN else max(1, 8 * lanes // 32)
+    if DOWN and CHOOSES:  # noqa: SIM102 (the second is looked at when it runs)
+        if p >= num_routed + SHARED:
+            written = (p - num_routed - SHARED) * gl.num_programs(0) + gl.program_id(0)
+            if written < num_rows:
+                chosen = choice(logits + written * logits_stride, NUM_EXPERTS, TOP_K, BLOCK_K, EACH, cache)
+                if PDL:
+                    gdc_wait()
+                store_choice(chosen, weights, ids, gate, written, TOP_K, BLOCK_K)
+            return
+    lanes: gl.constexpr = min(BLOCK_K, 32)
+    # warps have all pairs each, and need not wait for each other before they ask for weights; where down asks L2 for
+    # them, they have some each
+    rows_a_lane: gl.constexpr = 1 if DOWN and not CHOOSES else max(1, ROWS * lanes // 32)
     pairs: gl.constexpr = gl.BlockedLayout([rows_a_lane, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
-    row = gl.arange(0, 8, gl.SliceLayout(1, pairs))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, pairs))
+    rank = gl.arange(0, BLOCK_K, gl.SliceLayout(0, pairs))
+    there = (row < num_rows)[:, None] & (rank < TOP_K)[None, :]
+    pair = row[:, None] * TOP_K + rank[None, :]
     ranks = row * 0 - 1
     first_pair = p
-    if ROUTED:
+    if CHOOSES:
+        if is_shared:
+            expert = NUM_EXPERTS
+        else:
+            chosen = _chosen(logits, logits_stride, num_rows, ROWS, NUM_EXPERTS, TOP_K, EACH, cache)
+            by_row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+            if one_row:
+                own_rank = gl.full([1, 1], 0, gl.int32, by_row) + p
+                expert = gl.max(gl.max(of_ranks(chosen, own_rank), 1), 0)
+            else:
+                all_ranks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, by_row))[None, :]
+                found = gl.convert_layout(of_ranks(chosen, all_ranks), pairs)
+                found = gl.where(there, found, -1)
+                expert = gl.max(gl.max(gl.where(pair == p, found, -1), 1), 0)
+                ranks, first_pair = _ranks(found, expert, row, rank, TOP_K)
+    elif ROUTED:
         expert = gl.load(ids + gl.minimum(p, num_routed - 1), cache_modifier=cache)
-        if not ONE_ROW:
-            rank = gl.arange(0, TOP, gl.SliceLayout(0, pairs))
-            ranks, first_pair = _ranks(ids, expert, num_rows, row, rank, TOP_K, cache)
+        if not one_row:
+            found = gl.load(ids + pair, mask=there, other=-1, cache_modifier=cache)
+            ranks, first_pair = _ranks(found, expert, row, rank, TOP_K)
         if is_shared:
             expert = NUM_EXPERTS
     if not is_shared and first_pair < p:
@@ -234,14 +287,14 @@ def experts_kernel(
     stages = units_ahead(
         ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
     )
-    if not ONE_ROW:
+    if not one_row:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
     # of one row its experts all differ, and of the shared one the first row is there in any case
     own = gl.where(is_shared, TOP_K, p + p // TOP_K) if ROUTED else p + TOP_K
-    pair, _ = _columns(ranks, g, own, ONE_ROW, TOP_K)
+    pair, _ = _columns(ranks, g, own, ROWS, TOP_K)
     source = pair if DOWN else pair // (TOP_K + 1)
-    pair, stored = _columns(ranks, (index % 4) * 2 + index // 64, own, ONE_ROW, TOP_K)
+    pair, stored = _columns(ranks, (index % 4) * 2 + index // 64, own, ROWS, TOP_K)
     target = pair.to(gl.int64) * out_stride
     totals = products(
         stages,

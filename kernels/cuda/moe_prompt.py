@@ -451,13 +451,21 @@ def prepare(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> tuple
     return lists, arranged
 
 
-def parts_of_few(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The same by the kernels of a round, of any format: for linear.MAX_ROWS rows at most.
+def parts_of_few(
+    packed: GroupedExperts,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate: torch.Tensor,
+) -> torch.Tensor:
+    """The same by the kernels of a round, of any format: for linear.MAX_ROWS rows at most. They choose from the
+    router's logits, and write weights, ids and gate.
 
     They multiply 8 or 16 of an expert's rows at a time, and are the faster ones while an expert has no more.
     """
     scratch = ExpertScratch.make(len(ids), packed.top_k, packed.num_experts, packed.width, packed.hidden, x.device)
-    return packed.rows(x, ids, scratch)
+    return packed.rows(x, logits, weights, ids, gate, scratch)
 
 
 def products(

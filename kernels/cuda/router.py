@@ -1,38 +1,139 @@
-"""The router: from logits to expert weights, ids and the shared expert's gate, one program a row.
+"""The router: from logits to expert weights, ids and the shared expert's gate.
 
 Experts are taken by logit, the lower id first among equals; weights are exp(l - l_max) over the sum of the chosen,
-added in rank order: the softmax over all experts, renormalised over the chosen, without the denominator that cancels. R
-= rows, E = experts, k = experts a token. Launch-bound: a row moves 4 (E + 1) bytes.
+added in rank order: the softmax over all experts, renormalised over the chosen, without the denominator that cancels.
+One warp has a row, wherever it is chosen: in `route`, a program a row, and in the experts' kernels of few rows. R =
+rows, E = experts, k = experts a token. Launch-bound: a row moves 4 (E + 1) bytes.
 """
 
 # Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
 # ruff: noqa: RUF005
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
-def _falling(keys, ids):
-    """The lane's keys in falling order, its ids with them, of equal keys as they were: neighbours change places."""
-    for turn in tl.static_range(len(keys)):
-        sorted_keys = keys[: turn % 2]
-        sorted_ids = ids[: turn % 2]
-        for i in tl.static_range(turn % 2, len(keys) - 1, 2):
-            swap = keys[i + 1] > keys[i]
-            sorted_keys += (tl.where(swap, keys[i + 1], keys[i]), tl.where(swap, keys[i], keys[i + 1]))
-            sorted_ids += (tl.where(swap, ids[i + 1], ids[i]), tl.where(swap, ids[i], ids[i + 1]))
-        keys = sorted_keys + keys[len(sorted_keys) :]
-        ids = sorted_ids + ids[len(sorted_ids) :]
-    return keys, ids
+@gluon.constexpr_function
+def _exchanges(count):
+    """Batcher's odd-even merge sort: which two places are compared, one after the other."""
+    pairs, merged = [], 1
+    while merged < count:
+        apart = merged
+        while apart:
+            pairs += [
+                (place, place + apart)
+                for first in range(apart % merged, count - apart, 2 * apart)
+                for place in range(first, min(first + apart, count - apart))
+                if place // (2 * merged) == (place + apart) // (2 * merged)
+            ]
+            apart //= 2
+        merged *= 2
+    return pairs
 
 
-@triton.jit(do_not_specialize=["E"])
+@gluon.jit
+def _exchanged(keys, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """The larger of two keys in the first one's place; by one comparison, where the compiler would make two."""
+    larger, smaller = gl.inline_asm_elementwise(
+        "{\n.reg .pred p;\nsetp.gt.s64 p, $3, $2;\nselp.b64 $0, $3, $2, p;\nselp.b64 $1, $2, $3, p;\n}",
+        "=&l,=&l,l,l",
+        [keys[FIRST], keys[SECOND]],
+        dtype=(gl.int64, gl.int64),
+        is_pure=True,
+        pack=1,
+    )
+    return keys[:FIRST] + (larger,) + keys[FIRST + 1 : SECOND] + (smaller,) + keys[SECOND + 1 :]
+
+
+@gluon.jit
+def _falling(keys):
+    """The lane's keys in falling order."""
+    pairs: gl.constexpr = _exchanges(len(keys))
+    for i in gl.static_range(len(pairs)):
+        keys = _exchanged(keys, pairs[i][0], pairs[i][1])
+    return keys
+
+
+@gluon.jit
+def choices(rows, E, TOP_K: gl.constexpr, EACH: gl.constexpr, CACHE: gl.constexpr):
+    """For each rank the expert that each row chooses, int32, and its logit, fp32: two tuples of tensors [ROWS].
+
+    rows: where each row's logits begin, [ROWS] of SliceLayout(1, rows by warps). EACH: of 32 lanes each has so many.
+    With a NaN among the logits, which is the largest then, the experts of a row are still different ones.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    last: gl.constexpr = EACH * 32 - 1
+    lane = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
+    keys = ()
+    for i in gl.static_range(EACH):
+        column = lane + i * 32
+        # a sum has no zero of another sign, and one NaN alone, of all bits
+        value = gl.load(rows[:, None] + column, column < E, other=0.0, cache_modifier=CACHE).to(gl.float32) + 0.0
+        # integers in the order of the floats, what is masked less than -inf; of equal ones the lower id is more
+        bits = value.to(gl.int32, bitcast=True)
+        bits = gl.where(column < E, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+        keys = keys + ((bits.to(gl.int64) << 32) | (last - column),)
+    # each lane's in order: a choice then looks at the first of each, and takes it away
+    keys = _falling(keys)
+    experts = ()
+    logits = ()
+    for _ in gl.static_range(TOP_K):
+        bits = (keys[0] >> 32).to(gl.int32)
+        best = gl.max(bits, 1)
+        # there are at least TOP_K experts: this is not a masked column
+        place = gl.where(bits == best[:, None], keys[0].to(gl.int32), -1)
+        first = gl.max(place, 1)
+        experts = experts + (last - first,)
+        logits = logits + ((best ^ ((best >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True),)
+        own = place == first[:, None]
+        left = ()
+        for i in gl.static_range(EACH - 1):
+            left = left + (gl.where(own, keys[i + 1], keys[i]),)
+        keys = left + (gl.where(own, -0x8000000000000000, keys[EACH - 1]),)
+    return experts, logits
+
+
+@gluon.jit
+def of_ranks(values, ranks):
+    """Those of `values`, a tensor [ROWS] for each rank, that are the ranks': [ROWS, n] for [1, n]."""
+    out = values[0][:, None] + ranks * 0
+    for rank in gl.static_range(1, len(values)):
+        out = gl.where(ranks == rank, values[rank][:, None], out)
+    return out
+
+
+@gluon.jit
+def choice(logits, E, TOP_K: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, CACHE: gl.constexpr):
+    """What one row's logits choose: ids and weights, [1, BLOCK_K], and the shared expert's gate."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    ranks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
+    gate = gl.load(logits + E, cache_modifier=CACHE).to(gl.float32)
+    row = logits + gl.arange(0, 1, gl.SliceLayout(1, layout))
+    experts, chosen = choices(row, E, TOP_K, EACH, CACHE)
+    weights = gl.exp(of_ranks(chosen, ranks) - chosen[0][:, None])
+    weights = gl.where(ranks < TOP_K, weights, 0.0)
+    weights = gl.div_rn(weights, gl.sum(weights, 1)[:, None])
+    return of_ranks(experts, ranks), weights, gl.div_rn(1.0, 1.0 + gl.exp(-gate))
+
+
+@gluon.jit
+def store_choice(chosen, weights_out, ids_out, gate_out, row, TOP_K: gl.constexpr, BLOCK_K: gl.constexpr):
+    """What `choice` gives, to a row of the outputs."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    ranks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
+    ids, weights, gate = chosen
+    gl.store(ids_out + row * TOP_K + ranks, ids, ranks < TOP_K)
+    gl.store(weights_out + row * TOP_K + ranks, weights, ranks < TOP_K)
+    gl.store(gate_out + row, gate)
+
+
+@gluon.jit(do_not_specialize=["E"])
 def _route_kernel(
     logits,
     weights_out,
@@ -40,56 +141,17 @@ def _route_kernel(
     gate_out,
     stride,
     E,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP_K: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    EACH: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, 32)
-    ranks = tl.arange(0, BLOCK_K)
-    each: tl.constexpr = BLOCK // 32
+    row = gl.program_id(0).to(gl.int64)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    source = logits + row * stride
-    gate = tl.load(source + E).to(tl.float32)
-    keys = ()
-    ids_of = ()
-    for i in tl.static_range(each):
-        # next to each other in a lane, so that of equal ones the lowest lane has the lowest
-        cols = lane * each + i
-        value = tl.load(source + cols, cols < E, other=0.0).to(tl.float32)
-        # integers in the order of the floats: a NaN is the largest, and what is masked less than -inf
-        bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        key = tl.where(value == value, key, 0x7FFFFFFF)
-        keys += (tl.where(cols < E, key, -0x80000000),)
-        ids_of += (cols,)
-    # each lane's in order: a choice then looks at the first of each, and takes it away
-    keys, ids_of = _falling(keys, ids_of)
-    ids = tl.zeros((BLOCK_K,), tl.int32)
-    chosen = tl.full((BLOCK_K,), float("-inf"), tl.float32)
-    for rank in tl.static_range(TOP_K):
-        best = tl.max(keys[0], 0)
-        expert = tl.min(tl.where(keys[0] == best, ids_of[0], BLOCK), 0)
-        ids = tl.where(ranks == rank, expert, ids)
-        chosen = tl.where(ranks == rank, (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True), chosen)
-        # expert is not a masked column: there are at least TOP_K experts
-        own = ids_of[0] == expert
-        left = ()
-        left_ids = ()
-        for i in tl.static_range(each - 1):
-            left += (tl.where(own, keys[i + 1], keys[i]),)
-            left_ids += (tl.where(own, ids_of[i + 1], ids_of[i]),)
-        keys = left + (tl.where(own, -0x80000000, keys[each - 1]),)
-        ids_of = left_ids + (ids_of[each - 1],)
-    weights = tl.exp(chosen - tl.sum(tl.where(ranks == 0, chosen, 0.0), 0))
-    weights = tl.div_rn(weights, tl.sum(weights, 0))
-    kept = ranks < TOP_K
-    tl.store(weights_out + row * TOP_K + ranks, weights, kept)
-    tl.store(ids_out + row * TOP_K + ranks, ids, kept)
-    tl.store(gate_out + row, tl.div_rn(1.0, 1.0 + tl.exp(-gate)))
+    chosen = choice(logits + row * stride, E, TOP_K, BLOCK_K, EACH, "")
+    store_choice(chosen, weights_out, ids_out, gate_out, row, TOP_K, BLOCK_K)
 
 
 def route(
@@ -108,7 +170,6 @@ def route(
     rows, top_k = ids_Rk.shape
     assert 1 <= top_k <= num_experts < logits.shape[1] and len(logits) >= rows and logits.stride(1) == 1
     assert weights_Rk.shape == ids_Rk.shape and weights_Rk.is_contiguous() and ids_Rk.is_contiguous()
-    block = max(32, 1 << (num_experts - 1).bit_length())
     _route_kernel[(rows,)](
         logits,
         weights_Rk,
@@ -116,13 +177,17 @@ def route(
         gate_R,
         logits.stride(0),
         num_experts,
-        TOP_K=top_k,
-        BLOCK_K=1 << (top_k - 1).bit_length(),
-        BLOCK=block,
+        **blocks(num_experts, top_k),
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
     )
+
+
+def blocks(num_experts: int, top_k: int) -> dict[str, int]:
+    """Constants of kernels that choose."""
+    each = max(1, triton.next_power_of_2(num_experts) // 32)
+    return {"TOP_K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "EACH": each}
 
 
 def route_reference(

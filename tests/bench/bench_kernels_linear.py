@@ -4,10 +4,11 @@
 
 Regime: decoding, 1 .. 256 rows of x in the order in which lanes load it (--row-major: as prompts have it); weights
 larger than the L2, or as many copies in turn as are. A time is that of one launch among many in a CUDA graph, each
-reading the same x: the median of replays, with and without programmatic dependent launch. The limit is the weights'
-bytes (codes, scales, numbers) over the memory's rate, 4.37 TB/s of an H200. Values and bits are checked first; a
-product that fails prints no time. --tune tries launch shapes instead, the best last: `warps` decides the bits where
-there are no segments, the rest does not. One JSON line a row on stdout, a table on stderr.
+reading the same x: the median of replays, with and without programmatic dependent launch. Experts are chosen from the
+router's logits, beyond moe.CHOICE_ROWS rows by a launch more. The limit is the weights' bytes (codes, scales, numbers)
+over the memory's rate, 4.37 TB/s of an H200. Values and bits are checked first; a product that fails prints no time.
+--tune tries launch shapes instead, the best last: `warps` decides the bits where there are no segments, the rest does
+not. One JSON line a row on stdout, a table on stderr.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExpe
 from pilotfish.kernels.cuda.packing import TILE, UNIT_BYTES, Format, Packed
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import compile_all
+from tests.support.routed import outputs
 
 RATE = 4.37e12  # bytes a second, read on one H200
 PAST_L2 = 200e6
@@ -328,13 +330,15 @@ class Routed:
         x = torch.randn(count, layer.hidden, dtype=torch.bfloat16, device="cuda")
         self.layer, self.x, self.out = layer, rows_of(x, row_major), rows_of(torch.empty_like(x), row_major)
         self.scratch = ExpertScratch.make(count, layer.top_k, layer.num_experts, layer.width, layer.hidden, x.device)
-        scores = [torch.rand(count, layer.num_experts, device="cuda", generator=generator) for _ in range(LAUNCHES)]
-        self.ids = [score.topk(layer.top_k, -1).indices.int() for score in scores]
-        self.distinct = statistics.mean(len(ids.unique()) for ids in self.ids) + 1
+        sizes = (count, layer.num_experts + 1)
+        self.logits = [torch.rand(sizes, device="cuda", generator=generator) for _ in range(LAUNCHES)]
+        self.outputs = outputs(count, layer.top_k, "cuda")
+        chosen = (logits[:, :-1].topk(layer.top_k, -1).indices for logits in self.logits)
+        self.distinct = statistics.mean(len(ids.unique()) for ids in chosen) + 1
         self.num_bytes = int(self.distinct * layer.num_bytes / (layer.num_experts + 1))
 
     def launch(self, number: int, pdl: bool) -> None:
-        self.layer.rows(self.x, self.ids[number], self.scratch, pdl)
+        self.layer.rows(self.x, self.logits[number], *self.outputs, self.scratch, pdl)
 
 
 def bench_experts(formats: list[Format], rows: list[int], row_major: bool) -> None:

@@ -24,6 +24,7 @@ from pilotfish.engine.checkpoint.dummy import dummy_weights
 from pilotfish.kernels.cuda import moe_prompt
 from pilotfish.kernels.cuda.linear import MAX_ROWS
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from tests.support.routed import choosing
 
 PARTS = ("gate", "up", "down")
 CALLS = 10
@@ -88,7 +89,8 @@ def launches(packed: GroupedExperts, x: torch.Tensor, ids: torch.Tensor) -> dict
         "down": lambda: moe_prompt.products(*down, down=True),
     }
     if len(ids) <= MAX_ROWS:
-        found["a round's, without the sum"] = lambda: moe_prompt.parts_of_few(packed, x, ids)
+        routed = choosing(ids, packed.num_experts)
+        found["a round's, without the sum"] = lambda: moe_prompt.parts_of_few(packed, x, *routed)
     if len(ids) * packed.top_k > 24 * packed.num_experts:
         found["64 rows at a time, without the sum"] = with_64_rows
     return found

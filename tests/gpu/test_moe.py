@@ -9,6 +9,7 @@ from pilotfish.kernels.cuda import moe
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from tests.support.kernel_references import combine_reference, expert_rows_reference
+from tests.support.routed import choosing, outputs, run_routed
 from tests.unit.kernels.cuda.test_experts import expert
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -42,7 +43,7 @@ def run(packed: GroupedExperts, x: AnyRows, ids: torch.Tensor, pdl: bool = False
     for buffer in (scratch.inner, scratch.out):
         buffer.fill_(float("nan"))
     scratch.lists.fill_(-1)
-    return packed.rows(x, ids, scratch, pdl)
+    return run_routed(packed, x, ids, scratch, pdl)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -150,15 +151,15 @@ def test_a_chain_of_dependent_launches_gives_the_same_bits(monkeypatch, rows, pr
         monkeypatch.setattr(moe, "num_programs", lambda *shape: programs)
     packed, (x, ids) = make("nvfp4"), inputs(rows)
     scratch = ExpertScratch.make(rows, TOP_K, E, packed.width, H, x.device)
-    weights = torch.rand(rows, TOP_K, device="cuda").softmax(-1)
-    gate, scale = torch.rand(rows, device="cuda"), torch.rand(H, device="cuda")
+    weights, chosen, gate = outputs(rows, TOP_K, "cuda")
+    scale = torch.rand(H, device="cuda")
+    # other experts each time: stale logits or ids would be seen
+    logits = [choosing((ids + step) % E, E)[0] for step in range(30)]
 
     def chain(pdl: bool) -> torch.Tensor:
         stream, h = x.float(), x.clone()
-        for step in range(30):
-            # other experts each time: stale ids would be seen
-            chosen = (ids + step) % E
-            parts = packed.rows(h, chosen, scratch, pdl)
+        for own in logits:
+            parts = packed.rows(h, own, weights, chosen, gate, scratch, pdl)
             combine(parts, weights, gate, stream, scale, 1e-6, h, pdl)
         return stream
 

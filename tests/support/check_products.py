@@ -19,6 +19,7 @@ from pilotfish.kernels.cuda.launch_shapes import choose_shape
 from pilotfish.kernels.cuda.packing import TILE, UNIT, UNIT_BYTES, Format, Packed
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from tests.support.compiled import Code, compiling
+from tests.support.routed import outputs
 
 # hidden, feed-forward width
 DENSE = {"0.8B": (1024, 3584), "2B": (2048, 6144), "4B": (2560, 9216), "9B": (4096, 12288), "27B": (5120, 17408)}
@@ -52,6 +53,13 @@ def rows_of(num_rows: int, width: int, tiled: bool) -> AnyRows:
     if tiled:
         return TiledRows.empty(num_rows, width, torch.device("meta"))
     return torch.empty((num_rows, width), dtype=torch.bfloat16, device="meta")
+
+
+def experts_of(format: Format, hidden: int, width: int, num_experts: int = 256, top_k: int = 8) -> moe.GroupedExperts:
+    """So many experts and a shared one, in one group."""
+    count = num_experts + 1
+    gate_up, down = empty(format, 2 * width * count, hidden), empty(format, hidden * count, width)
+    return moe.GroupedExperts.of([moe.ExpertGroup(gate_up, down, count, width)], top_k, num_experts, hidden)
 
 
 def products(model: str) -> list[tuple[int, int, int, bool]]:
@@ -110,18 +118,19 @@ def main() -> None:
                 if model not in EXPERTS:
                     continue
                 hidden, width = EXPERTS[model]
-                group = moe.ExpertGroup(
-                    empty(format, 2 * width * 2, hidden), empty(format, hidden * 2, width), 2, width
+                packed = experts_of(format, hidden, width)
+                group = packed.groups[0]
+                scratch = moe.ExpertScratch.make(
+                    rows, packed.top_k, packed.num_experts, width, hidden, torch.device("meta")
                 )
-                packed = moe.GroupedExperts.of([group], 8, 1, hidden)
-                scratch = moe.ExpertScratch.make(rows, 8, 1, width, hidden, torch.device("meta"))
                 x = rows_of(rows, hidden, True)
                 with compiling(args.arch) as kernels:
-                    packed.rows(x, torch.empty((rows, 8), dtype=torch.int32, device="meta"), scratch, pdl)
+                    logits = torch.empty((rows, packed.num_experts + 1), device="meta")
+                    packed.rows(x, logits, *outputs(rows, packed.top_k, "meta"), scratch, pdl)
                 for what, part, kernel in zip(
                     ("gate_up", "down"), (group.gate_up, group.down), kernels[-2:], strict=True
                 ):
-                    shape = moe.choose_shape(part.format, part.num_tiles // 2, part.num_units, rows)
+                    shape = moe.choose_shape(part.format, part.num_tiles // group.num_experts, part.num_units, rows)
                     weights = shape.tiles * TILE * part.num_units * UNIT // shape.warps // 32
                     name = f"{model} {format.value} experts {what} {rows} rows {vars(shape)}".replace("'", "")
                     units = shape.tiles * shape.stages

@@ -19,8 +19,9 @@ from pilotfish.kernels.cuda.moe import ExpertGroup, ExpertScratch, ExpertWeights
 from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.cuda.tiled_rows import TiledRows
-from tests.support.check_products import EXPERTS, empty
+from tests.support.check_products import EXPERTS, empty, experts_of
 from tests.support.compiled import Code, compiling
+from tests.support.routed import outputs
 from tests.unit.kernels.cuda.test_packing import nvfp4, weights
 
 LANES = 32
@@ -86,8 +87,8 @@ def test_experts_load_wide_and_early(rows, tiled):
     packed = GroupedExperts([expert], expert, 1)
     scratch = ExpertScratch.make(rows, 1, 1, packed.width, 2048, torch.device("cpu"))
     with compiling() as kernels:
-        packed.rows(some_rows(rows, 2048, tiled), torch.zeros(rows, 1, dtype=torch.int32), scratch, True)
-    assert len(kernels) == (2 if rows <= 8 else 3)
+        packed.rows(some_rows(rows, 2048, tiled), torch.zeros(rows, 2), *outputs(rows, 1, "cpu"), scratch, True)
+    assert len(kernels) == (2 if rows <= moe.CHOICE_ROWS else 3 if rows <= 8 else 4)
     parts = (packed.groups[0].gate_up, packed.groups[0].down)
     gate_up, down = codes = [Code(kernel) for kernel in kernels[-2:]]
     for code, part in zip(codes, parts, strict=True):
@@ -105,11 +106,13 @@ def test_experts_load_wide_and_early(rows, tiled):
             before_x = code.instructions[: code.instructions.index("LDG.E.128")]
             assert sum(op in ("LDG.E", "LDG.E.STRONG.GPU") for op in before_x) == 3
     if rows <= 8:
-        # programs that find their rows by themselves: warps of gate_up do not wait for each other to ask for weights
-        assert gate_up.before("BAR", "LDG.E.EF.128") == 0
+        # programs that find their rows by themselves: warps of gate_up do not wait for each other to ask for weights,
+        # but to hand each other what they have chosen, a row a warp
+        barriers = 1 if 1 < rows <= moe.CHOICE_ROWS else 0
+        assert gate_up.before("BAR", "LDG.E.EF.128") == barriers
     if rows == 1:
         # half of down's weights before the wait, all of x before the first product
-        assert down.loads["LDG.E.EF.128"] == 2 * down.before("LDG.E.EF.128", "ACQBULK") == 8
+        assert down.loads["LDG.E.EF.128"] == 2 * weights_before_waits(down)[-1]["LDG.E.EF.128"] == 8
         assert down.before("LDG.E.128", "HMMA") == down.loads["LDG.E.128"] == 8
 
 
@@ -127,14 +130,36 @@ def test_so_many_programs_of_listed_experts_are_there_as_there_is_room_for(forma
     hidden, width = EXPERTS[model]
     group = ExpertGroup(empty(format, 6 * width, hidden), empty(format, 3 * hidden, width), 3, width)
     scratch = ExpertScratch.make(rows, 1, 2, width, hidden, torch.device("meta"))
-    x, ids = some_rows(rows, hidden, device="meta"), scratch.lists[:rows, None]
+    x, logits = some_rows(rows, hidden, device="meta"), torch.empty((rows, 3), device="meta")
     with compiling() as kernels:
-        GroupedExperts.of([group], 1, 2, hidden).rows(x, ids, scratch, True)
+        GroupedExperts.of([group], 1, 2, hidden).rows(x, logits, *outputs(rows, 1, "meta"), scratch, True)
     for kernel, part, most in zip(kernels[-2:], (group.gate_up, group.down), programs, strict=True):
         code, shape = Code(kernel), moe.choose_shape(format, part.num_tiles // 3, part.num_units, rows)
         assert code.stack == code.count("LDL") == code.count("STL") == 0
         assert moe.num_programs(format, shape) == moe.WAVES * launch_shapes.SM_COUNT * most
         assert 65536 // (-(-code.registers // 8) * 8 * 32 * shape.warps) >= most
+
+
+@pytest.mark.parametrize(("rows", "most_registers"), [(1, (168, 112)), (4, (128, 112))])
+def test_experts_choose_in_few_instructions(rows, most_registers):
+    """As the 35B-A3B has them: gate_up's programs run at once, with 288 of one row of 384 threads an SM; what they wait
+    for is one load of the logits, the sort, and two reductions a rank."""
+    packed = experts_of(Format.NVFP4, 2048, 512)
+    scratch = ExpertScratch.make(rows, 8, 256, 512, 2048, torch.device("meta"))
+    x, logits = some_rows(rows, 2048, device="meta"), torch.empty((rows, 257), device="meta")
+    with compiling() as kernels:
+        packed.rows(x, logits, *outputs(rows, 8, "meta"), scratch, True)
+    assert [kernel.metadata.name for kernel in kernels] == ["experts_kernel"] * 2
+    gate_up, down = codes = [Code(kernel) for kernel in kernels]
+    for code, most in zip(codes, most_registers, strict=True):
+        assert code.stack == code.count("LDL") == code.count("STL") == 0 and code.registers <= most
+    first = gate_up.instructions.index("LDG.E.EF.128")
+    waited = gate_up.instructions[gate_up.instructions.index("ACQBULK") : first]
+    assert sum(op.startswith("REDUX") for op in waited) == 2 * 8 and len(waited) < (380 if rows == 1 else 440)
+    # down chooses before its wait: of what it writes in one way, of the experts in the other
+    waits = [place for place, op in enumerate(down.instructions) if op == "ACQBULK"]
+    assert len(waits) == 2 and down.count("REDUX") >= 2 * 16
+    assert all("REDUX" not in op for op in down.instructions[waits[-1] :])
 
 
 @pytest.mark.parametrize(("hidden", "top_k"), [(2048, 8), (4096, 10)])

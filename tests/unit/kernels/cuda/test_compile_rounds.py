@@ -67,6 +67,9 @@ STEPS = (1, 4, 8, FAST_ROWS, 32, 64, 256)
 """Rows up to which they are the same ones."""
 LISTS = ("moe_kernels.list_groups_kernel", "moe_kernels.list_kernel", "moe_kernels.groups_kernel")
 """Launched for more than 8 rows alone."""
+ROUTER = "router._route_kernel"
+"""Launched for more than moe.CHOICE_ROWS rows alone, but always the same one; fewer rows' experts choose by
+themselves."""
 INTEGERS = (*LISTS, "commit._accept_commit_kernel", "lookup._look_up_kernel")
 """May be several: they compute integers alone, whose sums have one value in any order."""
 
@@ -125,7 +128,9 @@ class Found:
         """A part whose products may be other kernels for more rows."""
         step = next(most for most in STEPS if num_rows <= most)
         self.add(f"{part}, up to {step} rows", launches, where)
-        self.add(part, [launch for launch in launches if launch.kernel not in (*PRODUCTS, *LISTS)], where)
+        self.add(part, [launch for launch in launches if launch.kernel not in (*PRODUCTS, *LISTS, ROUTER)], where)
+        if routed := [launch for launch in launches if launch.kernel == ROUTER]:
+            self.add(f"{part}, routed", routed, where)
 
 
 def add_plan(found: Found, kind: str, plan: Plan) -> None:
@@ -222,15 +227,16 @@ def arithmetic_of(launch: Launch) -> Counter[str]:
     return Counter(op for op in Code(launch.compiled).instructions if op.startswith(rounding))
 
 
-def test_dependent_launch_changes_no_arithmetic():
+@pytest.mark.parametrize(("shape", "kernels"), [(Shape(1, 3), 10), (Shape(2, 3), 11)], ids=["chosen", "routed"])
+def test_dependent_launch_changes_no_arithmetic(shape, kernels):
     """Without it each kernel is another binary, which an audit compares with this one."""
-    body, shape = Plan(3, 4, 600).rounds("demo").body, Shape(1, 3)
+    body = Plan(3, 4, 600).rounds("demo").body
     with_it = launches_of(lambda: body.verify(shape))
     body.ops.use_pdl(False)
     without = launches_of(lambda: body.verify(shape))
     # a kernel in one of its forms, which differ in constants
     pairs = {one.kernel: (one, other) for one, other in zip(with_it, without, strict=True)}
-    assert len(pairs) >= 11 and all(one.hash != other.hash for one, other in pairs.values())
+    assert len(pairs) >= kernels and all(one.hash != other.hash for one, other in pairs.values())
     for one, other in pairs.values():
         assert one.kernel == other.kernel and arithmetic_of(one) == arithmetic_of(other), one.kernel
         assert arithmetic_of(one)

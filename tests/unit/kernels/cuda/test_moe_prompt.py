@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from pilotfish.engine.round.cuda_table import CudaOperators
 from pilotfish.kernels.cuda import group_mma, moe_prompt, packing
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
+from pilotfish.kernels.cuda.router import route_reference
 from pilotfish.kernels.cuda.scratch import BulkScratch
 from pilotfish.kernels.moe import route
 from tests.support.compiled import Code, compiling
+from tests.support.routed import outputs
 from tests.unit.kernels.cuda.test_experts import TOP_K, E, by_hand, experts, inputs
 from tests.unit.kernels.cuda.test_mma import halves, run_ptx
 from tests.unit.kernels.cuda.test_packing import nvfp4
@@ -37,11 +37,10 @@ def test_a_word_and_its_scale_are_four_pairs_of_weights():
 
 @pytest.mark.parametrize("kind", ("nvfp4", "bf16"))
 def test_a_layer_routes_by_its_logits(kind):
-    """Off a GPU, where experts of any format are expanded."""
+    """As off a GPU, where experts of any format are expanded."""
     packed, plain = experts(kind)
     scratch = BulkScratch(torch.device("cpu"))
     scratch.reserve(packed.scratch_size)
-    ops = CudaOperators(SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, scratch=scratch))
     x, _, _, _ = inputs(20)
     logits = torch.randn(20, E + 1, generator=torch.Generator().manual_seed(3)).bfloat16()
     weights, ids = route(logits[:, :E], TOP_K)
@@ -49,7 +48,9 @@ def test_a_layer_routes_by_its_logits(kind):
     for row in range(20):
         for rank in range(TOP_K):
             want[row] += weights[row, rank] * by_hand(x[row : row + 1], plain[int(ids[row, rank])])[0]
-    got = packed.bulk(x, *ops._route(logits, packed), scratch.memory)
+    chosen = outputs(20, TOP_K, "cpu")
+    route_reference(logits, E, *chosen)
+    got = packed.bulk(x, *chosen, scratch.memory)
     # products, SwiGLU and weights are rounded to bf16
     torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
 

@@ -22,6 +22,7 @@ from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.linear import in_tree
 from tests.support.kernel_references import combine_reference, dequantized, expert_rows_reference
 from tests.support.ptx import running
+from tests.support.routed import run_routed
 from tests.unit.kernels.cuda.test_experts import expert
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
 
@@ -308,7 +309,7 @@ def run_experts(packed: GroupedExperts, x: AnyRows, ids: torch.Tensor, pdl: bool
     scratch.out.fill_(NAN)
     scratch.lists.fill_(1 << 20)
     with running():
-        return packed.rows(x, ids, scratch, pdl)
+        return run_routed(packed, x, ids, scratch, pdl)
 
 
 def check_experts(packed: GroupedExperts, rows: int) -> torch.Tensor:
