@@ -22,11 +22,12 @@ CHUNK = 512
 UNIT = 64
 """Positions of one product; a chunk is the fold of its units in order, whoever folds them."""
 TILE = 32
-"""Query rows (window rows x heads of a group) of one product; NARROW where no more are wanted. No bit depends on it."""
+"""Query rows (window rows x heads of a group) of one product."""
 NARROW = 16
+"""Those of a product where a window has no more. No bit depends on it."""
 PROGRAMS = SM_COUNT
-"""Programs that a plan has in mind: an item is as many units as have them done first. No bit
-depends on it, and any grid takes what was dealt."""
+"""Programs that a plan has in mind: an item is as many units as have them done first. No bit depends on it, and any
+grid takes what was dealt."""
 ITEM_UNITS = 0
 """Units of an item where tests and benches say so; 0: the plan does. No bit depends on it."""
 MERGED = 32
@@ -203,7 +204,7 @@ def attention_window(
     merge_kernel[(groups * _shares(groups, pairs * dim // block),)](
         projected, plan.positions, plan.items, scratch.partial, scratch.stats, memory, v_scale, batch, width, lag,
         BLOCK_D=block, TILED=tiled, UNIT=UNIT, CHUNK=CHUNK, TILE=TILE, MERGED=MERGED, FEW=min(FEW_CHUNKS, MERGED),
-        PAIRS=pairs, SETTLED=settled, num_warps=4, maxnreg=MERGE_REGISTERS, **sizes, **options,
+        PAIRS=pairs, num_warps=4, maxnreg=MERGE_REGISTERS, **sizes, **options,
     )  # fmt: skip
 
 

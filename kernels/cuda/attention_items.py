@@ -266,16 +266,20 @@ def _take_items(
         # looked at
         query_weights = _weights(qk_norm, 0, columns, HALF)
         key_weights = _weights(qk_norm, H, columns, HALF)
+        flats = ()
         query_angles = ()
         for block in gl.static_range(TILE // WARPS):
             flat = tile * TILE + block * WARPS + warp
+            flats = flats + (flat,)
             query_angles = query_angles + (_angles(cos, sin, b * W + flat // GROUP, flat < W * GROUP, columns, HALF),)
         # the window's own keys and values: a warp has one position of a block of WARPS, and one of the next
         aligned = start // WARPS * WARPS
+        own_places = ()
         own_angles = ()
         for block in gl.static_range(2):
             place = aligned + block * WARPS + warp
             made = (place >= start) & (place >= first) & (place < stop)
+            own_places = own_places + ((place, made),)
             own_angles = own_angles + (_angles(cos, sin, b * W + place - start, made, columns, HALF),)
         num_flat = W * GROUP - tile * TILE
         if PDL and SETTLED:
@@ -283,14 +287,14 @@ def _take_items(
             gdc_wait()
         queries = ()
         for block in gl.static_range(TILE // WARPS):
-            flat = tile * TILE + block * WARPS + warp
+            flat = flats[block]
             row, of = b * W + flat // GROUP, head * GROUP + flat % GROUP
             queries = queries + (_pairs(projected, row, of, flat < W * GROUP, columns, COLUMNS, HALF),)
         own_pairs = ()
         own_values = ()
         for block in gl.static_range(2):
-            place = aligned + block * WARPS + warp
-            row, made = b * W + place - start, (place >= start) & (place >= first) & (place < stop)
+            place, made = own_places[block]
+            row = b * W + place - start
             own_pairs = own_pairs + (_pairs(projected, row, warp * 0 + (H + head), made, columns, COLUMNS, HALF),)
             source = projected + (row.to(gl.int64) * COLUMNS + ((H + KV) + head) * D)[:, None]
             own_values = own_values + (gl.load(source + columns, made[:, None], other=0.0),)
@@ -307,8 +311,7 @@ def _take_items(
             x = gl.zeros([WARPS, D], gl.float32, ROWS)
             v = gl.zeros([WARPS, D], gl.float32, ROWS)
             if (stop > start) & (aligned + block * WARPS < stop):
-                place = aligned + block * WARPS + warp
-                made = (place >= start) & (place >= first) & (place < stop)
+                place, made = own_places[block]
                 x = _turned(own_pairs[block], key_weights, own_angles[block], eps, columns, HALF)
                 v = own_values[block].to(gl.float32)
                 # comparisons with NaN are false

@@ -301,15 +301,6 @@ def _merge_pairs(where, rows, most, D: tl.constexpr, UNITS: tl.constexpr, TILE: 
     return total / mass[:, None]
 
 
-@triton.jit
-def _stand(positions, items, row, there, B, W):
-    """What the plan says of rows: their positions (-1: there is none), and where their sequences' items and chunks
-    begin. Past L1, which may hold what another pass has had."""
-    place = tl.load(positions + row, there, other=-1, cache_modifier=".cg")
-    item = tl.load(items + 1 + row // W, there, other=0, cache_modifier=".cg")
-    return place, item, tl.load(items + 2 + B + row // W, there, other=0, cache_modifier=".cg")
-
-
 @triton.jit(do_not_specialize=["B", "W", "lag"])
 def merge_kernel(
     projected,
@@ -333,7 +324,6 @@ def merge_kernel(
     FEW: tl.constexpr,
     TILED: tl.constexpr,
     PAIRS: tl.constexpr,
-    SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """PAIRS heads of rows are a group, and all groups have the same number of programs. One for each block of BLOCK_D
@@ -349,19 +339,16 @@ def merge_kernel(
     tiles = tl.cdiv(W * GROUP, TILE)
     stride = KV * tiles
     pairs = group * PAIRS + tl.arange(0, PAIRS)
-    row, few_shares = pairs // H, num_shares < PAIRS * BLOCKS
-    live = (pairs < B * W * H) & few_shares
     if PDL:
         gdc_launch_dependents()
-        if not SETTLED:
-            gdc_wait()
-    span, alone = tl.load(items, cache_modifier=".cg"), tl.load(items + 2 + 2 * B, cache_modifier=".cg")
-    places, first_item, first_chunk = _stand(positions, items, row, live, B, W)
-    pair = group * PAIRS + share // BLOCKS
-    place, item, chunk = _stand(positions, items, pair // H, pair < B * W * H, B, W)
-    if PDL and SETTLED:
         gdc_wait()
-    most = tl.where(few_shares, tl.max(places, 0) + lag, 4 * CHUNK)
+    span, alone = tl.load(items), tl.load(items + 2 + 2 * B)
+    row, few_shares = pairs // H, num_shares < PAIRS * BLOCKS
+    live = (pairs < B * W * H) & few_shares
+    places = tl.load(positions + row, live, other=-1) + lag
+    first_item = tl.load(items + 1 + row // W, live, other=0)
+    first_chunk = tl.load(items + 2 + B + row // W, live, other=0)
+    most = tl.where(few_shares, tl.max(places, 0), 4 * CHUNK)
     if most < 4 * CHUNK:
         if share == 0:
             head, d = pairs % H, tl.arange(0, D)
@@ -370,7 +357,7 @@ def merge_kernel(
             flat = row % W * GROUP + head % GROUP
             stream = head // GROUP * tiles + flat // TILE
             where = partial, stats, flat % TILE
-            units = tl.where(live, (places + lag) // UNIT + 1, 0)
+            units = tl.where(live, places // UNIT + 1, 0)
             rows = units, span // UNIT, first_chunk + stream, first_item + stream, stride, alone
             attended = _merge_pairs(where, rows, most // UNIT + 1, D, UNITS, TILE) * v_scale
             gated = attended / (1.0 + tl.exp(-gate.to(tl.float32)))
@@ -384,7 +371,8 @@ def merge_kernel(
                 line, head = pair // H, pair % H
                 d = part % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
                 gate = tl.load(projected + line.to(tl.int64) * ((2 * H + 2 * KV) * D) + (H + 2 * KV + head) * D + d)
-                place += lag
+                place = tl.load(positions + line) + lag
+                item, chunk = tl.load(items + 1 + line // W), tl.load(items + 2 + B + line // W)
                 flat = line % W * GROUP + head % GROUP
                 stream = head // GROUP * tiles + flat // TILE
                 where = partial, stats, flat % TILE
@@ -397,6 +385,3 @@ def merge_kernel(
                 gated = attended / (1.0 + tl.exp(-gate.to(tl.float32)))
                 target = out + at(line.to(tl.int64), head * D, H * D, TILED) + at(0, d, H * D, TILED)
                 tl.store(target, gated.to(out.dtype.element_ty))
-                pair = group * PAIRS + (part + num_shares) // BLOCKS
-                there = (part + num_shares < PAIRS * BLOCKS) & (pair < B * W * H)
-                place, item, chunk = _stand(positions, items, pair // H, there, B, W)

@@ -215,7 +215,7 @@ def row_of_x(row, K: gl.constexpr, TILED: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr, TILED: gl.constexpr):
+def load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr, TILED: gl.constexpr):
     """Four loads of 16 bytes a lane for each tile of 8 rows of x, of the UNIT-th unit from where `rows` are; columns:
     where those are, in words, for a K that is not a whole number of units."""
     out = ()
@@ -230,7 +230,7 @@ def _load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr
 
 
 @gluon.jit
-def _multiply(
+def multiply(
     units,
     xs,
     totals,
@@ -276,7 +276,7 @@ def _multiply_quarters(
     NT: gl.constexpr,
     K: gl.constexpr,
 ):
-    """`_multiply` of NVFP4 that asks for a quarter of the step's x at a time, one ahead: half of its registers, and the
+    """`multiply` of NVFP4 that asks for a quarter of the step's x at a time, one ahead: half of its registers, and the
     same sums in the same order."""
     begin: gl.constexpr = SHARE * MT * NT
     parts = totals[begin : begin + MT * NT]
@@ -584,7 +584,7 @@ def products(
         gdc_wait()
     xs = ()
     for s in gl.static_range(X_AHEAD):
-        xs = xs + (_load_x(rows, columns, _unit_of(s, UNITS, WARPS, SHARES), NT, K, TILED),)
+        xs = xs + (load_x(rows, columns, _unit_of(s, UNITS, WARPS, SHARES), NT, K, TILED),)
     if X_AHEAD > 0:
         in_order(True)
     # whole groups of steps in a loop, if more than one of them, and the rest written out
@@ -598,7 +598,7 @@ def products(
         for _ in range(groups):
             for s in gl.static_range(size):
                 if not QUARTERS:
-                    xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD, UNITS, WARPS, SHARES), NT, K, TILED),)
+                    xs = xs + (load_x(rows, columns, _unit_of(s + X_AHEAD, UNITS, WARPS, SHARES), NT, K, TILED),)
                     in_order(PINNED)
                 now = _read_step(stages, STAGES - 1, s % STAGES, STAGES, MT, FORMAT, WARPS) if RING else stages[0]
                 if QUARTERS:
@@ -606,7 +606,7 @@ def products(
                         now[0], rows, totals, _unit_of(s, UNITS, WARPS, SHARES), s % turns, MT, NT, K
                     )
                 else:
-                    totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
+                    totals = multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
                     xs = xs[1:]
                 if RING:
                     _copy_step(
@@ -634,7 +634,7 @@ def products(
                 columns += group_units * 64
     for s in gl.static_range(looped, steps):
         if not QUARTERS and s + X_AHEAD < steps:
-            xs = xs + (_load_x(rows, columns, _unit_of(s + X_AHEAD - looped, UNITS, WARPS, SHARES), NT, K, TILED),)
+            xs = xs + (load_x(rows, columns, _unit_of(s + X_AHEAD - looped, UNITS, WARPS, SHARES), NT, K, TILED),)
             in_order(PINNED)
         if RING:
             now = _read_step(stages, _left(s, steps, STAGES), s % STAGES, STAGES, MT, FORMAT, WARPS)
@@ -646,7 +646,7 @@ def products(
                 now[0], rows, totals, _unit_of(s - looped, UNITS, WARPS, SHARES), s % turns, MT, NT, K
             )
         else:
-            totals = _multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
+            totals = multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
             xs = xs[1:]
         if s + STAGES < steps:
             if RING:

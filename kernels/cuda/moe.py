@@ -46,8 +46,8 @@ FAST_ROWS = 8
 lists do."""
 CHOICE_ROWS = 4
 """The number of rows, at most FAST_ROWS, up to which programs choose by themselves from the router's logits: each
-chooses for all rows, and of 8 rows there are 2 080 for gate_up of the 35B-A3B, some 5 us of instructions in place of a
-launch of 1.4."""
+chooses for all rows, and of 8 rows there are 2 080 for gate_up of the 35B-A3B, by count 5 us of instructions in place
+of a launch of 1.4."""
 ONE_LIST_PAIRS = 512
 """Up to so many pairs of row and rank one launch lists rows and items: each of its programs counts all of them."""
 WAVES = 2

@@ -27,7 +27,7 @@ from pilotfish.kernels.cuda.mma import (
     units_ahead,
 )
 from pilotfish.kernels.cuda.norm import normed
-from pilotfish.kernels.cuda.router import choice, choices, of_ranks, store_choice
+from pilotfish.kernels.cuda.router import choice, choices, of_ranks, rows_by_warps, store_choice
 from pilotfish.kernels.cuda.tiled_rows import at
 
 
@@ -155,7 +155,7 @@ def _chosen(
     CACHE: gl.constexpr,
 ):
     """For each rank the experts that the rows choose, [ROWS]; of rows that are not there those of the last one."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = rows_by_warps(gl.num_warps())
     row = gl.minimum(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), num_rows - 1)
     experts, _ = choices(logits + row * stride, NUM_EXPERTS, TOP_K, EACH, CACHE)
     return experts
@@ -250,7 +250,7 @@ def experts_kernel(
             expert = NUM_EXPERTS
         else:
             chosen = _chosen(logits, logits_stride, num_rows, ROWS, NUM_EXPERTS, TOP_K, EACH, cache)
-            by_row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+            by_row: gl.constexpr = rows_by_warps(warps)
             if one_row:
                 own_rank = gl.full([1, 1], 0, gl.int32, by_row) + p
                 expert = gl.max(gl.max(of_ranks(chosen, own_rank), 1), 0)

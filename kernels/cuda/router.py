@@ -13,10 +13,15 @@ rows, E = experts, k = experts a token. Launch-bound: a row moves 4 (E + 1) byte
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@gluon.constexpr_function
+def rows_by_warps(warps):
+    """Of what a warp has for each of its rows, [rows, lanes]."""
+    return gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -67,7 +72,7 @@ def choices(rows, E, TOP_K: gl.constexpr, EACH: gl.constexpr, CACHE: gl.constexp
     rows: where each row's logits begin, [ROWS] of SliceLayout(1, rows by warps). EACH: of 32 lanes each has so many.
     With a NaN among the logits, which is the largest then, the experts of a row are still different ones.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = rows_by_warps(gl.num_warps())
     last: gl.constexpr = EACH * 32 - 1
     lane = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
     keys = ()
@@ -111,7 +116,7 @@ def of_ranks(values, ranks):
 @gluon.jit
 def choice(logits, E, TOP_K: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, CACHE: gl.constexpr):
     """What one row's logits choose: ids and weights, [1, BLOCK_K], and the shared expert's gate."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = rows_by_warps(gl.num_warps())
     ranks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
     gate = gl.load(logits + E, cache_modifier=CACHE).to(gl.float32)
     row = logits + gl.arange(0, 1, gl.SliceLayout(1, layout))
@@ -125,7 +130,7 @@ def choice(logits, E, TOP_K: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.const
 @gluon.jit
 def store_choice(chosen, weights_out, ids_out, gate_out, row, TOP_K: gl.constexpr, BLOCK_K: gl.constexpr):
     """What `choice` gives, to a row of the outputs."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = rows_by_warps(gl.num_warps())
     ranks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
     ids, weights, gate = chosen
     gl.store(ids_out + row * TOP_K + ranks, ids, ranks < TOP_K)
@@ -186,8 +191,9 @@ def route(
 
 def blocks(num_experts: int, top_k: int) -> dict[str, int]:
     """Constants of kernels that choose."""
-    each = max(1, triton.next_power_of_2(num_experts) // 32)
-    return {"TOP_K": top_k, "BLOCK_K": triton.next_power_of_2(top_k), "EACH": each}
+    # not by Triton's own function, see norm.py
+    each = max(1, (1 << (num_experts - 1).bit_length()) // 32)
+    return {"TOP_K": top_k, "BLOCK_K": 1 << (top_k - 1).bit_length(), "EACH": each}
 
 
 def route_reference(

@@ -27,9 +27,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init
 
-from pilotfish.kernels.cuda.group_mma import CODES, ROWS_SHARED, SCALES, fragments, multiply, operand, sums, waited
+from pilotfish.kernels.cuda import group_mma
+from pilotfish.kernels.cuda.group_mma import CODES, ROWS_SHARED, SCALES, fragments, operand, sums, waited
 from pilotfish.kernels.cuda.launch_shapes import SM_COUNT
-from pilotfish.kernels.cuda.mma import MMA_ASM, MMA_CONSTRAINTS, NVFP4, in_order, unpack_half
+from pilotfish.kernels.cuda.mma import BF16, NVFP4, in_order, load_x, multiply
 from pilotfish.kernels.cuda.warm import compile_all
 
 TILES, UNITS, STEPS = 2176, 40, 10
@@ -45,50 +46,38 @@ _SPREAD = gl.constexpr(0x1E3779B1)
 
 
 @gluon.jit
-def _warps_kernel(out, x, num_steps, NT: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr):
-    """Two tiles and 8 NT rows a warp; x in the order of tiled_rows.py."""
+def _warps_kernel(out, x, num_steps, NT: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr):
+    """Two tiles and 8 NT rows a warp; x in the order of tiled_rows.py. Weights of BF16 are multiplied as they are."""
     WARPS: gl.constexpr = gl.num_warps()
+    FORMAT: gl.constexpr = BF16 if PARTS == 1 else NVFP4
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     codes = thread[:, None] * _SPREAD + word * 0x05EBCA6B
     scales = (thread * 0x1234567)[:, None]
     where = x + ((thread // 32 * (STEPS * 512) + thread % 32 * 4)[:, None] + word)
-    low = unpack_half((codes, codes + 1, scales), 0, NVFP4)
-    high = unpack_half((codes, codes + 1, scales), 1, NVFP4)
+    rows = ()
+    for n in gl.static_range(NT):
+        rows = rows + (where + n * (4 * K),)
+    xs = load_x(rows, None, 0, NT, K, True)
     totals = ()
-    xs = ()
     for _ in gl.static_range(2 * NT):
         totals = totals + (gl.zeros([WARPS * 32, 4], gl.float32, layout),)
-    for n in gl.static_range(4 * NT):
-        xs = xs + (gl.load(where + n * 128),)
+    pairs = ()
+    for i in gl.static_range(8):
+        pairs = pairs + (codes + i,)
     for step in range(num_steps):
         if PARTS > 2:
-            begin = where + step % STEPS * 512
-            xs = ()
+            now = ()
             for n in gl.static_range(NT):
-                for t in gl.static_range(4):
-                    xs = xs + (gl.load(begin + (n * (4 * STEPS * 512) + t * 128)),)
+                now = now + (rows[n] + step % STEPS * 512,)
+            xs = load_x(now, None, 0, NT, K, True)
             in_order()
-        after = ()
+        units = ()
         for m in gl.static_range(2):
-            if PARTS > 1:
-                unit = (codes ^ (step * 77 + m), codes + (step + m), scales ^ (step + m))
-                low = unpack_half(unit, 0, NVFP4)
-                high = unpack_half(unit, 1, NVFP4)
-            for n in gl.static_range(NT):
-                total = totals[m * NT + n]
-                for t in gl.static_range(4):
-                    total = gl.inline_asm_elementwise(
-                        MMA_ASM,
-                        MMA_CONSTRAINTS,
-                        [low[t], high[t], xs[n * 4 + t], total],
-                        dtype=gl.float32,
-                        is_pure=False,
-                        pack=4,
-                    )
-                after = after + (total,)
-        totals = after
+            packed = (codes ^ (step * 77 + m), codes + (step + m), scales ^ (step + m))
+            units = units + (packed if PARTS > 1 else pairs,)
+        totals = multiply(units, xs, totals, (), 0, 2, NT, FORMAT, False)
     total = totals[0]
     for i in gl.static_range(1, 2 * NT):
         total += totals[i]
@@ -113,11 +102,11 @@ def _group_kernel(out, num_steps, ROWS: gl.constexpr, PARTS: gl.constexpr):
             weights = fragments(codes ^ (step * 77), scales ^ step, operand(0, ROWS, True))
         in_order(True)
         high = waited(0, high, True)
-        low = multiply((rows,), weights, low, True)
+        low = group_mma.multiply((rows,), weights, low, True)
         in_order(True)
         if PARTS > 1:
             weights = fragments(codes + step, scales + step, operand(0, ROWS, True))
-        high = multiply((rows,), weights, high, True)
+        high = group_mma.multiply((rows,), weights, high, True)
         low = waited(1, low, True)
         in_order(True)
     total = low[0] + waited(0, high, True)[0]
@@ -150,7 +139,8 @@ def main() -> None:
         about = {"instruction": "mma.sync", "rows": 8 * row_tiles}
         steps = round(REPEATS * TILES // 2 * UNITS / (SM_COUNT * programs * 4))
         run = partial(
-            _warps_kernel[(SM_COUNT * programs,)], out, x, steps, NT=row_tiles, PARTS=number, STEPS=STEPS, num_warps=4,
+            _warps_kernel[(SM_COUNT * programs,)], out, x, steps, NT=row_tiles, PARTS=number, STEPS=STEPS,
+            K=UNITS * 128, num_warps=4,
             maxnreg=registers, enable_fp_fusion=False,
         )  # fmt: skip
         launches.append((about | {"programs": programs, "parts": PARTS[:number]}, run))

@@ -120,9 +120,8 @@ def test_attention(cache_dtype, tiled):
     with compiling() as kernels:
         layer.step(layer.rows(1, 1), [1], 1, num_programs=132, pdl=True, settled=True)
     early = Code(kernels[1])
-    # what 16 rows and two blocks of own keys are turned by, and two norms; all that the plan says, in the merge
+    # so is what 16 rows and two blocks of own keys are turned by, and two norms
     assert early.before("LDG.E.128", "ACQBULK") == 4 * (16 // 8 + 2) + 2 * 4
-    assert Code(kernels[2]).before("LDG", "ACQBULK") >= 2 + 2 * 3
     # two units are on their way before the wait
     assert early.before("LDGSTS", "ACQBULK") == (32 if cache_dtype == torch.bfloat16 else 24)
     assert early.stack == early.before("STG", "ACQBULK") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from pilotfish.engine.model.mlp import PackedMoeMlp
+from pilotfish.engine.model.trunk import Norm
+from pilotfish.engine.round.cuda_table import CudaOperators
 from pilotfish.kernels.cuda import group_mma, moe_prompt, packing
+from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertWeights, GroupedExperts
-from pilotfish.kernels.cuda.router import route_reference
 from pilotfish.kernels.cuda.scratch import BulkScratch
 from pilotfish.kernels.moe import route
+from pilotfish.kernels.norm import rms_norm
 from tests.support.compiled import Code, compiling
-from tests.support.routed import outputs
-from tests.unit.kernels.cuda.test_experts import TOP_K, E, by_hand, experts, inputs
+from tests.unit.kernels.cuda.test_experts import TOP_K, E, H, by_hand, experts, inputs
 from tests.unit.kernels.cuda.test_mma import halves, run_ptx
 from tests.unit.kernels.cuda.test_packing import nvfp4
 
@@ -37,22 +41,25 @@ def test_a_word_and_its_scale_are_four_pairs_of_weights():
 
 @pytest.mark.parametrize("kind", ("nvfp4", "bf16"))
 def test_a_layer_routes_by_its_logits(kind):
-    """As off a GPU, where experts of any format are expanded."""
+    """A prompt's experts off a GPU, where those of any format are expanded; normed, as the next layer reads them."""
     packed, plain = experts(kind)
+    router = torch.randn(E + 1, H, generator=torch.Generator().manual_seed(3)).bfloat16() / H**0.5
+    mlp = PackedMoeMlp(PackedLinear([router]), packed, TOP_K)
     scratch = BulkScratch(torch.device("cpu"))
-    scratch.reserve(packed.scratch_size)
+    scratch.reserve(max(packed.scratch_size, mlp.router.scratch_size))
+    ops = CudaOperators(SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, scratch=scratch))
     x, _, _, _ = inputs(20)
-    logits = torch.randn(20, E + 1, generator=torch.Generator().manual_seed(3)).bfloat16()
+    logits = ops.product(mlp.router, x)
     weights, ids = route(logits[:, :E], TOP_K)
     want = logits[:, E:].double().sigmoid() * by_hand(x, plain[E])
     for row in range(20):
         for rank in range(TOP_K):
             want[row] += weights[row, rank] * by_hand(x[row : row + 1], plain[int(ids[row, rank])])[0]
-    chosen = outputs(20, TOP_K, "cpu")
-    route_reference(logits, E, *chosen)
-    got = packed.bulk(x, *chosen, scratch.memory)
+    stream, after = torch.zeros(20, H), Norm(torch.ones(H), 1e-6, torch.float32)
+    (normed,) = ops.feed_forward_prompt(mlp, [stream], [x], after)
     # products, SwiGLU and weights are rounded to bf16
-    torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
+    torch.testing.assert_close(stream.double(), want, rtol=0.05, atol=0.02 * want.abs().max())
+    torch.testing.assert_close(normed, rms_norm(stream, after.scale, after.eps, torch.float32))
 
 
 def loops_with(code: Code, op: str) -> list[list[str]]:
