@@ -6,7 +6,8 @@ then the shares' sums: in order, or, of a row-parallel product, whose shares are
 the tree. The shares follow from the weight's shape alone. One CTA takes 16 rows of W, or a few times 16, and its warps
 have a share each, or in turn. How many tiles a CTA has, how many units are in flight and how many rows of x share a
 weight's unpacking follow from the number of rows, and change no bit. A few tiles of BF16 beside many of another format
-(b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own.
+(b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own. Of 17 to 64 rows wide.py
+can take NVFP4, with the same bits, and is off.
 
 Reads the packed weights once, x from L1 or L2. The floor is those bytes over the memory's rate. R = rows, N, K.
 """
@@ -28,7 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from pilotfish.kernels.cuda import packing
+from pilotfish.kernels.cuda import packing, wide
 from pilotfish.kernels.cuda.carveout import leave_to_l1
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import REGISTERS, SM_COUNT, LaunchShape, beside, choose_shape
@@ -376,6 +377,9 @@ class PackedLinear:
         if segments > 1:
             for part in self.ranges:
                 PartialSums.of(part.data.device).reserve(part.num_tiles, segments, MAX_ROWS)
+        for part in self.ranges:
+            if wide.takes(part, wide.MOST_ROWS, segments, self.in_features):
+                wide.reserve(part, segments, wide.choose_wide_shape(part, wide.MOST_ROWS, segments))
         self._runs = _runs(torch.cat([part.place[:: 2 if swiglu else 1] for part in self.ranges]).tolist())
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
@@ -390,6 +394,12 @@ class PackedLinear:
         assert x.dtype == torch.bfloat16 and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part, plain in self.launches(num_rows):
+            if wide.takes(part, num_rows, self.segments, self.in_features):
+                chosen = wide.choose_wide_shape(part, num_rows, self.segments)
+                wide.launch(part, x, out, chosen, self.swiglu, self.segments, pdl)
+                if plain is None:
+                    continue
+                part, plain = plain, None
             shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments, isinstance(x, TiledRows))
             launch(part, x, out, shape, self.swiglu, pdl, plain)
 

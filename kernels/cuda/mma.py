@@ -193,16 +193,16 @@ def unpack_word(unit, ROW_HALF: gl.constexpr, LOAD: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _unit_words_of_x(tiled):
+def unit_words_of_x(tiled):
     """From a unit of a row to the next one."""
     return 512 if tiled else 64
 
 
 @gluon.constexpr_function
-def _word_of_x(unit, load, tiled):
+def word_of_x(unit, load, tiled):
     """Of a row, from its lane's first one on. Of rows as they come 32 words a half, 4 an octet; of tiled ones 128 a
     load, which are those of a warp."""
-    return unit * _unit_words_of_x(tiled) + (load * 128 if tiled else load // 2 * 32 + load % 2 * 4)
+    return unit * unit_words_of_x(tiled) + (load * 128 if tiled else load // 2 * 32 + load % 2 * 4)
 
 
 @gluon.jit
@@ -222,10 +222,10 @@ def load_x(rows, columns, UNIT: gl.constexpr, NT: gl.constexpr, K: gl.constexpr,
     for n in gl.static_range(NT):
         for t in gl.static_range(4):
             if K % 128 != 0:
-                mask = columns + _word_of_x(UNIT, t, TILED) < K // 2
-                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t, TILED), mask=mask, other=0),)
+                mask = columns + word_of_x(UNIT, t, TILED) < K // 2
+                out = out + (gl.load(rows[n] + word_of_x(UNIT, t, TILED), mask=mask, other=0),)
             else:
-                out = out + (gl.load(rows[n] + _word_of_x(UNIT, t, TILED)),)
+                out = out + (gl.load(rows[n] + word_of_x(UNIT, t, TILED)),)
     return out
 
 
@@ -309,7 +309,7 @@ def _quarter_of_x(rows, UNIT: gl.constexpr, LOAD: gl.constexpr, NT: gl.constexpr
     """One load a lane for each of NT tiles of 8 rows, which stand behind each other from rows[0] on."""
     out = ()
     for n in gl.static_range(NT):
-        out = out + (gl.load(rows[0] + (n * (4 * K) + _word_of_x(UNIT, LOAD, True))),)
+        out = out + (gl.load(rows[0] + (n * (4 * K) + word_of_x(UNIT, LOAD, True))),)
     in_order(True)
     return out
 
@@ -569,7 +569,7 @@ def products(
     apart: gl.constexpr = UNITS // SHARES
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, layout))
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    x_words: gl.constexpr = _unit_words_of_x(TILED)
+    x_words: gl.constexpr = unit_words_of_x(TILED)
     gl.static_assert(not TILED or K % 128 == 0)
     first = first_unit * x_words + thread // 32 * (apart * x_words)
     columns = (first + thread % 4 * (4 if TILED else 8))[:, None] + word

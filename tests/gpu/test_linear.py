@@ -12,12 +12,13 @@ import triton.language as tl
 
 from pilotfish.engine.checkpoint.fp8 import per_tensor
 from pilotfish.engine.checkpoint.nvfp4 import quantize
-from pilotfish.kernels.cuda import carveout, linear
+from pilotfish.kernels.cuda import carveout, linear, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import compile_all
+from pilotfish.kernels.cuda.wide import WideShape
 from tests.support.kernel_references import dequantized
 from tests.unit.kernels.cuda.test_packing import nvfp4, values, weights
 
@@ -267,6 +268,27 @@ def _dot_kernel(a, b, out, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
         right = tl.load(b + columns[None, :] * K + k[:, None])
         total = tl.dot(left, right, total)
     tl.store(out + rows[:, None] * N + columns[None, :], total)
+
+
+@pytest.mark.parametrize(
+    ("kind", "swiglu", "height", "width", "segments", "parts"),
+    [("nvfp4", True, 8704, 5120, 0, 4), ("modelopt", False, 17408, 2048, 0, 2), ("nvfp4", False, 5120, 6144, 8, 8)],
+)
+def test_wide_products_have_the_bits_of_a_warps(kind, swiglu, height, width, segments, parts):
+    """In every one of many launches, beside which what programs leave for each other is written and read."""
+    product, x = packed(kind, height, width, swiglu, segments), draw(64, width, scale=0.01)
+    x[3] *= 1e4
+    x[5, 1::2] = -x[5, ::2]
+    (part,) = product.ranges
+    for rows, ahead in ((17, 1), (32, 2), (33, 1), (64, 1)):
+        own = x[:rows].contiguous()
+        want = run(product, own)
+        shape = WideShape(32 if rows <= 32 else 64, parts, ahead=ahead)
+        wide.reserve(part, segments, shape)
+        for launch in range(20):
+            got = torch.full_like(want, float("nan"))
+            wide.launch(part, TiledRows.of(own), got, shape, swiglu, segments, launch > 10)
+            assert same_bits(got, want), (rows, launch)
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "cancelling"])

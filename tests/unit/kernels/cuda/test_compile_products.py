@@ -6,13 +6,14 @@ spills; few instructions a weight. A change that loses one of these is slower by
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import launch_shapes, linear, moe
+from pilotfish.kernels.cuda import launch_shapes, linear, moe, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertGroup, ExpertScratch, ExpertWeights, GroupedExperts
@@ -287,6 +288,45 @@ def test_x_in_quarters_leaves_room_for_twice_the_programs(height, width, segment
     assert code.stack <= 16 and code.count("LDL") <= 4
     # of row-major rows there may be no more memory than rows
     assert not launch_shapes.choose_shape(part, 32, plain=beside, segments=segments).quarters
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "swiglu", "segments", "rows", "registers", "most"),
+    [(34816, 5120, True, 0, 32, 128, 295), (34816, 5120, True, 0, 64, 168, 305), (5120, 6144, False, 8, 32, 168, 295)],
+)
+def test_a_wide_product_unpacks_into_the_warp_groups_operands(height, width, swiglu, segments, rows, registers, most):
+    """Nothing is spilled, no weight stored or brought from another lane; a unit takes few instructions, one barrier,
+    and no store of single words; the first unit of weights is asked for before the wait for x."""
+    part = empty(Format.NVFP4, height, width)
+    out = some_rows(rows, height // 2 if swiglu else height, swiglu, "meta")
+    shape = wide.choose_wide_shape(part, rows, segments)
+    with compiling() as kernels:
+        wide.launch(part, some_rows(rows, width, True, "meta"), out, shape, swiglu, segments, True)
+    (kernel,) = kernels
+    code = Code(kernel)
+    assert shape.registers == registers and code.registers <= registers and code.stack == 0
+    # three or four programs beside 156 KB of L1
+    assert (kernel.metadata.shared + 1024) * (65536 // (registers * 128)) <= 100 << 10
+    begin, end = loop_of(code, "HGMMA")
+    loop = code.instructions[begin:end]
+    count = Counter(op.split(".")[0] for op in loop)
+    assert count["HGMMA"] == 32 and count["SHFL"] == count["STS"] == count["LDS"] == 0
+    assert count["STSM"] == rows // 4 and count["BAR"] == 2 and len(loop) / 2 <= most
+    assert code.before("LDG.E.128.STRONG", "ACQBULK") == 4
+
+
+def loop_of(code: Code, op: str) -> tuple[int, int]:
+    """Where the smallest loop with such an instruction begins and ends, in instructions."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+((?:@!?U?P\w+\s+)?[A-Z0-9_.]+[^;]*);", code.text, re.M)
+    places = {int(place, 16): number for number, (place, _) in enumerate(lines)}
+    found = []
+    for number, (place, line) in enumerate(lines):
+        back = re.search(r"BRA (?:`\S+ )?.*?(0x[0-9a-f]+)", line)
+        if back and int(back[1], 16) < int(place, 16):
+            begin = places[int(back[1], 16)]
+            if any(op in line for _, line in lines[begin:number]):
+                found.append((begin, number + 1))
+    return min(found, key=lambda pair: pair[1] - pair[0])
 
 
 def test_fewer_registers_only_where_no_more_of_the_gpu_idles():

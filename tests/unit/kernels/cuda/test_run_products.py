@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pilotfish.kernels.cuda import launch_shapes, linear, moe, norm
+from pilotfish.kernels.cuda import launch_shapes, linear, moe, norm, wide
 from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
@@ -19,6 +19,7 @@ from pilotfish.kernels.cuda.packing import Format, PackedRows
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
+from pilotfish.kernels.cuda.wide import WideShape
 from pilotfish.kernels.linear import in_tree
 from tests.support.kernel_references import combine_reference, dequantized, expert_rows_reference
 from tests.support.ptx import running
@@ -150,6 +151,73 @@ def test_a_row_parallel_products_units_may_be_on_their_way_to_shared_memory():
             shape = LaunchShape(warps, 2, 1, stages, 1, 8, split, ring=True)
             linear.launch(product.ranges[0], x, out, shape, False, True)
         assert same_bits(out, want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "swiglu", "columns", "segments", "rows", "shape"),
+    [
+        ("nvfp4", True, 2560, 0, 17, WideShape(32, 4)),
+        ("nvfp4", True, 1536, 0, 64, WideShape(64, 1, ahead=2)),
+        ("nvfp4", True, 2048, 0, 33, WideShape(64, 4, tiles=4, early=True)),
+        ("modelopt", False, 2560, 0, 40, WideShape(32, 2, tiles_first=False)),  # rows of two programs
+        ("nvfp4", False, 5120, 8, 32, WideShape(32, 8)),  # in a loop and a rest
+        ("nvfp4", False, 3072, 8, 24, WideShape(32, 2)),  # a share of an odd number of units behind another
+        ("nvfp4", False, 1024, 8, 33, WideShape(64, 1)),
+    ],
+)
+def test_a_wide_product_has_the_bits_of_the_other_kernel(monkeypatch, kind, swiglu, columns, segments, rows, shape):
+    """A tile that is not full, and neighbours and rows past the end that are no numbers."""
+    shape = replace(shape, registers=0)
+    monkeypatch.setattr(wide, "split", lambda num_tiles, num_units: 4)
+    # of tiled rows whole units are written
+    height = 128 if swiglu else 120
+    product = PackedLinear([weights(height, columns)[kind] for _ in range(2 if swiglu else 1)], swiglu, segments)
+    (part,) = product.ranges
+    assert wide.can_take(part, rows, segments)
+    wide.reserve(part, segments, shape)
+    x = draw(rows, columns, 1e-2)
+    others = torch.full_like(x, NAN)
+    others[16] = x[16]
+    tiled, beside = (TiledRows(TiledRows.of(torch.cat((each, each.new_full((64, columns), NAN)))).memory, rows, columns)
+                     for each in (x, others))  # fmt: skip
+    want = torch.full((rows, height), NAN, dtype=torch.bfloat16 if swiglu else torch.float32)
+    outs = []
+    with running() as names:
+        linear.launch(part, x, want, LaunchShape(4, 2, 4, 1, 0, segments), swiglu, True)
+        for each in (tiled, beside, x):
+            out = tiled_nan(rows, height) if swiglu else torch.full_like(want, NAN)
+            wide.launch(part, each, out, shape, swiglu, segments, True)
+            outs.append(out.plain() if isinstance(out, TiledRows) else out)
+            if isinstance(out, TiledRows) and each is not beside:
+                assert int(out.memory.isnan().sum()) == out.memory.numel() - rows * height
+    assert names[1:] == ["_wide_kernel"] * 3 and want.isfinite().all()
+    assert same_bits(outs[0], want) and same_bits(outs[1][16], want[16]) and same_bits(outs[2], want)
+    assert not PartialSums.of(x.device).arrivals.any()
+
+
+def test_products_are_wide_where_they_are_meant_to_be(monkeypatch):
+    """Which is nowhere, before that has been measured. BF16 beside NVFP4 has a launch of its own then."""
+    parts, x = [nvfp4(256, 1024), weights(20, 1024)["bf16"]], draw(24, 1024)
+    outs = []
+    for enabled, kernels in ((False, ["_rows_kernel"]), (True, ["_wide_kernel", "_rows_kernel"])):
+        monkeypatch.setattr(wide, "ENABLED", enabled)
+        product = PackedLinear(parts)
+        outs.append(torch.full((24, 276), NAN))
+        with running() as names:
+            product.rows(TiledRows.of(x), outs[-1], True)
+        assert names == kernels
+    assert same_bits(*outs)
+    (part, _) = product.ranges
+    for rows, width, taken in (
+        (16, 1024, False),
+        (17, 1024, True),
+        (64, 1024, True),
+        (65, 1024, False),
+        (17, 1000, False),
+    ):
+        assert wide.takes(part, rows, 0, width) == taken
+    assert not wide.takes(PackedLinear([nvfp4(144, 1024)]).ranges[0], 17, 0, 1024)
+    assert not wide.takes(PackedLinear([weights(256, 1024)["fp8 channel"]]).ranges[0], 17, 0, 1024)
 
 
 @pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 1024, 8), ("fp8 block", 512, 2)])

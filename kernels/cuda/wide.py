@@ -1,0 +1,745 @@
+"""Products of 17 to 64 rows with packed NVFP4 weights on the warp group's instruction: the bits of linear.py's kernel.
+
+A program has 8 tiles of weights (or 4), a part of K's shares, and 32 or 64 rows of x. Weights go from memory to the
+registers of the lane that unpacks them, half a unit at a time, as in group_mma.py. x goes through registers too: a warp
+loads 512 bytes of eight rows, which `stmatrix` brings into the order of the weights' fragments as it stores them. Each
+share of K has a sum of its own; programs of the same tiles leave theirs in memory (PartialSums), and the one that
+arrives last adds them in linear.py's order: in turn, or, of a row-parallel product, by the tree. How many tiles, shares
+and rows a program has changes no bit.
+
+Reads the packed weights once, x from L1 or L2 for each 8 tiles. R = rows, N, K.
+"""
+
+# Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pilotfish.kernels.cuda.carveout import leave_to_l1
+from pilotfish.kernels.cuda.group_mma import (
+    ROWS_SHARED,
+    SCALES,
+    UNIT_WORDS,
+    UNPACK_ASM,
+    UNPACK_CONSTRAINTS,
+    axis,
+    has_group_products,
+    multiply,
+    operand,
+    sums,
+    waited,
+)
+from pilotfish.kernels.cuda.launch_shapes import split
+from pilotfish.kernels.cuda.mma import (
+    NVFP4,
+    in_order,
+    in_tree,
+    in_turn,
+    row_of_x,
+    scaled,
+    silu,
+    unit_words_of_x,
+    word_of_x,
+)
+from pilotfish.kernels.cuda.packing import UNIT, Format, Packed
+from pilotfish.kernels.cuda.scratch import PartialSums
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, column_place, row_place, stored
+
+ENABLED = False
+"""Whether PackedLinear takes this kernel where `takes` says so: not before it has been measured."""
+FEWEST_ROWS, MOST_ROWS = 17, 64
+ONLY_TILES = 8192
+"""So many tiles, eight a program, keep a GPU busy with no share of K apart, and sums would take much memory."""
+FEW_REGISTERS = 168
+"""Of a thread, with which three programs are on a multiprocessor."""
+# of half a unit: [warp, row half, lane, octet, weight]
+_WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 2, 8], [1, 1, 32, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0]))
+_LANES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
+_CODES = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
+# a lane's words next to each other, which one instruction then stores: [8 rows, row, lane q, word, octet], and of two
+# times 32 rows
+_STORED = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [3, 4, 2, 1, 0]))
+_STORED_TWICE = gl.constexpr(
+    gl.BlockedLayout([1, 1, 1, 4, 2, 2], [1, 8, 4, 1, 1, 1], [4, 1, 1, 1, 1, 1], [3, 4, 5, 2, 1, 0])
+)
+_WORDS_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+_PAIRS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 2], [1, 8, 4, 1], [2, 2, 1, 1], [3, 2, 1, 0]))
+
+
+@dataclass(frozen=True)
+class WideShape:
+    """How a product is launched; no bit follows from it.
+
+    rows of x a program, 32 or 64; parts: programs that share K; tiles of weights a program, 8 or 4; ahead: units of
+    weights on their way while one is multiplied; early: they are asked for in one go, to registers of their own;
+    registers: at most so many a thread, 0 for as many as the assembler likes; tiles_first: programs of the same share
+    follow each other, and read the same x, not those of the same tiles.
+    """
+
+    rows: int
+    parts: int
+    tiles: int = 8
+    ahead: int = 1
+    early: bool = False
+    registers: int = FEW_REGISTERS
+    tiles_first: bool = True
+
+
+def shares_of(part: Packed, segments: int) -> int:
+    """The shares of K, as linear.py has them."""
+    return segments or split(part.num_tiles, part.num_units)
+
+
+def choose_wide_shape(part: Packed, num_rows: int, segments: int = 0) -> WideShape:
+    """Not measured yet: a share a program, but where tiles alone make many of them; registers without spills."""
+    rows = 32 if num_rows <= 32 else 64
+    if part.num_tiles >= ONLY_TILES:
+        return WideShape(rows, 1, registers=FEW_REGISTERS if rows == 32 else 0)
+    # of 32 rows and few shares four programs a multiprocessor
+    return WideShape(rows, shares_of(part, segments), registers=128 if rows == 32 and not segments else FEW_REGISTERS)
+
+
+def can_take(part: Packed, num_rows: int, segments: int = 0) -> bool:
+    """Whether the kernel has this product: NVFP4 in whole programs of tiles, shares of several units."""
+    shares = shares_of(part, segments)
+    return (
+        part.format is Format.NVFP4
+        and part.number.shape[1] == 1
+        and part.num_tiles % 8 == 0
+        and part.num_units % shares == 0
+        and shares in (1, 2, 4, 8)
+        and FEWEST_ROWS <= num_rows <= MOST_ROWS
+        and has_group_products(part.data.device)
+    )
+
+
+def takes(part: Packed, num_rows: int, segments: int, width: int) -> bool:
+    """Whether PackedLinear launches this kernel for a product of x as wide; BF16 beside it has a launch of its own."""
+    return ENABLED and width % UNIT == 0 and can_take(part, num_rows, segments)
+
+
+def reserve(part: Packed, segments: int, shape: WideShape) -> None:
+    """Makes room for what programs leave for each other."""
+    if shape.parts > 1:
+        PartialSums.of(part.data.device).reserve(part.num_tiles, shares_of(part, segments), MOST_ROWS)
+
+
+@gluon.jit
+def _load_group(
+    codes, scales, UNIT_OF: gl.constexpr, GROUP: gl.constexpr, UNITS: gl.constexpr, MASKED: gl.constexpr, more
+):
+    """A unit of four tiles: two loads of codes and one of scales a lane."""
+    place: gl.constexpr = (GROUP * UNITS + UNIT_OF) * UNIT_WORDS
+    if MASKED:
+        mask = more & (gl.full(codes.shape, 1, gl.int1, codes.type.layout))
+        low = gl.load(codes + place, mask=mask, cache_modifier=".cg")
+        high = gl.load(codes + (place + 128), mask=mask, cache_modifier=".cg")
+        mask = more & (gl.full(scales.shape, 1, gl.int1, scales.type.layout))
+        own = gl.load(scales + place, mask=mask, cache_modifier=".cg")
+    else:
+        low = gl.load(codes + place, cache_modifier=".cg")
+        high = gl.load(codes + (place + 128), cache_modifier=".cg")
+        own = gl.load(scales + place, cache_modifier=".cg")
+    return (low, high, own)
+
+
+@gluon.jit
+def _words_of(unit):
+    """A unit's codes, int32 [tile, row half, lane, octet], of its first half of 64 columns and of its second."""
+    words = gl.reshape(gl.join(unit[0], unit[1]), [4, 32, 2, 2, 2])
+    return gl.split(gl.permute(words, [0, 4, 1, 3, 2]))
+
+
+@gluon.jit
+def _fragments(unit, HALF: gl.constexpr, ROWS: gl.constexpr):
+    """bf16 [64, 64], times 2^-8, as the warp group's A operand: group_mma.fragments of half a unit, for half of its
+    registers."""
+    words: gl.constexpr = gl.SliceLayout(4, _WEIGHTS)
+    lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, words))
+    codes = gl.convert_layout(_words_of(unit)[HALF], words, assert_trivial=True)
+    scales = gl.convert_layout(unit[2], lanes, assert_trivial=True)[:, None, :, None]
+    row_half = gl.arange(0, 2, axis(words, 1))[None, :, None, None]
+    scales = (scales >> (row_half * 16 + HALF * 8) & 0xFF) * 0x00100010 + 0x70007000
+    scales, _ = gl.broadcast(scales, codes)
+    each = (gl.arange(0, 8, axis(_WEIGHTS, 4)) * 0)[None, None, None, None, :]
+    # not pure: else it might be moved to before the wait for what still reads these registers
+    weights = gl.inline_asm_elementwise(
+        UNPACK_ASM,
+        UNPACK_CONSTRAINTS,
+        [codes[:, :, :, :, None] + each, scales[:, :, :, :, None] + each],
+        dtype=gl.bfloat16,
+        is_pure=False,
+        pack=8,
+    )
+    # warp, row half, g, q, octet, pair 4, 2 of it -> a pair of each lane q together
+    weights = gl.permute(gl.reshape(weights, [4, 2, 8, 4, 2, 4, 2]), [0, 1, 2, 4, 5, 3, 6])
+    return gl.convert_layout(gl.reshape(weights, [64, 64]), operand(0, ROWS, True), assert_trivial=True)
+
+
+@gluon.jit
+def _load_rows(
+    rows,
+    UNIT_OF: gl.constexpr,
+    PIECE: gl.constexpr,
+    ROWS: gl.constexpr,
+    K: gl.constexpr,
+    TILED: gl.constexpr,
+    MASKED: gl.constexpr,
+    more,
+):
+    """A unit of x, of 64 rows the PIECE-th half of one: four loads a lane, of 8 rows a warp or of twice 8."""
+    out = ()
+    for t in gl.static_range(4):
+        if ROWS == 32:
+            where = rows[0] + word_of_x(UNIT_OF, t, TILED)
+        elif TILED:
+            where = rows[0] + (word_of_x(UNIT_OF, 2 * PIECE + t % 2, TILED) + t // 2 * (16 * K))
+        else:
+            where = rows[t // 2] + word_of_x(UNIT_OF, 2 * PIECE + t % 2, TILED)
+        if MASKED:
+            out = out + (gl.load(where, mask=more & (gl.full(where.shape, 1, gl.int1, where.type.layout))),)
+        else:
+            out = out + (gl.load(where),)
+    return out
+
+
+@gluon.jit
+def _store_rows(memory, xs, PIECE: gl.constexpr, ROWS: gl.constexpr):
+    """These in the fragments' order: of each octet the four words of a lane q apart, those of four q together."""
+    if ROWS == 32:
+        for half in gl.static_range(2):
+            own = gl.reshape(gl.join(xs[2 * half], xs[2 * half + 1]), [4, 8, 4, 4, 2])
+            own = gl.permute(gl.convert_layout(own, _STORED, assert_trivial=True), [0, 1, 4, 3, 2])
+            memory[half].store(gl.reshape(own, [32, 32]))
+    else:
+        own = gl.reshape(gl.join(gl.join(xs[0], xs[1]), gl.join(xs[2], xs[3])), [4, 8, 4, 4, 2, 2])
+        own = gl.permute(gl.convert_layout(own, _STORED_TWICE, assert_trivial=True), [5, 0, 1, 4, 3, 2])
+        memory[PIECE].store(gl.reshape(own, [64, 32]))
+
+
+@gluon.jit
+def _waited_for_one(totals, BEFORE: gl.constexpr):
+    """The sums, when all but the products begun last are done, those of one of them."""
+    return totals[:BEFORE] + (waited(1, totals[BEFORE], True),) + totals[BEFORE + 1 :]
+
+
+@gluon.jit
+def _load_groups(places, UNIT_OF: gl.constexpr, UNITS: gl.constexpr, GROUPS: gl.constexpr, MASKED: gl.constexpr, more):
+    unit = ()
+    for i in gl.static_range(GROUPS):
+        unit = unit + (_load_group(places[0], places[1], UNIT_OF, i, UNITS, MASKED, more),)
+    return unit
+
+
+@gluon.jit
+def _multiply_unit(
+    memory,
+    next_memory,
+    places,
+    ahead,
+    totals,
+    UNIT_OF: gl.constexpr,
+    NEXT_X: gl.constexpr,
+    NEXT: gl.constexpr,
+    MASKED_X: gl.constexpr,
+    MASKED: gl.constexpr,
+    more,
+    UNITS: gl.constexpr,
+    ROWS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
+    GROUPS: gl.constexpr,
+    K: gl.constexpr,
+    TILED: gl.constexpr,
+):
+    """Adds one unit's products, of x in `memory`. NEXT_X, NEXT: whether the next unit of x, to next_memory, and the
+    AHEAD-th of weights are asked for; if MASKED only with `more`. `ahead`: the units on their way, each of GROUPS times
+    four tiles.
+
+    Half a unit of four tiles is unpacked while the one before is multiplied. One barrier: behind it all threads have
+    stored this unit of x, and are done with the products of the one before, so that there is room for the next one.
+    The fence behind x's stores may wait for all that a thread has asked for: of weights nothing is on its way there,
+    or, with two units AHEAD, what was asked for a unit ago.
+    """
+    rows = places[2]
+    pieces: gl.constexpr = ROWS // 32
+    xs = ()
+    later = ()
+    if NEXT_X:
+        xs = _load_rows(rows, UNIT_OF + 1, 0, ROWS, K, TILED, MASKED_X, more)
+        if pieces == 2 and GROUPS == 1:
+            later = _load_rows(rows, UNIT_OF + 1, 1, ROWS, K, TILED, MASKED_X, more)
+    in_order(True)
+    unit = ()
+    for half in gl.static_range(2):
+        right = (memory[half]._reinterpret(gl.bfloat16, [ROWS, 64], ROWS_SHARED),)
+        for i in gl.static_range(GROUPS):
+            weights = _fragments(ahead[0][i], half, ROWS)
+            if half == 0 and i == 0:
+                # not behind the wait
+                in_order(True)
+            if NEXT and half == 1 and not EARLY:
+                # to the registers of what has just been unpacked
+                unit = unit + (_load_group(places[0], places[1], UNIT_OF + AHEAD, i, UNITS, MASKED, more),)
+            if half == 0 and i == 0:
+                totals = totals[: GROUPS - 1] + (waited(0, totals[GROUPS - 1], True),)
+                tl.debug_barrier()
+            total = multiply(right, weights, totals[i], True)
+            totals = totals[:i] + (total,) + totals[i + 1 :]
+            if half == 0 and i == 0 and NEXT_X and pieces == 2:
+                _store_rows(next_memory, xs, 0, ROWS)
+                in_order(True)
+                xs = later if GROUPS == 1 else _load_rows(rows, UNIT_OF + 1, 1, ROWS, K, TILED, MASKED_X, more)
+            if half == 1 or i > 0:
+                # what was begun before this
+                totals = _waited_for_one(totals, (i + GROUPS - 1) % GROUPS)
+            in_order(True)
+        if half == 0:
+            if NEXT_X:
+                _store_rows(next_memory, xs, pieces - 1, ROWS)
+                fence_async_shared()
+            if NEXT and EARLY:
+                unit = _load_groups(places, UNIT_OF + AHEAD, UNITS, GROUPS, MASKED, more)
+            in_order(True)
+    ahead = ahead[1:]
+    if NEXT:
+        ahead = ahead + (unit,)
+    return ahead, totals
+
+
+@gluon.jit
+def _further(places, COUNT: gl.constexpr, TILED: gl.constexpr):
+    codes, scales, rows = places
+    moved = ()
+    for n in gl.static_range(len(rows)):
+        moved = moved + (rows[n] + COUNT * unit_words_of_x(TILED),)
+    return codes + COUNT * UNIT_WORDS, scales + COUNT * UNIT_WORDS, moved
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr, GROUPS: gl.constexpr):
+    out = ()
+    for _ in gl.static_range(GROUPS):
+        out = out + ((gl.zeros([64, ROWS], gl.float32, sums(ROWS, True)),),)
+    return out
+
+
+@gluon.jit
+def _multiply_share(
+    memory,
+    places,
+    ahead,
+    more,
+    LAST: gl.constexpr,
+    COUNT: gl.constexpr,
+    UNITS: gl.constexpr,
+    ROWS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
+    GROUPS: gl.constexpr,
+    K: gl.constexpr,
+    TILED: gl.constexpr,
+):
+    """A share's COUNT units, in order, the first of x in memory[0]: its sums, and what is on its way of the next one,
+    if there is one: LAST says that there is none, else `more`."""
+    totals = _zeros(ROWS, GROUPS)
+    groups: gl.constexpr = (COUNT - AHEAD) // 2 if (COUNT - AHEAD) // 2 > 1 else 0
+    for _ in range(groups):
+        for s in gl.static_range(2):
+            ahead, totals = _multiply_unit(
+                memory[s],
+                memory[1 - s],
+                places,
+                ahead,
+                totals,
+                s,
+                True,
+                True,
+                False,
+                False,
+                more,
+                UNITS,
+                ROWS,
+                AHEAD,
+                EARLY,
+                GROUPS,
+                K,
+                TILED,
+            )
+        places = _further(places, 2, TILED)
+    rest: gl.constexpr = COUNT - groups * 2
+    for s in gl.static_range(rest):
+        ahead, totals = _multiply_unit(
+            memory[s % 2],
+            memory[1 - s % 2],
+            places,
+            ahead,
+            totals,
+            s,
+            s + 1 < rest or not LAST,
+            s + AHEAD < rest or not LAST,
+            s + 1 >= rest,
+            s + AHEAD >= rest,
+            more,
+            UNITS,
+            ROWS,
+            AHEAD,
+            EARLY,
+            GROUPS,
+            K,
+            TILED,
+        )
+    out = ()
+    for i in gl.static_range(GROUPS):
+        out = out + (waited(0, totals[i], True)[0],)
+    return out, _further(places, rest, TILED), ahead
+
+
+# of eight rows of x at a time: [eight, thread, 4]
+_FLAT = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]))
+
+
+@gluon.constexpr_function
+def _levels(here, tree):
+    """Sums kept while a program adds its shares."""
+    return here.bit_length() - 1 if tree else 1
+
+
+@gluon.jit
+def _rows_of(total, CHUNK: gl.constexpr, ROWS: gl.constexpr):
+    """Of [64, ROWS] the CHUNK-th 32 rows of x, [64, 32]; nothing moves."""
+    if ROWS == 32:
+        return total
+    else:
+        parts = gl.split(gl.permute(gl.reshape(total, [64, 2, 32]), [0, 2, 1]))
+        return gl.convert_layout(parts[CHUNK], sums(32, True), assert_trivial=True)
+
+
+@gluon.jit
+def _store_sums(own, totals, slot, ROWS: gl.constexpr):
+    """A share's sums to its place, as `_own` has it."""
+    groups: gl.constexpr = len(totals)
+    for i in gl.static_range(groups):
+        for chunk in gl.static_range(ROWS // 32):
+            parts = gl.reshape(_rows_of(totals[i], chunk, ROWS), [4, 2, 8, 4, 4, 2])
+            # warp, row half, g, eight rows, q, c
+            parts = gl.reshape(gl.permute(parts, [3, 0, 2, 4, 1, 5]), [4, 128, 4])
+            parts = gl.convert_layout(parts, _FLAT, assert_trivial=True)
+            gl.store(own + (slot * groups + i) * (64 * ROWS) + chunk * 2048, parts)
+
+
+@gluon.jit
+def _from_flat(parts):
+    """[64, 32] of what `_store_sums` has stored."""
+    total = gl.permute(gl.reshape(parts, [4, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.convert_layout(gl.reshape(total, [64, 32]), sums(32, True), assert_trivial=True)
+
+
+@gluon.jit
+def _added(kept, totals, share, LEVELS: gl.constexpr, GROUPS: gl.constexpr):
+    """What is kept, with a share's sums: GROUPS running sums, and, for the tree, LEVELS of them, each of what is whole
+    below it."""
+    lower = totals
+    out = ()
+    for level in gl.static_range(LEVELS):
+        whole = (share + 1) % (2**level) == 0
+        now = ()
+        for i in gl.static_range(GROUPS):
+            before = kept[level * GROUPS + i]
+            now = now + (gl.where(whole, before + lower[i], before),)
+        # what has gone up is empty
+        full = (share + 1) % (2 ** (level + 1)) == 0
+        left = ()
+        for i in gl.static_range(GROUPS):
+            if level + 1 < LEVELS:
+                left = left + (gl.where(full, gl.full_like(now[i], -0.0), now[i]),)
+            else:
+                left = left + (now[i],)
+        out = out + left
+        lower = now
+    return out
+
+
+@gluon.jit
+def _own(partial, block, num_blocks, SUMS: gl.constexpr, ROWS: gl.constexpr):
+    """Where the program's SUMS stand."""
+    within = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _FLAT)))[:, None, None] * 512
+    within = within + gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _FLAT)))[None, :, None] * 4
+    within = within + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _FLAT)))[None, None, :]
+    return partial + ((gl.program_id(0) * num_blocks + block).to(gl.int64) * (SUMS * 64 * ROWS) + within)
+
+
+@gluon.constexpr_function
+def _out_layout(features, tiled):
+    """Of tiled rows eight columns are in one piece; others are stored one by one, next to each other by lanes."""
+    if tiled:
+        return gl.BlockedLayout([1, 8], [32 * 8 // features, features // 8], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _store(value, out, place, first_tile, first_row, num_rows, stride, STEP: gl.constexpr, TILED_OUT: gl.constexpr):
+    """value [features, rows], of every STEP-th tile from first_tile on, to the rows first_row ... of out."""
+    layout: gl.constexpr = _out_layout(value.shape[0], TILED_OUT)
+    value = gl.convert_layout(gl.permute(value.to(out.dtype.element_ty), [1, 0]), layout)
+    feature = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    row = first_row + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    if TILED_OUT:
+        # gate's and up's tiles in turn, all of them whole
+        column = first_tile // 2 * 16 + feature
+        gl.static_assert(STEP == 2)
+        target = out + row_place(row, stride)[:, None] + column_place(column)[None, :]
+        gl.store(target, value, mask=(row < num_rows)[:, None])
+    else:
+        tile = first_tile + feature // 16 * STEP
+        column = gl.load(place + tile * 2) + feature % 16
+        there = (feature % 16 < gl.load(place + tile * 2 + 1))[None, :] & (row < num_rows)[:, None]
+        gl.store(out + (row.to(gl.int64) * stride)[:, None] + column[None, :], value, mask=there)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _wide_kernel(
+    data,
+    place,
+    number,
+    x,
+    out,
+    partial,
+    arrivals,
+    num_rows,
+    out_stride,
+    K: gl.constexpr,
+    TILED: gl.constexpr,
+    TILED_OUT: gl.constexpr,
+    UNITS: gl.constexpr,
+    TILES: gl.constexpr,
+    ROWS: gl.constexpr,
+    SPAN: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    SHARES: gl.constexpr,
+    TREE: gl.constexpr,
+    PARTS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
+    TILES_FIRST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows j ROWS ... of x, the p-th of PARTS of K's shares.
+
+    partial: fp32 [j, i, SHARES or, with TREE, PARTS, TILES, 16 ROWS], what is left for the program that comes last of
+    those that share K; arrivals: int32 [j, i], 0 before and after.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    groups: gl.constexpr = TILES // 4
+    here: gl.constexpr = SHARES // PARTS
+    apart: gl.constexpr = UNITS // SHARES
+    block = gl.program_id(1)
+    part = gl.program_id(2)
+    num_blocks = gl.num_programs(1)
+    if not TILES_FIRST:
+        block = gl.program_id(2)
+        part = gl.program_id(1)
+        num_blocks = gl.num_programs(2)
+    first_tile = block * TILES
+    first_row = gl.program_id(0) * ROWS
+    first_unit = part * (here * apart)
+    # weights: each warp has tiles next to each other, as gate and up are
+    base = data + (first_tile.to(gl.int64) * UNITS + first_unit) * UNIT_WORDS
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _CODES)))[:, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, _CODES)))[None, :, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _CODES)))[None, None, :]
+    codes = base + (warp * (groups * UNITS * UNIT_WORDS) + lane * 4 + word)
+    warp = gl.arange(0, 4, gl.SliceLayout(1, SCALES))[:, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, SCALES))[None, :]
+    scales = base + (warp * (groups * UNITS * UNIT_WORDS) + 256 + lane)
+    ahead = ()
+    for s in gl.static_range(AHEAD):
+        unit = ()
+        for i in gl.static_range(groups):
+            unit = unit + (_load_group(codes, scales, s, i, UNITS, False, True),)
+        ahead = ahead + (unit,)
+    in_order()
+    thread = gl.arange(0, 128, gl.SliceLayout(1, _LANES))
+    columns = (first_unit * unit_words_of_x(TILED) + thread % 4 * (4 if TILED else 8))[:, None]
+    columns = columns + gl.arange(0, 4, gl.SliceLayout(0, _LANES))[None, :]
+    rows = ()
+    for n in gl.static_range(1 if TILED else ROWS // 32):
+        row = first_row + n * 32 + thread // 4
+        if not TILED:
+            # past the end: the last row once more, not stored; of tiled rows what stands there
+            row = gl.minimum(row, num_rows - 1)
+        rows = rows + (x + (row_of_x(row, K, TILED)[:, None] + columns),)
+    memory = ()
+    for _ in gl.static_range(2):
+        first_half = gl.allocate_shared_memory(gl.int32, [ROWS, 32], _WORDS_SHARED)
+        memory = memory + ((first_half, gl.allocate_shared_memory(gl.int32, [ROWS, 32], _WORDS_SHARED)),)
+    if PDL:
+        gdc_wait()
+    for piece in gl.static_range(ROWS // 32):
+        _store_rows(memory[0], _load_rows(rows, 0, piece, ROWS, K, TILED, False, True), piece, ROWS)
+    fence_async_shared()
+    in_order(True)
+    places = (codes, scales, rows)
+    numbers: gl.constexpr = SHARES if not TREE else PARTS
+    own = partial
+    # a share of an odd number of units ends where the next one's x goes to the other half of memory
+    turns: gl.constexpr = 1 if here == 1 else 1 + apart % 2
+    levels: gl.constexpr = _levels(here, TREE)
+    if here == 1:
+        totals, places, ahead = _multiply_share(
+            memory, places, ahead, True, True, apart, UNITS, ROWS, AHEAD, EARLY, groups, K, TILED
+        )
+        if PARTS > 1:
+            own = _own(partial, block, num_blocks, numbers * groups, ROWS)
+            _store_sums(own, totals, part, ROWS)
+    elif PARTS > 1 and not TREE:
+        own = _own(partial, block, num_blocks, numbers * groups, ROWS)
+        for some in range(here // turns):
+            for turn in gl.static_range(turns):
+                share = some * turns + turn
+                totals, places, ahead = _multiply_share(
+                    memory[turn:] + memory[:turn],
+                    places,
+                    ahead,
+                    share + 1 < here,
+                    False,
+                    apart,
+                    UNITS,
+                    ROWS,
+                    AHEAD,
+                    EARLY,
+                    groups,
+                    K,
+                    TILED,
+                )
+                _store_sums(own, totals, part * here + share, ROWS)
+    else:
+        kept = ()
+        for _ in gl.static_range(levels * groups):
+            # to which a sum is added as it is
+            kept = kept + (gl.full([64, ROWS], -0.0, gl.float32, sums(ROWS, True)),)
+        for some in range(here // turns):
+            for turn in gl.static_range(turns):
+                share = some * turns + turn
+                totals, places, ahead = _multiply_share(
+                    memory[turn:] + memory[:turn],
+                    places,
+                    ahead,
+                    share + 1 < here,
+                    False,
+                    apart,
+                    UNITS,
+                    ROWS,
+                    AHEAD,
+                    EARLY,
+                    groups,
+                    K,
+                    TILED,
+                )
+                kept = _added(kept, totals, share, levels, groups)
+        totals = kept[(levels - 1) * groups :]
+        if PARTS > 1:
+            own = _own(partial, block, num_blocks, numbers * groups, ROWS)
+            _store_sums(own, totals, part, ROWS)
+    if PARTS > 1:
+        # all that the program's threads have stored is there for who sees its arrival
+        tl.debug_barrier()
+        counter = arrivals + (gl.program_id(0) * num_blocks + block)
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
+            return
+        gl.store(counter, 0)
+    # 32 rows at a time, for fewer registers
+    for chunk in gl.static_range(ROWS // 32):
+        row = first_row + chunk * 32
+        values = ()
+        for i in gl.static_range(groups):
+            if PARTS > 1:
+                parts = ()
+                for s in gl.static_range(numbers):
+                    where = own + ((s * groups + i) * (64 * ROWS) + chunk * 2048)
+                    parts = parts + (gl.load(where, cache_modifier=".cg"),)
+                total = _from_flat(in_tree(parts) if TREE else in_turn(parts))
+            else:
+                total = _rows_of(totals[i], chunk, ROWS)
+            feature = gl.arange(0, 64, gl.SliceLayout(1, sums(32, True)))
+            factor = gl.load(number + (first_tile + feature // 16 * groups + i))[:, None]
+            values = values + (scaled(total, gl.broadcast(factor, total)[0], NVFP4, DIVIDES),)
+        if SPAN == 1:
+            for i in gl.static_range(groups):
+                _store(values[i], out, place, first_tile + i, row, num_rows, out_stride, groups, TILED_OUT)
+        elif groups == 2:
+            value = silu(values[0]) * values[1]
+            _store(value, out, place, first_tile, row, num_rows, out_stride, 2, TILED_OUT)
+        else:
+            # gate and up are different warps'
+            pair = gl.permute(gl.reshape(values[0], [2, 2, 16, 32]), [0, 2, 3, 1])
+            gate, up = gl.split(gl.convert_layout(pair, _PAIRS))
+            value = gl.reshape(silu(gate) * up, [32, 32])
+            _store(value, out, place, first_tile, row, num_rows, out_stride, 2, TILED_OUT)
+
+
+def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: bool, segments: int, pdl: bool) -> None:
+    """As linear.launch, for what `can_take` says; room in PartialSums has been reserved."""
+    shares = shares_of(part, segments)
+    memory, tiled = stored(x)
+    tiled_out = isinstance(out, TiledRows)
+    if isinstance(out, TiledRows):
+        assert swiglu
+        target, stride = out.memory, out.width
+    else:
+        assert out.stride(1) == 1, out.stride()
+        target, stride = out, out.stride(0)
+    assert part.num_tiles % shape.tiles == 0 and shares % shape.parts == 0 and x.shape[1] == part.num_units * UNIT
+    # of tiled rows there is room for whole groups of 32
+    assert len(out) <= MOST_ROWS and (shape.rows == 32 or len(out) > 32 or not tiled), (len(out), shape)
+    assert part.num_units // shares >= shape.ahead, (part.num_units, shares, shape.ahead)
+    blocks, row_programs = part.num_tiles // shape.tiles, -(-len(out) // shape.rows)
+    shared = None
+    if shape.parts > 1:
+        shared = PartialSums.of(memory.device)
+        numbers = row_programs * blocks * shares * shape.tiles * 16 * shape.rows
+        assert memory.device.type == "meta" or shared.memory.numel() >= numbers, "no room is reserved"
+    grid = (row_programs, blocks, shape.parts) if shape.tiles_first else (row_programs, shape.parts, blocks)
+    kernel = _wide_kernel[grid](
+        part.data.view(torch.int32),
+        part.place,
+        part.number,
+        memory.view(torch.int32),
+        target,
+        None if shared is None else shared.memory,
+        None if shared is None else shared.arrivals,
+        len(out),
+        stride,
+        K=x.shape[1],
+        TILED=tiled,
+        TILED_OUT=tiled_out,
+        UNITS=part.num_units,
+        TILES=shape.tiles,
+        ROWS=shape.rows,
+        SPAN=2 if swiglu else 1,
+        DIVIDES=part.divides,
+        SHARES=shares,
+        TREE=segments > 0,
+        PARTS=shape.parts,
+        AHEAD=shape.ahead,
+        EARLY=shape.early,
+        TILES_FIRST=shape.tiles_first,
+        PDL=pdl,
+        num_warps=4,
+        # rounded as the kernel for fewer rows does
+        enable_fp_fusion=False,
+        maxnreg=shape.registers or None,
+        launch_pdl=pdl,
+    )
+    leave_to_l1(kernel)
