@@ -7,7 +7,7 @@ the tree. The shares follow from the weight's shape alone. One CTA takes 16 rows
 have a share each, or in turn. How many tiles a CTA has, how many units are in flight and how many rows of x share a
 weight's unpacking follow from the number of rows, and change no bit. A few tiles of BF16 beside many of another format
 (b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own. Of 17 to 64 rows wide.py
-can take NVFP4, with the same bits, and is off.
+takes NVFP4 where it is faster, with the same bits.
 
 Reads the packed weights once, x from L1 or L2. The floor is those bytes over the memory's rate. R = rows, N, K.
 """
@@ -50,6 +50,7 @@ from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, at, stored
+from pilotfish.kernels.cuda.wide import WideShape
 
 MAX_ROWS = 256
 MOST_X = 32768
@@ -378,8 +379,7 @@ class PackedLinear:
             for part in self.ranges:
                 PartialSums.of(part.data.device).reserve(part.num_tiles, segments, MAX_ROWS)
         for part in self.ranges:
-            if wide.takes(part, wide.MOST_ROWS, segments, self.in_features):
-                wide.reserve(part, segments, wide.choose_wide_shape(part, wide.MOST_ROWS, segments))
+            wide.reserve(part, segments, self.in_features)
         self._runs = _runs(torch.cat([part.place[:: 2 if swiglu else 1] for part in self.ranges]).tolist())
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
@@ -394,14 +394,14 @@ class PackedLinear:
         assert x.dtype == torch.bfloat16 and len(x) >= num_rows, (x.dtype, x.shape)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         for part, plain in self.launches(num_rows):
-            if wide.takes(part, num_rows, self.segments, self.in_features):
-                chosen = wide.choose_wide_shape(part, num_rows, self.segments)
-                wide.launch(part, x, out, chosen, self.swiglu, self.segments, pdl)
-                if plain is None:
-                    continue
-                part, plain = plain, None
-            shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments, isinstance(x, TiledRows))
-            launch(part, x, out, shape, self.swiglu, pdl, plain)
+            if (wide_shape := self._wide_shape(part, num_rows)) is not None:
+                wide.launch(part, x, out, wide_shape, self.swiglu, self.segments, pdl)
+            else:
+                shape = choose_shape(part, num_rows, self.swiglu, plain, self.segments, isinstance(x, TiledRows))
+                launch(part, x, out, shape, self.swiglu, pdl, plain)
+
+    def _wide_shape(self, part: Packed, num_rows: int) -> WideShape | None:
+        return wide.choose_wide_shape(part, num_rows, self.segments, self.in_features)
 
     def launches(self, num_rows: int) -> list[tuple[Packed, Packed | None]]:
         """What each launch takes: a range, and the next one if that is BF16 and small beside it."""
@@ -409,8 +409,9 @@ class PackedLinear:
         for part in self.ranges:
             last, plain = found[-1] if found else (part, part)
             small = part.format is Format.BF16 and part.num_tiles <= min(SM_COUNT, last.num_tiles) // 8
-            # past 8 rows the scales of blocks leave no registers for another format
-            if small and plain is None and (last.block_scale is None or num_rows <= 8):
+            # past 8 rows the scales of blocks leave no registers for another format; wide.py has one alone
+            beside = (last.block_scale is None or num_rows <= 8) and self._wide_shape(last, num_rows) is None
+            if small and plain is None and beside:
                 found[-1] = (last, part)
             else:
                 found.append((part, None))

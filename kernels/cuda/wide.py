@@ -55,13 +55,15 @@ from pilotfish.kernels.cuda.packing import UNIT, Format, Packed
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, column_place, row_place, stored
 
-ENABLED = False
-"""Whether PackedLinear takes this kernel where `takes` says so: not before it has been measured."""
 FEWEST_ROWS, MOST_ROWS = 17, 64
-ONLY_TILES = 8192
-"""So many tiles, eight a program, keep a GPU busy with no share of K apart, and sums would take much memory."""
-FEW_REGISTERS = 168
+MANY_TILES, MOST_TILES = 2048, 8192
+"""Of a weight that is not row-parallel: from so many on this kernel is faster at 33 rows and more, and at 17."""
+SHORT_SHARE, LONG_SHARE = 6, 12
+"""Units in a share of a row-parallel weight: the same."""
+REGISTERS = 168
 """Of a thread, with which three programs are on a multiprocessor."""
+_AHEAD = gl.constexpr(2)
+"""Units of weights on their way while one is multiplied."""
 # of half a unit: [warp, row half, lane, octet, weight]
 _WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 2, 8], [1, 1, 32, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0]))
 _LANES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
@@ -80,19 +82,14 @@ _PAIRS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 2], [1, 8, 4, 1], [2, 2, 1, 1],
 class WideShape:
     """How a product is launched; no bit follows from it.
 
-    rows of x a program, 32 or 64; parts: programs that share K; tiles of weights a program, 8 or 4; ahead: units of
-    weights on their way while one is multiplied; early: they are asked for in one go, to registers of their own;
-    registers: at most so many a thread, 0 for as many as the assembler likes; tiles_first: programs of the same share
-    follow each other, and read the same x, not those of the same tiles.
+    rows of x a program, 32 or 64; parts: programs that share K; tiles of weights a program, 8 or 4; tiles_first:
+    programs of the same share follow each other, and read the same x, not those of the same tiles.
     """
 
     rows: int
     parts: int
     tiles: int = 8
-    ahead: int = 1
-    early: bool = False
-    registers: int = FEW_REGISTERS
-    tiles_first: bool = True
+    tiles_first: bool = False
 
 
 def shares_of(part: Packed, segments: int) -> int:
@@ -100,38 +97,48 @@ def shares_of(part: Packed, segments: int) -> int:
     return segments or split(part.num_tiles, part.num_units)
 
 
-def choose_wide_shape(part: Packed, num_rows: int, segments: int = 0) -> WideShape:
-    """Not measured yet: a share a program, but where tiles alone make many of them; registers without spills."""
-    rows = 32 if num_rows <= 32 else 64
-    if part.num_tiles >= ONLY_TILES:
-        return WideShape(rows, 1, registers=FEW_REGISTERS if rows == 32 else 0)
-    # of 32 rows and few shares four programs a multiprocessor
-    return WideShape(rows, shares_of(part, segments), registers=128 if rows == 32 and not segments else FEW_REGISTERS)
-
-
-def can_take(part: Packed, num_rows: int, segments: int = 0) -> bool:
-    """Whether the kernel has this product: NVFP4 in whole programs of tiles, shares of several units."""
+def can_take(part: Packed, num_rows: int, segments: int, width: int) -> bool:
+    """Whether the kernel has this product of x [num_rows, width]: NVFP4 in whole programs of tiles, shares of several
+    units."""
     shares = shares_of(part, segments)
     return (
         part.format is Format.NVFP4
         and part.number.shape[1] == 1
+        and width % UNIT == 0
         and part.num_tiles % 8 == 0
         and part.num_units % shares == 0
+        and part.num_units // shares >= _AHEAD.value
         and shares in (1, 2, 4, 8)
         and FEWEST_ROWS <= num_rows <= MOST_ROWS
         and has_group_products(part.data.device)
     )
 
 
-def takes(part: Packed, num_rows: int, segments: int, width: int) -> bool:
-    """Whether PackedLinear launches this kernel for a product of x as wide; BF16 beside it has a launch of its own."""
-    return ENABLED and width % UNIT == 0 and can_take(part, num_rows, segments)
+def choose_wide_shape(part: Packed, num_rows: int, segments: int, width: int) -> WideShape | None:
+    """None where linear.py's kernel takes the product: this one does not have it, or is slower, as it is where the
+    programs are few or have few units each (docs/measurements.md)."""
+    if not can_take(part, num_rows, segments, width):
+        return None
+    shares = shares_of(part, segments)
+    share = part.num_units // shares
+    if num_rows <= 32:
+        if segments:
+            return WideShape(32, shares, tiles_first=True) if share >= LONG_SHARE else None
+        # in so many programs none has to share K
+        return WideShape(32, 1) if part.num_tiles >= MOST_TILES else None
+    if segments and SHORT_SHARE <= share < LONG_SHARE:
+        return WideShape(64, shares, tiles=4, tiles_first=True)
+    if share >= LONG_SHARE if segments else part.num_tiles >= MANY_TILES:
+        return WideShape(64, shares)
+    return None
 
 
-def reserve(part: Packed, segments: int, shape: WideShape) -> None:
+def reserve(part: Packed, segments: int, width: int) -> None:
     """Makes room for what programs leave for each other."""
-    if shape.parts > 1:
-        PartialSums.of(part.data.device).reserve(part.num_tiles, shares_of(part, segments), MOST_ROWS)
+    for num_rows in (32, MOST_ROWS):
+        shape = choose_wide_shape(part, num_rows, segments, width)
+        if shape is not None and shape.parts > 1:
+            PartialSums.of(part.data.device).reserve(part.num_tiles, shares_of(part, segments), num_rows)
 
 
 @gluon.jit
@@ -234,14 +241,6 @@ def _waited_for_one(totals, BEFORE: gl.constexpr):
 
 
 @gluon.jit
-def _load_groups(places, UNIT_OF: gl.constexpr, UNITS: gl.constexpr, GROUPS: gl.constexpr, MASKED: gl.constexpr, more):
-    unit = ()
-    for i in gl.static_range(GROUPS):
-        unit = unit + (_load_group(places[0], places[1], UNIT_OF, i, UNITS, MASKED, more),)
-    return unit
-
-
-@gluon.jit
 def _multiply_unit(
     memory,
     next_memory,
@@ -256,20 +255,18 @@ def _multiply_unit(
     more,
     UNITS: gl.constexpr,
     ROWS: gl.constexpr,
-    AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
     GROUPS: gl.constexpr,
     K: gl.constexpr,
     TILED: gl.constexpr,
 ):
     """Adds one unit's products, of x in `memory`. NEXT_X, NEXT: whether the next unit of x, to next_memory, and the
-    AHEAD-th of weights are asked for; if MASKED only with `more`. `ahead`: the units on their way, each of GROUPS times
+    second of weights are asked for; if MASKED only with `more`. `ahead`: the units on their way, each of GROUPS times
     four tiles.
 
     Half a unit of four tiles is unpacked while the one before is multiplied. One barrier: behind it all threads have
     stored this unit of x, and are done with the products of the one before, so that there is room for the next one.
-    The fence behind x's stores may wait for all that a thread has asked for: of weights nothing is on its way there,
-    or, with two units AHEAD, what was asked for a unit ago.
+    The fence behind x's stores may wait for all that a thread has asked for: of weights that is what it asked for a
+    unit ago.
     """
     rows = places[2]
     pieces: gl.constexpr = ROWS // 32
@@ -288,9 +285,9 @@ def _multiply_unit(
             if half == 0 and i == 0:
                 # not behind the wait
                 in_order(True)
-            if NEXT and half == 1 and not EARLY:
+            if NEXT and half == 1:
                 # to the registers of what has just been unpacked
-                unit = unit + (_load_group(places[0], places[1], UNIT_OF + AHEAD, i, UNITS, MASKED, more),)
+                unit = unit + (_load_group(places[0], places[1], UNIT_OF + _AHEAD, i, UNITS, MASKED, more),)
             if half == 0 and i == 0:
                 totals = totals[: GROUPS - 1] + (waited(0, totals[GROUPS - 1], True),)
                 tl.debug_barrier()
@@ -308,8 +305,6 @@ def _multiply_unit(
             if NEXT_X:
                 _store_rows(next_memory, xs, pieces - 1, ROWS)
                 fence_async_shared()
-            if NEXT and EARLY:
-                unit = _load_groups(places, UNIT_OF + AHEAD, UNITS, GROUPS, MASKED, more)
             in_order(True)
     ahead = ahead[1:]
     if NEXT:
@@ -344,8 +339,6 @@ def _multiply_share(
     COUNT: gl.constexpr,
     UNITS: gl.constexpr,
     ROWS: gl.constexpr,
-    AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
     GROUPS: gl.constexpr,
     K: gl.constexpr,
     TILED: gl.constexpr,
@@ -353,7 +346,7 @@ def _multiply_share(
     """A share's COUNT units, in order, the first of x in memory[0]: its sums, and what is on its way of the next one,
     if there is one: LAST says that there is none, else `more`."""
     totals = _zeros(ROWS, GROUPS)
-    groups: gl.constexpr = (COUNT - AHEAD) // 2 if (COUNT - AHEAD) // 2 > 1 else 0
+    groups: gl.constexpr = (COUNT - _AHEAD) // 2 if (COUNT - _AHEAD) // 2 > 1 else 0
     for _ in range(groups):
         for s in gl.static_range(2):
             ahead, totals = _multiply_unit(
@@ -370,8 +363,6 @@ def _multiply_share(
                 more,
                 UNITS,
                 ROWS,
-                AHEAD,
-                EARLY,
                 GROUPS,
                 K,
                 TILED,
@@ -387,14 +378,12 @@ def _multiply_share(
             totals,
             s,
             s + 1 < rest or not LAST,
-            s + AHEAD < rest or not LAST,
+            s + _AHEAD < rest or not LAST,
             s + 1 >= rest,
-            s + AHEAD >= rest,
+            s + _AHEAD >= rest,
             more,
             UNITS,
             ROWS,
-            AHEAD,
-            EARLY,
             GROUPS,
             K,
             TILED,
@@ -529,8 +518,6 @@ def _wide_kernel(
     SHARES: gl.constexpr,
     TREE: gl.constexpr,
     PARTS: gl.constexpr,
-    AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
     TILES_FIRST: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -564,7 +551,7 @@ def _wide_kernel(
     lane = gl.arange(0, 32, gl.SliceLayout(0, SCALES))[None, :]
     scales = base + (warp * (groups * UNITS * UNIT_WORDS) + 256 + lane)
     ahead = ()
-    for s in gl.static_range(AHEAD):
+    for s in gl.static_range(_AHEAD):
         unit = ()
         for i in gl.static_range(groups):
             unit = unit + (_load_group(codes, scales, s, i, UNITS, False, True),)
@@ -597,9 +584,7 @@ def _wide_kernel(
     turns: gl.constexpr = 1 if here == 1 else 1 + apart % 2
     levels: gl.constexpr = _levels(here, TREE)
     if here == 1:
-        totals, places, ahead = _multiply_share(
-            memory, places, ahead, True, True, apart, UNITS, ROWS, AHEAD, EARLY, groups, K, TILED
-        )
+        totals, places, ahead = _multiply_share(memory, places, ahead, True, True, apart, UNITS, ROWS, groups, K, TILED)
         if PARTS > 1:
             own = _own(partial, block, num_blocks, numbers * groups, ROWS)
             _store_sums(own, totals, part, ROWS)
@@ -617,8 +602,6 @@ def _wide_kernel(
                     apart,
                     UNITS,
                     ROWS,
-                    AHEAD,
-                    EARLY,
                     groups,
                     K,
                     TILED,
@@ -641,8 +624,6 @@ def _wide_kernel(
                     apart,
                     UNITS,
                     ROWS,
-                    AHEAD,
-                    EARLY,
                     groups,
                     K,
                     TILED,
@@ -703,7 +684,6 @@ def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: boo
     assert part.num_tiles % shape.tiles == 0 and shares % shape.parts == 0 and x.shape[1] == part.num_units * UNIT
     # of tiled rows there is room for whole groups of 32
     assert len(out) <= MOST_ROWS and (shape.rows == 32 or len(out) > 32 or not tiled), (len(out), shape)
-    assert part.num_units // shares >= shape.ahead, (part.num_units, shares, shape.ahead)
     blocks, row_programs = part.num_tiles // shape.tiles, -(-len(out) // shape.rows)
     shared = None
     if shape.parts > 1:
@@ -732,14 +712,12 @@ def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: boo
         SHARES=shares,
         TREE=segments > 0,
         PARTS=shape.parts,
-        AHEAD=shape.ahead,
-        EARLY=shape.early,
         TILES_FIRST=shape.tiles_first,
         PDL=pdl,
         num_warps=4,
         # rounded as the kernel for fewer rows does
         enable_fp_fusion=False,
-        maxnreg=shape.registers or None,
+        maxnreg=REGISTERS,
         launch_pdl=pdl,
     )
     leave_to_l1(kernel)

@@ -16,6 +16,7 @@ from pilotfish.kernels.cuda import carveout, linear, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
+from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import compile_all
 from pilotfish.kernels.cuda.wide import WideShape
@@ -280,11 +281,11 @@ def test_wide_products_have_the_bits_of_a_warps(kind, swiglu, height, width, seg
     x[3] *= 1e4
     x[5, 1::2] = -x[5, ::2]
     (part,) = product.ranges
-    for rows, ahead in ((17, 1), (32, 2), (33, 1), (64, 1)):
+    PartialSums.of(x.device).reserve(part.num_tiles, wide.shares_of(part, segments), wide.MOST_ROWS)
+    for rows, tiles in ((17, 8), (32, 4), (33, 4), (64, 8)):
         own = x[:rows].contiguous()
         want = run(product, own)
-        shape = WideShape(32 if rows <= 32 else 64, parts, ahead=ahead)
-        wide.reserve(part, segments, shape)
+        shape = WideShape(32 if rows <= 32 else 64, parts, tiles, tiles_first=tiles == 4)
         for launch in range(20):
             got = torch.full_like(want, float("nan"))
             wide.launch(part, TiledRows.of(own), got, shape, swiglu, segments, launch > 10)

@@ -157,24 +157,24 @@ def test_a_row_parallel_products_units_may_be_on_their_way_to_shared_memory():
     ("kind", "swiglu", "columns", "segments", "rows", "shape"),
     [
         ("nvfp4", True, 2560, 0, 17, WideShape(32, 4)),
-        ("nvfp4", True, 1536, 0, 64, WideShape(64, 1, ahead=2)),
-        ("nvfp4", True, 2048, 0, 33, WideShape(64, 4, tiles=4, early=True)),
-        ("modelopt", False, 2560, 0, 40, WideShape(32, 2, tiles_first=False)),  # rows of two programs
+        ("nvfp4", True, 1536, 0, 64, WideShape(64, 1)),
+        ("nvfp4", True, 2048, 0, 33, WideShape(64, 4, tiles=4)),
+        ("modelopt", False, 2560, 0, 40, WideShape(32, 2, tiles_first=True)),  # rows of two programs
         ("nvfp4", False, 5120, 8, 32, WideShape(32, 8)),  # in a loop and a rest
         ("nvfp4", False, 3072, 8, 24, WideShape(32, 2)),  # a share of an odd number of units behind another
-        ("nvfp4", False, 1024, 8, 33, WideShape(64, 1)),
+        ("nvfp4", False, 2048, 8, 33, WideShape(64, 1)),
     ],
 )
 def test_a_wide_product_has_the_bits_of_the_other_kernel(monkeypatch, kind, swiglu, columns, segments, rows, shape):
     """A tile that is not full, and neighbours and rows past the end that are no numbers."""
-    shape = replace(shape, registers=0)
+    monkeypatch.setattr(wide, "REGISTERS", None)
     monkeypatch.setattr(wide, "split", lambda num_tiles, num_units: 4)
     # of tiled rows whole units are written
     height = 128 if swiglu else 120
     product = PackedLinear([weights(height, columns)[kind] for _ in range(2 if swiglu else 1)], swiglu, segments)
     (part,) = product.ranges
-    assert wide.can_take(part, rows, segments)
-    wide.reserve(part, segments, shape)
+    assert wide.can_take(part, rows, segments, columns)
+    PartialSums.of(part.data.device).reserve(part.num_tiles, wide.shares_of(part, segments), wide.MOST_ROWS)
     x = draw(rows, columns, 1e-2)
     others = torch.full_like(x, NAN)
     others[16] = x[16]
@@ -195,29 +195,27 @@ def test_a_wide_product_has_the_bits_of_the_other_kernel(monkeypatch, kind, swig
     assert not PartialSums.of(x.device).arrivals.any()
 
 
-def test_products_are_wide_where_they_are_meant_to_be(monkeypatch):
-    """Which is nowhere, before that has been measured. BF16 beside NVFP4 has a launch of its own then."""
-    parts, x = [nvfp4(256, 1024), weights(20, 1024)["bf16"]], draw(24, 1024)
+def test_a_product_is_wide_where_a_shape_is_chosen_and_bf16_beside_it_a_launch_of_its_own(monkeypatch):
+    parts, x = [nvfp4(1152, 2048), weights(20, 2048)["bf16"]], draw(24, 2048)
     outs = []
-    for enabled, kernels in ((False, ["_rows_kernel"]), (True, ["_wide_kernel", "_rows_kernel"])):
-        monkeypatch.setattr(wide, "ENABLED", enabled)
+    for few, kernels in ((wide.MOST_TILES, ["_rows_kernel"]), (16, ["_wide_kernel", "_rows_kernel"])):
+        monkeypatch.setattr(wide, "MOST_TILES", few)
         product = PackedLinear(parts)
-        outs.append(torch.full((24, 276), NAN))
+        outs.append(torch.full((24, 1172), NAN))
         with running() as names:
             product.rows(TiledRows.of(x), outs[-1], True)
         assert names == kernels
     assert same_bits(*outs)
-    (part, _) = product.ranges
-    for rows, width, taken in (
-        (16, 1024, False),
-        (17, 1024, True),
-        (64, 1024, True),
-        (65, 1024, False),
-        (17, 1000, False),
-    ):
-        assert wide.takes(part, rows, 0, width) == taken
-    assert not wide.takes(PackedLinear([nvfp4(144, 1024)]).ranges[0], 17, 0, 1024)
-    assert not wide.takes(PackedLinear([weights(256, 1024)["fp8 channel"]]).ranges[0], 17, 0, 1024)
+
+
+def test_what_the_wide_kernel_can_take():
+    (part,) = PackedLinear([nvfp4(256, 1024)]).ranges
+    cases = ((16, 4, False), (17, 4, True), (64, 4, True), (65, 4, False), (17, 8, False))  # a unit a share
+    for rows, segments, taken in cases:
+        assert wide.can_take(part, rows, segments, 1024) == taken
+    assert not wide.can_take(part, 17, 4, 1000)
+    assert not wide.can_take(PackedLinear([nvfp4(144, 1024)]).ranges[0], 17, 4, 1024)
+    assert not wide.can_take(PackedLinear([weights(256, 1024)["fp8 channel"]]).ranges[0], 17, 4, 1024)
 
 
 @pytest.mark.parametrize(("kind", "columns", "segments"), [("nvfp4", 1024, 8), ("fp8 block", 512, 2)])
