@@ -18,6 +18,7 @@ from pilotfish.engine.model.build import CacheSizes
 from pilotfish.engine.options import KV_DTYPES, MAX_DEPTH, EngineOptions
 from pilotfish.engine.slow import slow_ways
 from pilotfish.kernels.attention import PAGE, pages_for
+from pilotfish.kernels.delta_net import MOST_PENDING
 from pilotfish.kernels.linear import cpu_multiplies_bf16
 
 logger = logging.getLogger(__name__)
@@ -367,7 +368,8 @@ def buffer_bytes(config: ModelConfig, depth: int, max_num_seqs: int) -> int:
     vocab, layers = config.vocab_size, len(config.linear_layers)
     state = 4 * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     held = config.conv_dim + 2 * config.linear_num_value_heads
-    slot = layers * (state + 2 * held * (config.linear_conv_kernel_dim + depth)) + 9 * vocab + SLOT_TABLE_BYTES
+    inputs = config.linear_conv_kernel_dim - 1 + max(depth + 1, MOST_PENDING)
+    slot = layers * (state + 2 * held * inputs) + 9 * vocab + SLOT_TABLE_BYTES
     rows = max(FAST_ROWS, max_num_seqs * (depth + 1))
     experts = 4 * (config.num_experts + 1) * config.moe_intermediate_size * config.hidden_size if config.is_moe else 0
     return (max_num_seqs + 1) * slot + 16 * rows * vocab + experts

@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 
 CHUNK = 64
+MOST_PENDING = 4
+"""Rows of a sequence that may be pending side by side where kernels replay them, before the state takes them in: as
+many as they convolve at once. At k = 0 the state is then stored in every fourth round, not in each one."""
 
 
 def delta_step(

@@ -76,13 +76,25 @@ def accept(
     return Verdict(num_accepted, num_committed, stopped, done)
 
 
+def rows_left(count: torch.Tensor, width: int, most_pending: int) -> torch.Tensor:
+    """Of `count` pending rows those that still are when a window of `width` rows has passed: all, with the window's
+    behind them, if they are no more than most_pending together; else none, for the state has taken them in."""
+    return count * (count + width <= most_pending)
+
+
 def commit(
-    state: SlotState, slots_B: torch.Tensor, chosen_BW: torch.Tensor, verdict: Verdict, flags: int, pending: bool = True
+    state: SlotState,
+    slots_B: torch.Tensor,
+    chosen_BW: torch.Tensor,
+    verdict: Verdict,
+    flags: int,
+    pending: bool = True,
+    most_pending: int = 0,
 ) -> None:
     """Appends each sequence's committed tokens; its drafts are used up.
 
     flags: the bits that any of the slots has. `pending`: the tokens' rows wait for replay and the length grows (not so
-    after a prompt).
+    after a prompt). most_pending: see `rows_left`.
     """
     count = verdict.num_committed
     last = chosen_BW.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
@@ -102,7 +114,7 @@ def commit(
         state.history[slots_B[:, None], places] = chosen_BW.int()
     if pending:
         state.length[slots_B] = first - 1 + count
-        state.pending_count[slots_B] = count
+        state.pending_count[slots_B] = rows_left(state.pending_count[slots_B], chosen_BW.shape[1], most_pending) + count
 
 
 def remaining(state: SlotState, slots_B: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
 from pilotfish.kernels.cuda.packing import UNIT
 from pilotfish.kernels.cuda.tiled_rows import MOST_AT_ONCE, AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import Compilations, compile_all
+from pilotfish.kernels.delta_net import MOST_PENDING
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
 from pilotfish.spec.accept import Verdicts
@@ -72,6 +73,7 @@ class CudaOperators:
     fixed_shapes = True
     index_dtype = torch.int32
     whole_rows = MOST_AT_ONCE
+    most_pending = MOST_PENDING
 
     def __init__(self, model: Model, on_device: bool | None = None):
         assert model.scratch is not None
@@ -98,6 +100,7 @@ class CudaOperators:
         caches = [*model.trunk.kv, *(model.head.caches if model.head else ())]
         num_pages = caches[0].k.shape[0] if caches else 1
         held = delta_net.pending_width(config.conv_dim, config.linear_num_value_heads)
+        most_rows = max(sizes.max_width, self.most_pending)
         return CudaScratch(
             attention.RowPlan.empty(rows, sizes.max_sequences, config.rotary_dim, device),
             heads,
@@ -107,7 +110,7 @@ class CudaOperators:
             delta_net.DeltaScratch.empty(rows, config.linear_num_value_heads, config.linear_value_head_dim, device),
             # a tensor a layer: each begins where tensors begin, and kernels are compiled for that
             tuple(
-                torch.zeros((sizes.num_slots, sizes.max_width, held), dtype=model.dtype, device=device)
+                torch.zeros((sizes.num_slots, most_rows, held), dtype=model.dtype, device=device)
                 for _ in config.linear_layers
             ),
             sample.ChoiceScratch.empty(rows, config.vocab_size, device),
@@ -193,7 +196,7 @@ class CudaOperators:
         delta_net.gdn_window(
             projected, slots_B, state.pending_count, recurrent.s[number], recurrent.conv[number],
             scratch.pending[number], mixer.conv_weight, mixer.decay_rate, mixer.dt_bias, mixer.gate_norm, mixer.eps,
-            width, scratch.delta, out, pdl=self.pdl,
+            width, scratch.delta, out, self.most_pending, pdl=self.pdl,
         )  # fmt: skip
 
     def experts(
@@ -230,7 +233,9 @@ class CudaOperators:
         self, chosen: torch.Tensor, slots_B: torch.Tensor, state: SlotState, verdicts: Verdicts, width: int,
         next_depth: int, flags: int, pending: bool = True,
     ) -> None:  # fmt: skip
-        commit.accept_commit(chosen, slots_B, state, verdicts, width, next_depth, pending, pdl=self.pdl)
+        commit.accept_commit(
+            chosen, slots_B, state, verdicts, width, next_depth, pending, self.most_pending, pdl=self.pdl
+        )
 
     def look_up(
         self, slots_B: torch.Tensor, state: SlotState, depth: int, longest: int, shortest: int, scratch: CudaScratch

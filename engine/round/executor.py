@@ -32,6 +32,7 @@ from pilotfish.engine.round.prompt import NULL_SLOT, PromptPass
 from pilotfish.engine.round.reading import FIRST, HEAD, Once, Piece, Reading
 from pilotfish.engine.round.reports import Batch, RowLogprobs, SequenceReport, num_forced
 from pilotfish.engine.round.shapes import Shape, Shapes, Sizes
+from pilotfish.spec.accept import rows_left
 from pilotfish.spec.slots import EVERYTHING, FILTERED
 
 Observer = Callable[[str, torch.Tensor, list[int], list[int]], None]
@@ -225,12 +226,13 @@ class RoundExecutor:
         return event.query
 
     def _sit_out(self, batch: Batch, shape: Shape, missed: list[int]) -> None:
-        """Sequences whose masks have not come commit nothing: the null slot stands in their places from here on. The
-        trunk has replayed what they had accepted, and nothing of this window follows; their drafts stay for the next
-        round."""
+        """Sequences whose masks have not come commit nothing: the null slot stands in their places from here on. What
+        they had accepted the trunk has replayed, or left pending, and nothing of this window follows; their drafts stay
+        for the next round."""
         slots = [NULL_SLOT if b in missed else slot for b, slot in enumerate(batch.slots)]
         for b in missed:
-            self.state.pending_count[batch.slots[b]].fill_(0)
+            count = self.state.pending_count[batch.slots[b]]
+            count.copy_(rows_left(count, shape.width, self.ops.most_pending))
         self._placement.place_slots(slots, shape.num_sequences)
 
     def _fit(self, batch: Batch, next_depth: int, flags: int) -> Work:

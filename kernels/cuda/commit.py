@@ -26,7 +26,7 @@ def _first_position(token, id, count, cols, first):
     return tl.min(tl.where((token == id) & (cols < count), first + cols, _NEVER), 0)
 
 
-@triton.jit(do_not_specialize=["W", "next_depth"])
+@triton.jit(do_not_specialize=["W", "next_depth", "most_pending"])
 def _accept_commit_kernel(
     chosen,
     slots,
@@ -34,6 +34,7 @@ def _accept_commit_kernel(
     v,
     W,
     next_depth,
+    most_pending,
     V: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
     NUM_STOPS: tl.constexpr,
@@ -75,7 +76,8 @@ def _accept_commit_kernel(
     if PENDING:
         after = length + count
         tl.store(s.length + slot, after)
-        tl.store(s.pending_count + slot, count)
+        before = tl.load(s.pending_count + slot)
+        tl.store(s.pending_count + slot, tl.where(before + W <= most_pending, before, 0) + count)
     last = tl.where(count > 0, tl.sum(tl.where(is_last, token, 0), 0), tl.load(s.last_token + slot))
     tl.store(s.last_token + slot, last)
     tl.store(s.done + slot, done.to(tl.uint8))
@@ -120,14 +122,15 @@ def accept_commit(
     width: int,
     next_depth: int,
     pending: bool = True,
+    most_pending: int = 0,
     pdl: bool = False,
 ) -> None:
     """Commits the chosen tokens (int64, row b * width + j) of slots_B (int32 or int64) into `state`, and fills
     `verdicts`.
 
     next_depth: drafts of the next round, of which as many are offered as a request's own k and limit allow. `pending`:
-    the rows wait for replay and the length grows (not so after prefill). Slots that are done commit nothing; several
-    sequences may be the null slot, which must be done.
+    the rows wait for replay and the length grows (not so after prefill). most_pending: see `spec.accept.rows_left`.
+    Slots that are done commit nothing; several sequences may be the null slot, which must be done.
     """
     max_depth = state.drafts.shape[1]
     assert 1 <= width <= max_depth + 1 and 0 <= next_depth <= max_depth and len(chosen_R) >= len(slots_B) * width
@@ -140,6 +143,7 @@ def accept_commit(
         verdicts,
         width,
         next_depth,
+        most_pending,
         V=state.counts.shape[1],
         MAX_DEPTH=max_depth,
         NUM_STOPS=state.stop_ids.shape[1],

@@ -1,5 +1,7 @@
 """GatedDeltaNet over a decode window: replay of accepted rows, one store of the state, then the window itself.
 
+While accepted rows and the window's fit where rows are pending the state is not stored: they are replayed once more.
+
 What a window leaves pending is its rows of the projection (u | b | a, bf16): replay convolves, norms and steps them
 again. It is the same code as the window's, put into the kernel twice, and without contraction (no multiplication and
 addition become one but where fma stands here), so a replayed state has the bits it had inside the window.
@@ -16,7 +18,7 @@ Dependent launches: state, history, pending rows and counts are what the round b
 others start only when that round is done (`embed_rows`), so all of them are read before the wait, accepted rows
 replayed, and the state that this makes stored: nobody else in a round has it. Loads of what kernels write go past L1,
 which nothing empties between kernels that overlap.
-Bytes: the state, read and written once (2 * 4 Hv dk dv a sequence), beside which the rest is small.
+Bytes: the state, read once and written at most once (2 * 4 Hv dk dv a sequence), beside which the rest is small.
 """
 
 # Triton compiles no unpacking of tuples, and what grows in a loop has no type that mypy knows:
@@ -135,7 +137,7 @@ def _dot(cells, factors, PARTS: gl.constexpr):
     return gl.sum(total, 0)
 
 
-@gluon.jit(do_not_specialize=["W", "MOST"])
+@gluon.jit(do_not_specialize=["W", "MOST", "MOST_PENDING"])
 def _steps_kernel(
     projected,
     slots,
@@ -149,6 +151,7 @@ def _steps_kernel(
     read,
     W,
     MOST,
+    MOST_PENDING,
     HK: gl.constexpr,
     HV: gl.constexpr,
     DK: gl.constexpr,
@@ -211,7 +214,7 @@ def _steps_kernel(
         if phase == 1:
             # before the wait: of all kernels of a round this program alone reads and writes these cells, and who waits
             # for it would wait for what it stores last
-            if count > 0:
+            if (count > 0) & (count + W > MOST_PENDING):
                 for part in gl.static_range(PARTS):
                     gl.store(cells + part * (PART * DV), s[part])
             if PDL:
@@ -278,7 +281,7 @@ def _window_rows(
     return u, beta, a, z
 
 
-@triton.jit(do_not_specialize=["W", "MOST"])
+@triton.jit(do_not_specialize=["W", "MOST", "MOST_PENDING"])
 def _finish_kernel(
     projected,
     slots,
@@ -291,6 +294,7 @@ def _finish_kernel(
     eps,
     W,
     MOST,
+    MOST_PENDING,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -324,6 +328,8 @@ def _finish_kernel(
     u, beta, a, z = _window_rows(source, w, W, column, head, d, live, C, COLUMNS, HV, DV)
     count = tl.load(counts + slot, cache_modifier=".cg").to(tl.int32)
     count = tl.minimum(tl.maximum(count, 0), MOST)
+    # accepted rows that stay where they are, before the window's: the state has not taken them in
+    left = tl.where(count + W > MOST_PENDING, 0, count)
     # the newest inputs of history and accepted rows, one after the other
     tap = tl.arange(0, _HISTORY + 1)[:, None]
     e = tap * 0 + tl.arange(0, BLOCK)[None, :]
@@ -342,15 +348,16 @@ def _finish_kernel(
         shown = mask & (head >= 0)
         row = (b * W + w).to(tl.int64)
         o = tl.load(read + at(row, head * DV + d, HV * DV, False), shown, other=0.0)
-        tl.store(target + w * HELD + column + d, u, mask)
-        tl.store(target + w * HELD + C + head, beta, counted)
-        tl.store(target + w * HELD + C + HV + head, a, counted)
+        held = target + (left + w) * HELD
+        tl.store(held + column + d, u, mask)
+        tl.store(held + C + head, beta, counted)
+        tl.store(held + C + HV + head, a, counted)
         scale = tl.rsqrt(tl.sum(o * o, 1) / DV + eps)
         o = o * scale[:, None] * norm * _silu(z.to(tl.float32))
         tl.store(out + at(row, head * DV + d, HV * DV, TILED), o.to(out.dtype.element_ty), shown)
         w += ROWS
         u, beta, a, z = _window_rows(source, w, W, column, head, d, live, C, COLUMNS, HV, DV)
-    tl.store(old + tap * C + column + e, newest, kept)
+    tl.store(old + tap * C + column + e, newest, kept & (left == 0))
 
 
 def pending_width(num_channels: int, num_value_heads: int) -> int:
@@ -388,16 +395,21 @@ def gdn_window(
     width: int,
     scratch: DeltaScratch,
     out: AnyRows,
+    most_pending: int = 0,
     pdl: bool = False,
 ) -> None:
     """One linear layer's mixer between its two products; changes state, history, pending, scratch and out.
 
+    Where accepted rows and the window's are no more than most_pending together, they stay pending side by side, and
+    state and history as they were (`spec.accept.rows_left`).
+
     projected  bf16 [>= R, C + Hv dv + 2 Hv]: u | z | b | a of the window's rows
     slots      int32 [B]; slot 0 may repeat (padding), others may not
-    counts     int [S]: pending rows of a slot that were accepted, 0..W_max; not changed
+    counts     int [S]: pending rows of a slot that were accepted, 0..M; not changed
     state      fp32 [S, Hv, dk, dv]: replayed counts[slot] rows forward and stored
     history    bf16 [S, J-1, C]: likewise
-    pending    bf16 [<= S, W_max, pending_width]: accepted rows in; the window's rows out, in [:W]
+    pending    bf16 [<= S, M, pending_width], M at least W and most_pending: accepted rows in; the window's rows out,
+               from the first on, or behind those that stay
     conv_weight fp32 [J, C], decay_rate (-exp(A_log)) and dt_bias fp32 [Hv], gate_norm fp32 [dv]
     out        bf16 [>= R, Hv dv]: the gated norm's output; may be TiledRows
     pdl        for launches in a chain in which, since slots, counts, state, history and pending were last written, a
@@ -409,7 +421,8 @@ def gdn_window(
     _check(projected, state, history, pending, conv_weight, scratch, out, batch * width, width)
     warps = min(WARPS, dv // 8)
     memory, tiled = stored(out)
-    sizes = {"MOST": most, "HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "PDL": pdl}
+    assert 0 <= most_pending <= most, (most_pending, most)
+    sizes = {"MOST": most, "MOST_PENDING": most_pending, "HK": key_heads, "HV": heads, "DK": dk, "DV": dv, "PDL": pdl}
     options = {"enable_fp_fusion": False} | ({"launch_pdl": True} if pdl else {})
     _steps_kernel[(batch * heads * (dv // (8 * warps)),)](
         projected, slots, counts, state, history, pending, conv_weight, decay_rate, dt_bias,

@@ -78,14 +78,16 @@ def counts_of(slot, count):
     return [count if index == slot else 0 for index in range(NUM_SLOTS)]
 
 
-def test_matches_the_reference(device, dtype, sizes, rounds):
+@pytest.mark.parametrize("most_pending", (0, 4))
+def test_matches_the_reference(device, dtype, sizes, rounds, most_pending):
     ours, theirs = DeltaLayer(sizes, dtype, device), DeltaLayer(sizes, dtype)
     # fp32 throughout but for the output
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
     for number, (slots, width, counts) in enumerate(rounds):
         rows = ours.rows(len(slots) * width, 20 + number)
-        got = ours.step(rows, slots, counts, width)
-        torch.testing.assert_close(got, theirs.step(rows, slots, counts, width, gdn_window_reference), **close)
+        got = ours.step(rows, slots, counts, width, most_pending=most_pending)
+        wanted = theirs.step(rows, slots, counts, width, gdn_window_reference, most_pending=most_pending)
+        torch.testing.assert_close(got, wanted, **close)
         for slot in range(NUM_SLOTS):
             (state, *others), (wanted, *wanted_others) = ours.slot(slot), theirs.slot(slot)
             torch.testing.assert_close(state, wanted, rtol=1e-4, atol=1e-5)
@@ -122,6 +124,28 @@ def test_windows_have_the_bits_of_single_rows(device, dtype, sizes, windows, jun
     last = rows[num_rows:]
     assert torch.equal(many.step(last, [1], counts_of(1, accepted), 1), alone.step(last, [1], counts_of(1, 1), 1))
     for mine, other in zip(many.slot(1)[:2], alone.slot(1)[:2], strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("most_pending", (4, MOST))
+def test_when_the_state_is_stored_changes_no_bit(device, dtype, sizes, most_pending):
+    always, seldom = DeltaLayer(sizes, dtype, device), DeltaLayer(sizes, dtype, device)
+    accepted = pending = 0
+    stored = []
+    windows = (*[(1, 1)] * 9, (2, 1), (1, 1), (4, 3), (1, 0), (1, 1), (3, 2), (1, 1), (1, 1), (MOST, 0))
+    for number, (width, kept) in enumerate(windows):
+        rows, before = always.rows(width, 70 + number), seldom.slot(1)
+        wanted = always.step(rows, [1], counts_of(1, accepted), width)
+        assert torch.equal(seldom.step(rows, [1], counts_of(1, pending), width, most_pending=most_pending), wanted)
+        stays = pending + width <= most_pending
+        if pending:
+            stored.append(not stays)
+            after = seldom.slot(1)
+            assert [torch.equal(*parts) for parts in zip(before[:2], after[:2], strict=True)] == [stays, stays]
+        accepted, pending = kept, kept + (pending if stays else 0)
+    # the last window has brought both to the same place
+    assert any(stored) and not all(stored)
+    for mine, other in zip(seldom.slot(1)[:2], always.slot(1)[:2], strict=True):
         assert torch.equal(mine, other)
 
 

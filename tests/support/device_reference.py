@@ -47,7 +47,9 @@ class Reference:
         width: int,
         next_depth: int,
         pending: bool = True,
+        most_pending: int = 0,
     ) -> None:
+        self.ops.most_pending = most_pending
         slots, flags = slots_B.long(), self.state.flags_of(slots_B.tolist())
         if pending:
             self.ops.accept_commit(chosen_R, slots, state, verdicts, width, next_depth, flags)

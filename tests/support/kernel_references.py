@@ -111,6 +111,7 @@ def gdn_window_reference(
     width: int,
     scratch: DeltaScratch | None,
     out: torch.Tensor,
+    most_pending: int = 0,
 ) -> None:
     """`gdn_window` in plain torch, without a wait for the device; `scratch` is left alone."""
     slots = slots.long()
@@ -142,10 +143,11 @@ def gdn_window_reference(
     normed = rms_norm(window.flatten(0, 1), gate_norm, eps, torch.float32)
     out[:num_rows] = (normed.flatten(1) * silu(z.float())).to(out.dtype)
 
-    newest = count[:, None] + torch.arange(history.shape[1], device=state.device)
+    left = torch.where(count + width <= most_pending, count, 0)
+    newest = torch.where(left > 0, 0, count)[:, None] + torch.arange(history.shape[1], device=state.device)
     history[slots] = inputs.gather(1, newest[..., None].expand(-1, -1, channels))
-    state[slots] = committed
-    pending[slots, :width] = rows
+    state[slots] = torch.where((left > 0)[:, None, None, None], state[slots], committed)
+    pending[slots[:, None], left[:, None] + torch.arange(width, device=state.device)] = rows
 
 
 def _heads(mixed: torch.Tensor, heads: int, dk: int, dv: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -489,7 +489,8 @@ def commit_both(make, numbers, chosen, width, next_depth, device, **options):
 
 @pytest.mark.parametrize("width", (1, 4, 9))
 @pytest.mark.parametrize("seed", range(2 if INTERPRETED else 8))
-def test_accept_commit(device, width, seed):
+@pytest.mark.parametrize("most_pending", (0, 4, 9))
+def test_accept_commit(device, width, seed, most_pending):
     names = ("penalised", "bad words", "thinking", "everything", "min tokens", "greedy")
 
     def make():
@@ -501,6 +502,7 @@ def test_accept_commit(device, width, seed):
             # some are nearly at their limit
             state.limit[slot] = state.length[slot] + 2 + int(torch.randint(0, 12, (), generator=numbers))
             state.own_k[slot] = int(torch.randint(0, 9, (), generator=numbers))
+            state.pending_count[slot] = slot % 5
         state.done[3] = seed == 2
         return state
 
@@ -510,8 +512,12 @@ def test_accept_commit(device, width, seed):
     # agree for a number of tokens that differs from sequence to sequence
     for row, length in enumerate(integers(width + 1, len(batch), seed=seed).tolist()):
         chosen[row, length:] = 25 + integers(5, width - length, seed=row) if length < width else 8
-    verdict, _ = commit_both(make, batch, chosen.flatten(), width, min(width, MAX_DEPTH), device)
+    depth = min(width, MAX_DEPTH)
+    verdict, after = commit_both(make, batch, chosen.flatten(), width, depth, device, most_pending=most_pending)
     assert verdict["num_committed"][-2:] == [0, 0] and max(verdict["num_committed"]) >= 1
+    for slot, committed in zip(batch[:-2], verdict["num_committed"], strict=False):
+        left = slot % 5 if slot % 5 + width <= most_pending else 0
+        assert after["pending_count"][slot] == left + committed
 
 
 def test_every_count_of_accepted_drafts_is_committed(device):

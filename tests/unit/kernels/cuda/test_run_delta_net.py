@@ -42,9 +42,10 @@ def windows():
 @pytest.mark.parametrize(
     "sizes", ((2, 4, 32, 64), (1, 1, 16, 16), (1, 2, 64, 64), (1, 1, 128, 128), (1, 1, 256, 32)), ids=str
 )
-def test_matches_the_reference_at_all_widths(device, dtype, sizes, rounds):
+@pytest.mark.parametrize("most_pending", (0, 4))
+def test_matches_the_reference_at_all_widths(device, dtype, sizes, rounds, most_pending):
     """Heads that share a key, tiles of columns, and every number of parts of the state."""
-    delta_windows.test_matches_the_reference(device, dtype, sizes, rounds)
+    delta_windows.test_matches_the_reference(device, dtype, sizes, rounds, most_pending)
 
 
 @pytest.fixture(autouse=True)
