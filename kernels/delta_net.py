@@ -12,9 +12,20 @@ from __future__ import annotations
 import torch
 
 CHUNK = 64
-MOST_PENDING = 4
-"""Rows of a sequence that may be pending side by side where kernels replay them, before the state takes them in: as
-many as they convolve at once. At k = 0 the state is then stored in every fourth round, not in each one."""
+MOST_PENDING = 8
+"""Rows of a sequence that may be pending side by side where kernels replay them."""
+SHARED_PENDING = 8
+"""Sequences up to which windows of several rows are left pending beside others."""
+
+
+def most_pending(width: int, num_sequences: int) -> int:
+    """Rows, accepted ones and a window's, up to which they stay pending and the state is not stored; no bit follows
+    from it. A store spared is worth replaying a few rows again, on a GPU: of single rows so many as are convolved at
+    once, so that the state is stored in every fourth round; of windows of several rows two of them, while batches are
+    small (docs/measurements.md)."""
+    if width == 1:
+        return 4
+    return MOST_PENDING if num_sequences <= SHARED_PENDING else 0
 
 
 def delta_step(

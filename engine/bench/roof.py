@@ -18,11 +18,13 @@ COPY_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Frame:
-    """A round: sequences, drafts each, tokens in each one's caches."""
+    """A round: sequences, drafts each, tokens in each one's caches; `stored`: the share of rounds that store the
+    recurrent state."""
 
     batch: int
     depth: int
     context: int
+    stored: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -34,16 +36,23 @@ def distinct_experts(num_experts: int, top_k: int, rows: int) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** rows)
 
 
+def stored_share(width: int, accepted: float, most_pending: int) -> float:
+    """The share of rounds that store the state, where pending rows grow by `accepted` a round while they and a window
+    of `width` are no more than most_pending."""
+    return 1 / (1 + max(0, most_pending - width) // accepted)
+
+
 def round_bytes(model: Model, frame: Frame, draft_vocab: int | None = None) -> float:
-    """Weights once (of experts the distinct ones, routed uniformly), state read and written, keys and values read, the
-    head once for the window and once for each draft after the first, lm_head for the window and for each draft."""
+    """Weights once (of experts the distinct ones, routed uniformly), state read, and written in rounds that store it,
+    keys and values read, the head once for the window and once for each draft after the first, lm_head for the window
+    and for each draft."""
     trunk, config = model.trunk, model.config
     routed = (config.num_experts, config.num_experts_per_tok)
     total = float(trunk.lm_head.num_bytes)
     total += sum(_layer_bytes(layer, frame.rows, *routed) for layer in trunk.layers)
     state = trunk.state
     per_slot = (state.s.nbytes + state.conv.nbytes) / state.s.shape[1] if state.s.numel() else 0.0
-    total += 2 * per_slot * frame.batch
+    total += (1 + frame.stored) * per_slot * frame.batch
     per_token = [(cache.k.nbytes + cache.v.nbytes) / (cache.k.shape[0] * cache.k.shape[2]) for cache in trunk.kv]
     total += sum(per_token) * frame.context * frame.batch
     if frame.depth and isinstance(model.head, MtpHead):

@@ -31,7 +31,7 @@ from pilotfish.kernels.cuda.linear import MAX_ROWS, PackedLinear
 from pilotfish.kernels.cuda.packing import UNIT
 from pilotfish.kernels.cuda.tiled_rows import MOST_AT_ONCE, AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import Compilations, compile_all
-from pilotfish.kernels.delta_net import MOST_PENDING
+from pilotfish.kernels.delta_net import MOST_PENDING, most_pending
 from pilotfish.kernels.linear import AnyLinear
 from pilotfish.kernels.moe import GatedMlp
 from pilotfish.spec.accept import Verdicts
@@ -73,7 +73,6 @@ class CudaOperators:
     fixed_shapes = True
     index_dtype = torch.int32
     whole_rows = MOST_AT_ONCE
-    most_pending = MOST_PENDING
 
     def __init__(self, model: Model, on_device: bool | None = None):
         assert model.scratch is not None
@@ -93,6 +92,10 @@ class CudaOperators:
         """See Operators."""
         return num_rows
 
+    def most_pending(self, width: int, num_sequences: int) -> int:
+        """See Operators."""
+        return most_pending(width, num_sequences)
+
     def make_scratch(self, model: Model, sizes: Sizes) -> CudaScratch:
         """See Operators."""
         config, device, rows = model.config, model.device, sizes.max_rows
@@ -100,7 +103,7 @@ class CudaOperators:
         caches = [*model.trunk.kv, *(model.head.caches if model.head else ())]
         num_pages = caches[0].k.shape[0] if caches else 1
         held = delta_net.pending_width(config.conv_dim, config.linear_num_value_heads)
-        most_rows = max(sizes.max_width, self.most_pending)
+        most_rows = max(sizes.max_width, MOST_PENDING)
         return CudaScratch(
             attention.RowPlan.empty(rows, sizes.max_sequences, config.rotary_dim, device),
             heads,
@@ -196,7 +199,7 @@ class CudaOperators:
         delta_net.gdn_window(
             projected, slots_B, state.pending_count, recurrent.s[number], recurrent.conv[number],
             scratch.pending[number], mixer.conv_weight, mixer.decay_rate, mixer.dt_bias, mixer.gate_norm, mixer.eps,
-            width, scratch.delta, out, self.most_pending, pdl=self.pdl,
+            width, scratch.delta, out, self.most_pending(width, len(slots_B)), pdl=self.pdl,
         )  # fmt: skip
 
     def experts(
@@ -233,9 +236,8 @@ class CudaOperators:
         self, chosen: torch.Tensor, slots_B: torch.Tensor, state: SlotState, verdicts: Verdicts, width: int,
         next_depth: int, flags: int, pending: bool = True,
     ) -> None:  # fmt: skip
-        commit.accept_commit(
-            chosen, slots_B, state, verdicts, width, next_depth, pending, self.most_pending, pdl=self.pdl
-        )
+        most_pending = self.most_pending(width, len(slots_B))
+        commit.accept_commit(chosen, slots_B, state, verdicts, width, next_depth, pending, most_pending, pdl=self.pdl)
 
     def look_up(
         self, slots_B: torch.Tensor, state: SlotState, depth: int, longest: int, shortest: int, scratch: CudaScratch

@@ -230,9 +230,10 @@ class RoundExecutor:
         they had accepted the trunk has replayed, or left pending, and nothing of this window follows; their drafts stay
         for the next round."""
         slots = [NULL_SLOT if b in missed else slot for b, slot in enumerate(batch.slots)]
+        most_pending = self.ops.most_pending(shape.width, shape.num_sequences)
         for b in missed:
             count = self.state.pending_count[batch.slots[b]]
-            count.copy_(rows_left(count, shape.width, self.ops.most_pending))
+            count.copy_(rows_left(count, shape.width, most_pending))
         self._placement.place_slots(slots, shape.num_sequences)
 
     def _fit(self, batch: Batch, next_depth: int, flags: int) -> Work:

@@ -42,18 +42,21 @@ tensor in any case."""
 class Operators(Protocol):
     """`fixed_shapes`: work reads nothing on the host, so that it can be captured, runs ahead of the host, and is made
     for a few shapes. `captures_prompts`: so does a prompt's but for its attention. `index_dtype`: of slots and page
-    tables. `whole_rows`: memory of what `rows_in` makes has room for whole groups of so many. `most_pending`: rows
-    of a sequence that may be pending at once, see spec.accept.rows_left; torch: 0, a replay costs it more."""
+    tables. `whole_rows`: memory of what `rows_in` makes has room for whole groups of so many rows."""
 
     fixed_shapes: bool
     captures_prompts: bool
     index_dtype: torch.dtype
     whole_rows: int
-    most_pending: int
 
     def padded(self, num_rows: int) -> int:
         """Rows that products run over for so many: whole tiles in torch, no more than asked in CUDA. What stands in the
         rows past R is never read by another row."""
+        ...
+
+    def most_pending(self, width: int, num_sequences: int) -> int:
+        """Rows of a sequence that may be pending at once, in rounds of that shape: see spec.accept.rows_left. Torch: 0,
+        for a replay costs it more than a store."""
         ...
 
     def make_scratch(self, model: Model, sizes: Sizes) -> Any:

@@ -122,11 +122,14 @@ class TorchOperators:
     captures_prompts = False
     index_dtype = torch.int64
     whole_rows = 1
-    most_pending = 0
 
     def padded(self, num_rows: int) -> int:
         """See Operators."""
         return padded_rows(num_rows)
+
+    def most_pending(self, width: int, num_sequences: int) -> int:
+        """See Operators."""
+        return 0
 
     def make_scratch(self, model: Model, sizes: Sizes) -> TorchScratch:
         """See Operators."""
@@ -287,7 +290,7 @@ class TorchOperators:
         done, left = state.done[slots_B].view(torch.bool), accept.remaining(state, slots_B) + int(not pending)
         drafts = state.drafts[slots_B, : width - 1]
         verdict = accept.accept(window, drafts, offered, state.stop_ids[slots_B], left, done)
-        accept.commit(state, slots_B, window, verdict, flags, pending, self.most_pending)
+        accept.commit(state, slots_B, window, verdict, flags, pending, self.most_pending(width, batch))
         accept.offer(state, slots_B, next_depth)
         rows = torch.arange(0, batch * width, width, device=chosen.device) + verdict.num_accepted
         values = (verdict.num_accepted, verdict.num_committed, offered, verdict.stopped, verdict.done, rows)

@@ -127,8 +127,9 @@ def test_windows_have_the_bits_of_single_rows(device, dtype, sizes, windows, jun
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("most_pending", (4, MOST))
-def test_when_the_state_is_stored_changes_no_bit(device, dtype, sizes, most_pending):
+@pytest.mark.parametrize("limits", ((4,), (MOST,), (4, 0, 8)))
+def test_when_the_state_is_stored_changes_no_bit(device, dtype, sizes, limits):
+    """`limits`: rows that may be pending, in turn, as in rounds of other sizes."""
     always, seldom = DeltaLayer(sizes, dtype, device), DeltaLayer(sizes, dtype, device)
     accepted = pending = 0
     stored = []
@@ -136,6 +137,7 @@ def test_when_the_state_is_stored_changes_no_bit(device, dtype, sizes, most_pend
     for number, (width, kept) in enumerate(windows):
         rows, before = always.rows(width, 70 + number), seldom.slot(1)
         wanted = always.step(rows, [1], counts_of(1, accepted), width)
+        most_pending = limits[number % len(limits)]
         assert torch.equal(seldom.step(rows, [1], counts_of(1, pending), width, most_pending=most_pending), wanted)
         stays = pending + width <= most_pending
         if pending:

@@ -49,7 +49,7 @@ class Reference:
         pending: bool = True,
         most_pending: int = 0,
     ) -> None:
-        self.ops.most_pending = most_pending
+        self.ops.most_pending = lambda width, num_sequences: most_pending  # type: ignore[method-assign]
         slots, flags = slots_B.long(), self.state.flags_of(slots_B.tolist())
         if pending:
             self.ops.accept_commit(chosen_R, slots, state, verdicts, width, next_depth, flags)

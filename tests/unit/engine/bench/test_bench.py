@@ -14,7 +14,7 @@ from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.experts import ExpertCounts, count_experts
 from pilotfish.engine.bench.measure import Case, live_batch, live_tokens, random_prompts, run_batch
 from pilotfish.engine.bench.oracle import Oracle
-from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes
+from pilotfish.engine.bench.roof import Frame, distinct_experts, round_bytes, stored_share
 from pilotfish.engine.bench.show import ADMISSION_COLUMNS, ADMISSION_LEGEND, COLUMNS, LEGEND, show
 from pilotfish.engine.bench.sizes import released_config
 from pilotfish.engine.checkpoint.dummy import dummy_weights
@@ -24,6 +24,7 @@ from pilotfish.engine.model.build import CacheSizes, build_model
 from pilotfish.engine.requests.scheduler import PrefillStep, RoundStep
 from pilotfish.engine.round.shapes import Shape, Shapes
 from pilotfish.engine.round.synthetic import acceptance_rate
+from pilotfish.spec.accept import rows_left
 from tests.support.fixed_shapes import fixed_engine
 from tests.support.rounds import CPU, make_engine
 from tests.support.tiny_models import build_tiny
@@ -198,6 +199,22 @@ def test_the_floor_counts_every_matrix_once_and_the_head_by_pass():
     frame = Frame(batch=1, depth=2, context=100)
     expected = linears + head + model.head.fc.num_bytes + 3 * trunk.lm_head.num_bytes + state
     assert round_bytes(model, frame) == expected + kv * 100 * (len(trunk.kv) + 2)
+    assert round_bytes(model, dataclasses.replace(frame, stored=0.25)) == round_bytes(model, frame) - 0.375 * state
+
+
+@pytest.mark.parametrize(
+    ("width", "accepted", "most", "share"),
+    [(1, 1, 0, 1), (1, 1, 4, 1 / 4), (4, 3.2, 8, 1 / 2), (4, 1.9, 8, 1 / 3), (9, 4, 8, 1)],
+)
+def test_how_often_a_state_is_stored(width, accepted, most, share):
+    """As rounds do it by whole rows, of which as many are accepted on average."""
+    assert stored_share(width, accepted, most) == share
+    count = stored = 0
+    for number in range(1000):
+        left = int(rows_left(torch.tensor(count), width, most))
+        stored += count > 0 and left == 0
+        count = left + int((number + 1) * accepted) - int(number * accepted)
+    assert stored / 1000 == pytest.approx(share, abs=0.06)
 
 
 def test_distinct_experts_of_uniform_routing():
