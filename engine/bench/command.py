@@ -61,7 +61,8 @@ from pilotfish.engine.slow import slow_ways
 from pilotfish.kernels.attention import PAGE
 
 REPLAYS = 16
-"""How often each captured part is replayed over a live batch."""
+"""How often each captured part is replayed over a live batch, and timed."""
+LIVE_ROUNDS = 2 * (1 + REPLAYS)
 WARM_UP_TOKENS = 8
 NUM_SNAPSHOTS = 32
 """Kept of a conversation: more than thinning leaves of it."""
@@ -169,7 +170,7 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> Plan:
     chunk = args.prefill_chunk or default_chunk(fused)
     grid = Grid(chunk, PAGE)
     # the most rounds that anything looks at while a batch is live
-    live = live_tokens(2 * REPLAYS, depth, batch, grid.num_chunks(max(args.context)))
+    live = live_tokens(LIVE_ROUNDS, depth, batch, grid.num_chunks(max(args.context)))
     longest = max(args.context) + max(args.tokens, live)
     pages = reserved_pages(longest, depth) * batch
     if args.admission is not None:
@@ -306,7 +307,7 @@ def _device_times(loop: EngineLoop, case: Case) -> dict[str, Any]:
         return {}
     shape, graphs = loop.executor.shapes.fit(case.batch, case.depth), loop.executor.graphs
     times = {}
-    with live_batch(loop, random_prompts(case.batch, case.context, loop.ready.vocab_size), 2 * REPLAYS):
+    with live_batch(loop, random_prompts(case.batch, case.context, loop.ready.vocab_size), LIVE_ROUNDS):
         # the last: its window is not committed, the next replay takes it once more
         for part in (WHOLE, PLAIN, VERIFY):
             spent = _replay_times(partial(graphs.replay, (shape, part)))
@@ -316,7 +317,8 @@ def _device_times(loop: EngineLoop, case: Case) -> dict[str, Any]:
 
 
 def _replay_times(replay: Callable[[], None]) -> list[float]:
-    """Milliseconds on the device of each of REPLAYS calls, back to back."""
+    """Milliseconds on the device of each of REPLAYS calls, back to back, behind one that has to wait for its graph."""
+    replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
     events[0].record()
     for event in events[1:]:

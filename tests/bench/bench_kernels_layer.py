@@ -5,8 +5,9 @@
 Regime: decoding, layers of the 27B in NVFP4 with more weights than the L2 holds, in a CUDA graph with programmatic
 dependent launch. A product alone, launched again and again, finds its x where it was; here each x has just been written
 by the kernel before, as in a round, in the order in which lanes load it (--row-major: row by row). Of one product at a
-time other launch shapes are tried; times are those of a whole layer without attention or GatedDeltaNet, the median of
-replays. Bits are compared first. One JSON line a shape on stdout, a table, the best last, on stderr.
+time other launch shapes are tried, of 17 to 64 rows those of wide.py too; times are those of a whole layer without
+attention or GatedDeltaNet, the median of replays. Bits are compared first. One JSON line a shape on stdout, a table,
+the best last, on stderr.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from itertools import product as combinations
 import torch
 from tqdm import tqdm
 
-from pilotfish.kernels.cuda import linear, norm
+from pilotfish.kernels.cuda import linear, norm, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
-from pilotfish.kernels.cuda.packing import Format, Packed
+from pilotfish.kernels.cuda.packing import Format
+from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
-from pilotfish.kernels.cuda.tiled_rows import AnyRows, stored
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, stored
 from pilotfish.kernels.cuda.warm import compile_all
+from pilotfish.kernels.cuda.wide import WideShape
 from tests.bench.bench_kernels_linear import in_graph, in_ring, random_weight, rows_of
 
 HIDDEN, WIDTH, MIX, GATES, HEADS = 5120, 17408, 16384, 96, 6144
+AnyShape = LaunchShape | WideShape
 LAYERS = 6
 EPS = 1e-6
 
@@ -54,7 +58,11 @@ class Chain:
         self.chosen = {}
         for name, product in layers[0].products.items():
             part, plain = product.launches(rows)[0]
-            self.chosen[name] = choose_shape(part, rows, product.swiglu, plain, product.segments, not row_major)
+            shape = wide.choose_wide_shape(part, rows, product.segments, product.in_features)
+            by_warps = choose_shape(part, rows, product.swiglu, plain, product.segments, not row_major)
+            self.chosen[name] = by_warps if shape is None else shape
+            shares = wide.shares_of(part, product.segments)
+            PartialSums.of(part.data.device).reserve(part.num_tiles, shares, wide.MOST_ROWS)
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device="cuda")
@@ -68,11 +76,18 @@ class Chain:
         # what stands for a mixer knows of no order, and numbers of others do as well
         self.gated = stored(self.heads)[0].view(-1)[: rows * HEADS].view(rows, HEADS)
 
-    def launch(self, shapes: dict[str, LaunchShape]) -> None:
+    def launch(self, shapes: dict[str, AnyShape]) -> None:
         def rows(layer: Layer, name: str, x: AnyRows, out: AnyRows) -> None:
-            product = layer.products[name]
-            for part, plain in product.launches(self.rows):
-                linear.launch(part, x, out, shapes[name], product.swiglu, True, plain)
+            product, shape = layer.products[name], shapes[name]
+            # of mix a part of BF16, which is a launch of its own beside the warp group's
+            part, plain = product.ranges[0], product.ranges[1] if len(product.ranges) > 1 else None
+            if isinstance(shape, LaunchShape):
+                linear.launch(part, x, out, shape, product.swiglu, True, plain)
+                return
+            wide.launch(part, x, out, shape, product.swiglu, product.segments, True)
+            if plain is not None:
+                own = choose_shape(plain, self.rows, False, None, 0, isinstance(x, TiledRows))
+                linear.launch(plain, x, out, own, False, True, None)
 
         self.stream.copy_(self.start)
         norm.add_norm(self.stream, None, self.scale, EPS, self.normed, pdl=True)
@@ -85,14 +100,23 @@ class Chain:
             rows(layer, "down", self.inner, self.delta)
             norm.add_norm(self.stream, self.delta, self.scale, EPS, self.normed, pdl=True)
 
-    def seconds(self, shapes: dict[str, LaunchShape]) -> float:
+    def seconds(self, shapes: dict[str, AnyShape]) -> float:
         """Of a layer."""
         return in_graph(lambda _: self.launch(shapes), 1, 9) / len(self.layers)
 
 
-def candidates(part: Packed, chosen: LaunchShape, row_major: bool) -> Iterator[LaunchShape]:
-    """What is chosen, first, shapes with units on their way in shared memory and in registers, and x in quarters."""
+def candidates(product: PackedLinear, rows: int, chosen: AnyShape, row_major: bool) -> Iterator[AnyShape]:
+    """What is chosen, first, shapes with units on their way in shared memory and in registers, x in quarters, and the
+    warp group's kernel."""
     yield chosen
+    part, plain = product.ranges[0], product.ranges[1] if len(product.ranges) > 1 else None
+    if wide.can_take(part, rows, product.segments, product.in_features):
+        shares = wide.shares_of(part, product.segments)
+        for height, tiles, first in combinations((32,) if rows <= 32 else (32, 64), (4, 8), (False, True)):
+            yield WideShape(height, shares, tiles, first)
+    if not isinstance(chosen, LaunchShape):
+        chosen = choose_shape(part, rows, product.swiglu, plain, product.segments, not row_major)
+        yield chosen
     row_tiles, segments = chosen.row_tiles, chosen.segments
     ways = ((8, 1), (4, 2)) if segments else ((chosen.warps, 1),)
     all_tiles = (1, 2) if segments and row_tiles < 4 else (2,)
@@ -122,8 +146,8 @@ def main() -> None:
     layers = [Layer() for _ in range(LAYERS)]
     for rows, name in combinations(map(int, args.rows.split(",")), args.products.split(",")):
         chain = Chain(layers, rows, args.row_major)
-        part = layers[0].products[name].ranges[0]
-        tried = [chain.chosen | {name: shape} for shape in candidates(part, chain.chosen[name], args.row_major)]
+        shapes_of = candidates(layers[0].products[name], rows, chain.chosen[name], args.row_major)
+        tried = [chain.chosen | {name: shape} for shape in shapes_of]
         compile_all(lambda: [chain.launch(shapes) for shapes in tried])  # noqa: B023
         chain.launch(chain.chosen)
         want = chain.stream.clone()
