@@ -1,6 +1,5 @@
-"""GatedDeltaNet over a decode window: replay of accepted rows, one store of the state, then the window itself.
-
-While accepted rows and the window's fit where rows are pending the state is not stored: they are replayed once more.
+"""GatedDeltaNet over a decode window: replay of accepted rows, one store of the state, then the window itself. While
+accepted rows and the window's are few the state is not stored: they stay pending, and are replayed once more.
 
 What a window leaves pending is its rows of the projection (u | b | a, bf16): replay convolves, norms and steps them
 again. It is the same code as the window's, put into the kernel twice, and without contraction (no multiplication and
