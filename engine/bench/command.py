@@ -10,6 +10,7 @@ import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from pilotfish.engine import ledger
 from pilotfish.engine.assemble import assemble
 from pilotfish.engine.bench import picture
 from pilotfish.engine.bench.admission import STREAMS, measure_admission, stream_tokens
+from pilotfish.engine.bench.clocks import Clocks
 from pilotfish.engine.bench.complaints import complaints
 from pilotfish.engine.bench.conversation import Conversation, measure_conversation
 from pilotfish.engine.bench.experts import count_experts
@@ -73,6 +75,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     began = perf_counter()
     config, weights, packed_bytes = _weights(args)
     plan = _plan(args, config)
+    clocks = Clocks.of(plan.device) if args.clocks else None
     draft_ids = None if args.draft_vocab_size is None else range(min(args.draft_vocab_size, config.vocab_size))
     model = build_model(weights, config, plan.cache_sizes, plan.dtype, plan.device, plan.fused, draft_ids)
     weights_seconds = perf_counter() - began
@@ -110,7 +113,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for context in args.context:
                 known = texts.get((batch, context))
                 case = Case(depth, batch, context)
-                run, first = _run(args, loop, case, known)
+                run, first = _run(args, loop, case, known, clocks)
                 if known is None:
                     texts[batch, context] = run.texts
                 elif known != run.texts:
@@ -228,9 +231,10 @@ def _shapes(args: argparse.Namespace, shapes: Shapes, depth: int) -> list[Shape]
 
 
 def _run(
-    args: argparse.Namespace, loop: EngineLoop, case: Case, known: dict[str, list[int]] | None
+    args: argparse.Namespace, loop: EngineLoop, case: Case, known: dict[str, list[int]] | None, clocks: Clocks | None
 ) -> tuple[Run, dict[str, Any]]:
-    """The timed batch; and what came before it, the first requests where they are looked at."""
+    """The timed batch; and what was measured beside it, the first requests and the card's clocks where they are looked
+    at."""
     prompts = random_prompts(case.batch, case.context, loop.ready.vocab_size)
     oracle = loop.executor.state.oracle
     if isinstance(oracle, Oracle) and known is not None:
@@ -242,7 +246,10 @@ def _run(
     else:
         # once for what libraries set up at their first call
         run_batch(loop, prompts[:1], WARM_UP_TOKENS, args.seed)
-    run = run_batch(loop, prompts, args.tokens, args.seed)
+    with clocks or nullcontext():
+        run = run_batch(loop, prompts, args.tokens, args.seed)
+    if clocks is not None:
+        first |= clocks.between(*run.timed)
     first["num_compiled"] = first.get("num_compiled", 0) + run.num_compiled
     if loop.executor.model.config.is_moe and (by_layer := count_experts(loop, prompts)):
         first |= {"distinct_experts": statistics.fmean(by_layer), "distinct_experts_by_layer": by_layer}

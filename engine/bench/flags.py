@@ -83,6 +83,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--profile", action="store_true", help="trace which kernels a round and a prompt spend their time in"
     )
     parser.add_argument(
+        "--clocks", action="store_true", help="the card's clock and power in the timed rounds, by nvidia-smi"
+    )
+    parser.add_argument(
         "--admission",
         type=whole_number(1, 1 << 20),
         metavar="N",
@@ -106,7 +109,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.picture is not None and not args.conversation:
         parser.error("--picture: want --conversation, which is what it shows")
-    beside = [flag for flag in ("admission", "first_requests", "profile") if args.conversation and getattr(args, flag)]
+    beside = [
+        flag
+        for flag in ("admission", "first_requests", "profile", "clocks")
+        if args.conversation and getattr(args, flag)
+    ]
     if beside:
         parser.error(f"--{beside[0].replace('_', '-')}: is about batches, which --conversation takes the place of")
     if args.synthetic_acceptance_length is not None:

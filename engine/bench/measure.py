@@ -34,8 +34,9 @@ class Case:
 class Run:
     """One batch. `texts`: what each request wrote. Times are the host's: `seconds` from the first request's arrival to
     the last one's end; a round's from one report to the next, the first rounds left out, and those in which a request
-    ended. `num_compiled`: kernels that it had to wait for. `graph_hits`: rounds read that were replayed;
-    `graph_misses`: those launched for which there was no graph.
+    ended; `timed`: when the first of these began and the last one ended, by perf_counter. `num_compiled`: kernels that
+    it had to wait for. `graph_hits`: rounds read that were replayed; `graph_misses`: those launched for which there was
+    no graph.
 
     `rounds` and `accepted` are of rounds that offered all drafts: near a request's limit there are fewer, and a short
     text's acceptance length would come out too small."""
@@ -47,6 +48,7 @@ class Run:
     num_compiled: int = 0
     texts: dict[str, list[int]] = field(default_factory=dict)
     round_seconds: list[float] = field(default_factory=list)
+    timed: tuple[float, float] = (0.0, 0.0)
     host_seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     accepted: int = 0
@@ -89,6 +91,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
         elif len(outputs) == len(prompts):
             seen += 1
             if seen > WARM_UP_ROUNDS and not any(output.finish_reason for output in outputs):
+                run.timed = run.timed[0] or last, now
                 run.round_seconds.append(now - last)
                 run.tokens.append(sum(len(output.token_ids) for output in outputs))
                 run.host_seconds.append(report.stats.phases.get("launch", 0.0))

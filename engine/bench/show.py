@@ -13,7 +13,7 @@ COLUMNS = (
     ("device_plain_ms", "device ms"), ("acceptance_length", "accepted"), ("floor_ms", "floor ms"),
     ("share_of_roof", "of roof"),
     ("distinct_experts", "experts"), ("distinct_experts_uniform", "uniform"), ("first_token_ms", "first ms"),
-    ("host_ms", "host ms"), ("graph_hits", "hits"), ("graph_misses", "misses"),
+    ("clock_mhz", "MHz"), ("power_w", "W"), ("host_ms", "host ms"), ("graph_hits", "hits"), ("graph_misses", "misses"),
     ("first_request_ms", "1st request ms"), ("second_request_ms", "2nd request ms"),
 )  # fmt: skip
 ADMISSION_COLUMNS = (
@@ -38,6 +38,8 @@ LEGEND = {
     "experts": "distinct ones that a round's rows choose in a layer",
     "uniform": "their number if all were chosen alike",
     "first ms": "from the requests' arrival to a token of each",
+    "MHz": "the card's clock in timed rounds, median",
+    "W": "the card's power in them, median",
     "host ms": "the host's share of launching a round",
     "hits": "rounds replayed from a captured graph",
     "misses": "rounds for which there was none",
