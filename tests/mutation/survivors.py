@@ -51,10 +51,10 @@ SURVIVORS: dict[str, str] = {
     "TorchOperators.choose: has_nan[:num_rows] = values.gather(1, chosen[:, None])[:, 0].isnan() -> pass": (
         "no logits here hold NaN"
     ),
+    "TorchOperators.most_pending: return 0 -> return 1": ("a window beside a pending row makes two"),
     "TorchOperators.take_compiled: return 0 -> return 1": ("what is told of compilations"),
     "_choose_freely: flags & BIASED -> flags | BIASED": ("a bias of 0 is added"),
     "banned_rows: flags & bit -> flags | bit": ("rules are looked at that no request of the batch has"),
-    "commit: flags & PENALISED -> flags | PENALISED": ("histories are kept that no request reads"),
     "early_stops: vocab + 1 -> vocab + 2": ("one more column is cut off"),
     "keep_history: counts > 0 -> counts > 1": ("what was generated is seen by its count"),
     "keep_history: state.seen[slots_B] |= (counts > 0).view(torch.uint8) -> pass": (
@@ -64,4 +64,5 @@ SURVIVORS: dict[str, str] = {
         "counts are what a grammar forces; a draft that is offered and wrong is refused"
     ),
     "penalise: logits > 0 -> logits >= 0": ("0 divided or multiplied is 0"),
+    "rows_left: count + width <= most_pending -> count + width < most_pending": ("rows stay pending on a GPU alone"),
 }
