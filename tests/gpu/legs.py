@@ -107,7 +107,7 @@ def test_legs() -> list[Leg]:
 
 
 def bench_legs() -> list[Leg]:
-    rounds = f"-m pilotfish.server.cli bench {{}} {DUMMY} --synthetic-acceptance-length 3.2 --json {{{{out}}}}"
+    rounds = f"-m pilotfish.server.cli bench {{}} {DUMMY} --clocks --synthetic-acceptance-length 3.2 --json {{{{out}}}}"
     moe, dense = rounds.format("Qwen3.6-35B-A3B"), rounds.format("Qwen3.6-27B")
     return [
         _bench("rounds-first", f"{moe} --k 0 --batch 1 --enforce-eager --tokens 64"),
