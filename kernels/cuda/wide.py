@@ -57,9 +57,9 @@ from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, column_place, 
 
 FEWEST_ROWS, MOST_ROWS = 17, 64
 MANY_TILES, MOST_TILES = 2048, 8192
-"""Of a weight that is not row-parallel: from so many on this kernel is faster at 33 rows and more, and at 17."""
+"""Tiles of a weight that is not row-parallel, from which on this kernel is faster: with 33 rows and more, with 17."""
 SHORT_SHARE, LONG_SHARE = 6, 12
-"""Units in a share of a row-parallel weight: the same."""
+"""Units in a share of a row-parallel weight, likewise."""
 REGISTERS = 168
 """Of a thread, with which three programs are on a multiprocessor."""
 _AHEAD = gl.constexpr(2)
