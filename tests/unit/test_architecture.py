@@ -10,7 +10,7 @@ from pilotfish.engine.round.operators import Operators
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-NO_OPERATORS = {"padded", "prompt_rows", "make_scratch", "rows_in", "compile", "take_compiled"}
+NO_OPERATORS = {"padded", "most_pending", "prompt_rows", "make_scratch", "rows_in", "compile", "take_compiled"}
 """What a table offers beside operators."""
 
 

@@ -298,7 +298,6 @@ def test_x_in_quarters_leaves_room_for_twice_the_programs(height, width, segment
         (5120, 17408, False, 8, 64, 306),
         (5120, 6144, False, 8, 64, 172),
         (248320, 5120, False, 0, 32, 295),
-        (248320, 2048, False, 0, 64, 306),
     ],
 )
 def test_a_wide_product_unpacks_into_the_warp_groups_operands(height, width, swiglu, segments, rows, most):
