@@ -49,7 +49,7 @@ from pilotfish.kernels.cuda.mma import (
 from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
-from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, at, stored
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, at, stored, written
 from pilotfish.kernels.cuda.wide import WideShape
 
 MAX_ROWS = 256
@@ -378,8 +378,6 @@ class PackedLinear:
         if segments > 1:
             for part in self.ranges:
                 PartialSums.of(part.data.device).reserve(part.num_tiles, segments, MAX_ROWS)
-        for part in self.ranges:
-            wide.reserve(part, segments, self.in_features)
         self._runs = _runs(torch.cat([part.place[:: 2 if swiglu else 1] for part in self.ranges]).tolist())
         self.num_bytes = sum(part.num_bytes for part in self.ranges)
 
@@ -410,8 +408,8 @@ class PackedLinear:
             last, plain = found[-1] if found else (part, part)
             small = part.format is Format.BF16 and part.num_tiles <= min(SM_COUNT, last.num_tiles) // 8
             # past 8 rows the scales of blocks leave no registers for another format; wide.py has one alone
-            beside = (last.block_scale is None or num_rows <= 8) and self._wide_shape(last, num_rows) is None
-            if small and plain is None and beside:
+            alone = last.block_scale is not None and num_rows > 8
+            if small and plain is None and not alone and self._wide_shape(last, num_rows) is None:
                 found[-1] = (last, part)
             else:
                 found.append((part, None))
@@ -517,14 +515,9 @@ def launch(
     """One launch for `part` and, if given, `plain`: some tiles of BF16 as wide, with fewer of them."""
     other = LaunchShape(0, 0, 0, 0, 0) if plain is None else beside(plain, shape)
     num_plain = 0 if plain is None else plain.num_tiles
-    num_rows, (memory, tiled) = len(out), stored(x)
-    if isinstance(out, TiledRows):
-        # whose tiles begin at multiples of 16 columns
-        assert swiglu
-        target, stride = out.memory, out.width
-    else:
-        assert out.stride(1) == 1, out.stride()
-        target, stride = out, out.stride(0)
+    num_rows, (memory, tiled), (target, stride, tiled_out) = len(out), stored(x), written(out)
+    # tiles begin at multiples of 16 columns
+    assert not tiled_out or swiglu
     if shape.quarters:
         # tiles next to each other, in whole programs, and rows that there is room for
         assert tiled and part.format is Format.NVFP4 and part.num_tiles % shape.tiles == 0 and not shape.ring, shape
@@ -549,7 +542,7 @@ def launch(
         stride,
         K=x.shape[1],
         TILED=tiled,
-        TILED_OUT=isinstance(out, TiledRows),
+        TILED_OUT=tiled_out,
         UNITS=part.num_units,
         MT=shape.tiles,
         NT=shape.row_tiles,

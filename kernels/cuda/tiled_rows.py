@@ -84,6 +84,15 @@ def stored(rows: AnyRows) -> tuple[torch.Tensor, bool]:
     return rows, False
 
 
+def written(rows: AnyRows) -> tuple[torch.Tensor, int, bool]:
+    """Where a product's rows go: memory, the step from row to row (of tiled ones their width), and whether they are
+    tiled. Others may be columns of wider rows."""
+    if isinstance(rows, TiledRows):
+        return rows.memory, rows.width, True
+    assert rows.stride(1) == 1, rows.stride()
+    return rows, rows.stride(0), False
+
+
 @triton.jit
 def row_place(row, width):
     """Where column 0 of a row is."""

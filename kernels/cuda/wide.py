@@ -1,11 +1,11 @@
 """Products of 17 to 64 rows with packed NVFP4 weights on the warp group's instruction: the bits of linear.py's kernel.
 
-A program has 8 tiles of weights (or 4), a part of K's shares, and 32 or 64 rows of x. Weights go from memory to the
-registers of the lane that unpacks them, half a unit at a time, as in group_mma.py. x goes through registers too: a warp
-loads 512 bytes of eight rows, which `stmatrix` brings into the order of the weights' fragments as it stores them. Each
-share of K has a sum of its own; programs of the same tiles leave theirs in memory (PartialSums), and the one that
-arrives last adds them in linear.py's order: in turn, or, of a row-parallel product, by the tree. How many tiles, shares
-and rows a program has changes no bit.
+A program has 8 tiles of weights (or 4), a share of K or all of them, and 32 or 64 rows of x. Weights go from memory to
+the registers of the lane that unpacks them, half a unit at a time, as in group_mma.py. x goes through registers too: a
+warp loads 512 bytes of eight rows, which `stmatrix` brings into the order of the weights' fragments as it stores them.
+Each share of K has a sum of its own; programs of the same tiles leave theirs in memory (PartialSums), and the one that
+arrives last adds them in linear.py's order: in turn, or, of a row-parallel product, by the tree. How many tiles and
+rows a program has, and whether one share or all of them, changes no bit.
 
 Reads the packed weights once, x from L1 or L2 for each 8 tiles. R = rows, N, K.
 """
@@ -53,7 +53,7 @@ from pilotfish.kernels.cuda.mma import (
 )
 from pilotfish.kernels.cuda.packing import UNIT, Format, Packed
 from pilotfish.kernels.cuda.scratch import PartialSums
-from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, column_place, row_place, stored
+from pilotfish.kernels.cuda.tiled_rows import AnyRows, column_place, row_place, stored, written
 
 FEWEST_ROWS, MOST_ROWS = 17, 64
 MANY_TILES, MOST_TILES = 2048, 8192
@@ -82,13 +82,14 @@ _PAIRS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 2], [1, 8, 4, 1], [2, 2, 1, 1],
 class WideShape:
     """How a product is launched; no bit follows from it.
 
-    rows of x a program, 32 or 64; parts: programs that share K; tiles of weights a program, 8 or 4; tiles_first:
-    programs of the same share follow each other, and read the same x, not those of the same tiles.
+    rows of x a program, 32 or 64; tiles of weights a program, 8 or 4; together: a program has all shares of K, not one,
+    of a weight that is not row-parallel; tiles_first: programs of the same share follow each other, and read the same
+    x, not those of the same tiles.
     """
 
     rows: int
-    parts: int
     tiles: int = 8
+    together: bool = False
     tiles_first: bool = False
 
 
@@ -102,14 +103,14 @@ def can_take(part: Packed, num_rows: int, segments: int, width: int) -> bool:
     units."""
     shares = shares_of(part, segments)
     return (
-        part.format is Format.NVFP4
+        FEWEST_ROWS <= num_rows <= MOST_ROWS
+        and part.format is Format.NVFP4
         and part.number.shape[1] == 1
         and width % UNIT == 0
         and part.num_tiles % 8 == 0
         and part.num_units % shares == 0
         and part.num_units // shares >= _AHEAD.value
         and shares in (1, 2, 4, 8)
-        and FEWEST_ROWS <= num_rows <= MOST_ROWS
         and has_group_products(part.data.device)
     )
 
@@ -119,26 +120,15 @@ def choose_wide_shape(part: Packed, num_rows: int, segments: int, width: int) ->
     programs are few or have few units each (docs/measurements.md)."""
     if not can_take(part, num_rows, segments, width):
         return None
-    shares = shares_of(part, segments)
-    share = part.num_units // shares
+    share = part.num_units // shares_of(part, segments)
     if num_rows <= 32:
         if segments:
-            return WideShape(32, shares, tiles_first=True) if share >= LONG_SHARE else None
-        # in so many programs none has to share K
-        return WideShape(32, 1) if part.num_tiles >= MOST_TILES else None
-    if segments and SHORT_SHARE <= share < LONG_SHARE:
-        return WideShape(64, shares, tiles=4, tiles_first=True)
-    if share >= LONG_SHARE if segments else part.num_tiles >= MANY_TILES:
-        return WideShape(64, shares)
-    return None
-
-
-def reserve(part: Packed, segments: int, width: int) -> None:
-    """Makes room for what programs leave for each other."""
-    for num_rows in (32, MOST_ROWS):
-        shape = choose_wide_shape(part, num_rows, segments, width)
-        if shape is not None and shape.parts > 1:
-            PartialSums.of(part.data.device).reserve(part.num_tiles, shares_of(part, segments), num_rows)
+            return WideShape(32, tiles_first=True) if share >= LONG_SHARE else None
+        return WideShape(32, together=True) if part.num_tiles >= MOST_TILES else None
+    if segments:
+        short = WideShape(64, tiles=4, tiles_first=True) if share >= SHORT_SHARE else None
+        return WideShape(64) if share >= LONG_SHARE else short
+    return WideShape(64) if part.num_tiles >= MANY_TILES else None
 
 
 @gluon.jit
@@ -398,12 +388,6 @@ def _multiply_share(
 _FLAT = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]))
 
 
-@gluon.constexpr_function
-def _levels(here, tree):
-    """Sums kept while a program adds its shares."""
-    return here.bit_length() - 1 if tree else 1
-
-
 @gluon.jit
 def _rows_of(total, CHUNK: gl.constexpr, ROWS: gl.constexpr):
     """Of [64, ROWS] the CHUNK-th 32 rows of x, [64, 32]; nothing moves."""
@@ -432,31 +416,6 @@ def _from_flat(parts):
     """[64, 32] of what `_store_sums` has stored."""
     total = gl.permute(gl.reshape(parts, [4, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
     return gl.convert_layout(gl.reshape(total, [64, 32]), sums(32, True), assert_trivial=True)
-
-
-@gluon.jit
-def _added(kept, totals, share, LEVELS: gl.constexpr, GROUPS: gl.constexpr):
-    """What is kept, with a share's sums: GROUPS running sums, and, for the tree, LEVELS of them, each of what is whole
-    below it."""
-    lower = totals
-    out = ()
-    for level in gl.static_range(LEVELS):
-        whole = (share + 1) % (2**level) == 0
-        now = ()
-        for i in gl.static_range(GROUPS):
-            before = kept[level * GROUPS + i]
-            now = now + (gl.where(whole, before + lower[i], before),)
-        # what has gone up is empty
-        full = (share + 1) % (2 ** (level + 1)) == 0
-        left = ()
-        for i in gl.static_range(GROUPS):
-            if level + 1 < LEVELS:
-                left = left + (gl.where(full, gl.full_like(now[i], -0.0), now[i]),)
-            else:
-                left = left + (now[i],)
-        out = out + left
-        lower = now
-    return out
 
 
 @gluon.jit
@@ -517,30 +476,30 @@ def _wide_kernel(
     DIVIDES: gl.constexpr,
     SHARES: gl.constexpr,
     TREE: gl.constexpr,
-    PARTS: gl.constexpr,
+    TOGETHER: gl.constexpr,
     TILES_FIRST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows j ROWS ... of x, the p-th of PARTS of K's shares.
+    """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows j ROWS ... of x, the p-th of K's SHARES; TOGETHER: all
+    of them.
 
-    partial: fp32 [j, i, SHARES or, with TREE, PARTS, TILES, 16 ROWS], what is left for the program that comes last of
-    those that share K; arrivals: int32 [j, i], 0 before and after.
+    partial: fp32 [j, i, SHARES, TILES, 16 ROWS], what is left for the program that comes last of those that share K;
+    arrivals: int32 [j, i], 0 before and after.
     """
     if PDL:
         gdc_launch_dependents()
     groups: gl.constexpr = TILES // 4
-    here: gl.constexpr = SHARES // PARTS
     apart: gl.constexpr = UNITS // SHARES
     block = gl.program_id(1)
-    part = gl.program_id(2)
+    share = gl.program_id(2)
     num_blocks = gl.num_programs(1)
     if not TILES_FIRST:
         block = gl.program_id(2)
-        part = gl.program_id(1)
+        share = gl.program_id(1)
         num_blocks = gl.num_programs(2)
     first_tile = block * TILES
     first_row = gl.program_id(0) * ROWS
-    first_unit = part * (here * apart)
+    first_unit = share * apart
     # weights: each warp has tiles next to each other, as gate and up are
     base = data + (first_tile.to(gl.int64) * UNITS + first_unit) * UNIT_WORDS
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _CODES)))[:, None, None]
@@ -578,66 +537,37 @@ def _wide_kernel(
     fence_async_shared()
     in_order(True)
     places = (codes, scales, rows)
-    numbers: gl.constexpr = SHARES if not TREE else PARTS
+    apart_sums: gl.constexpr = SHARES > 1 and not TOGETHER
     own = partial
-    # a share of an odd number of units ends where the next one's x goes to the other half of memory
-    turns: gl.constexpr = 1 if here == 1 else 1 + apart % 2
-    levels: gl.constexpr = _levels(here, TREE)
-    if here == 1:
-        totals, places, ahead = _multiply_share(memory, places, ahead, True, True, apart, UNITS, ROWS, groups, K, TILED)
-        if PARTS > 1:
-            own = _own(partial, block, num_blocks, numbers * groups, ROWS)
-            _store_sums(own, totals, part, ROWS)
-    elif PARTS > 1 and not TREE:
-        own = _own(partial, block, num_blocks, numbers * groups, ROWS)
-        for some in range(here // turns):
-            for turn in gl.static_range(turns):
-                share = some * turns + turn
-                totals, places, ahead = _multiply_share(
-                    memory[turn:] + memory[:turn],
-                    places,
-                    ahead,
-                    share + 1 < here,
-                    False,
-                    apart,
-                    UNITS,
-                    ROWS,
-                    groups,
-                    K,
-                    TILED,
-                )
-                _store_sums(own, totals, part * here + share, ROWS)
-    else:
+    if TOGETHER:
+        gl.static_assert(not TREE)
         kept = ()
-        for _ in gl.static_range(levels * groups):
+        for _ in gl.static_range(groups):
             # to which a sum is added as it is
             kept = kept + (gl.full([64, ROWS], -0.0, gl.float32, sums(ROWS, True)),)
-        for some in range(here // turns):
+        # a share of an odd number of units ends where the next one's x goes to the other half of memory
+        turns: gl.constexpr = 1 + apart % 2
+        for some in range(SHARES // turns):
             for turn in gl.static_range(turns):
-                share = some * turns + turn
+                more = some * turns + turn + 1 < SHARES
+                now = memory[turn:] + memory[:turn]
                 totals, places, ahead = _multiply_share(
-                    memory[turn:] + memory[:turn],
-                    places,
-                    ahead,
-                    share + 1 < here,
-                    False,
-                    apart,
-                    UNITS,
-                    ROWS,
-                    groups,
-                    K,
-                    TILED,
+                    now, places, ahead, more, False, apart, UNITS, ROWS, groups, K, TILED
                 )
-                kept = _added(kept, totals, share, levels, groups)
-        totals = kept[(levels - 1) * groups :]
-        if PARTS > 1:
-            own = _own(partial, block, num_blocks, numbers * groups, ROWS)
-            _store_sums(own, totals, part, ROWS)
-    if PARTS > 1:
+                added = ()
+                for i in gl.static_range(groups):
+                    added = added + (kept[i] + totals[i],)
+                kept = added
+        totals = kept
+    else:
+        totals, places, ahead = _multiply_share(memory, places, ahead, True, True, apart, UNITS, ROWS, groups, K, TILED)
+    if apart_sums:
+        own = _own(partial, block, num_blocks, SHARES * groups, ROWS)
+        _store_sums(own, totals, share, ROWS)
         # all that the program's threads have stored is there for who sees its arrival
         tl.debug_barrier()
         counter = arrivals + (gl.program_id(0) * num_blocks + block)
-        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != SHARES - 1:
             return
         gl.store(counter, 0)
     # 32 rows at a time, for fewer registers
@@ -645,9 +575,9 @@ def _wide_kernel(
         row = first_row + chunk * 32
         values = ()
         for i in gl.static_range(groups):
-            if PARTS > 1:
+            if apart_sums:
                 parts = ()
-                for s in gl.static_range(numbers):
+                for s in gl.static_range(SHARES):
                     where = own + ((s * groups + i) * (64 * ROWS) + chunk * 2048)
                     parts = parts + (gl.load(where, cache_modifier=".cg"),)
                 total = _from_flat(in_tree(parts) if TREE else in_turn(parts))
@@ -671,26 +601,21 @@ def _wide_kernel(
 
 
 def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: bool, segments: int, pdl: bool) -> None:
-    """As linear.launch, for what `can_take` says; room in PartialSums has been reserved."""
+    """As linear.launch, for what `can_take` says. Room for sums is made here, at the first launch that wants it: rounds
+    of so many rows may never be served, and those that are have been launched before they are captured."""
     shares = shares_of(part, segments)
-    memory, tiled = stored(x)
-    tiled_out = isinstance(out, TiledRows)
-    if isinstance(out, TiledRows):
-        assert swiglu
-        target, stride = out.memory, out.width
-    else:
-        assert out.stride(1) == 1, out.stride()
-        target, stride = out, out.stride(0)
-    assert part.num_tiles % shape.tiles == 0 and shares % shape.parts == 0 and x.shape[1] == part.num_units * UNIT
+    (memory, tiled), (target, stride, tiled_out) = stored(x), written(out)
+    assert not tiled_out or swiglu
+    assert part.num_tiles % shape.tiles == 0 and x.shape[1] == part.num_units * UNIT
     # of tiled rows there is room for whole groups of 32
     assert len(out) <= MOST_ROWS and (shape.rows == 32 or len(out) > 32 or not tiled), (len(out), shape)
     blocks, row_programs = part.num_tiles // shape.tiles, -(-len(out) // shape.rows)
+    programs = 1 if shape.together else shares
     shared = None
-    if shape.parts > 1:
+    if programs > 1:
         shared = PartialSums.of(memory.device)
-        numbers = row_programs * blocks * shares * shape.tiles * 16 * shape.rows
-        assert memory.device.type == "meta" or shared.memory.numel() >= numbers, "no room is reserved"
-    grid = (row_programs, blocks, shape.parts) if shape.tiles_first else (row_programs, shape.parts, blocks)
+        shared.reserve(part.num_tiles, shares, row_programs * shape.rows)
+    grid = (row_programs, blocks, programs) if shape.tiles_first else (row_programs, programs, blocks)
     kernel = _wide_kernel[grid](
         part.data.view(torch.int32),
         part.place,
@@ -711,7 +636,7 @@ def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: boo
         DIVIDES=part.divides,
         SHARES=shares,
         TREE=segments > 0,
-        PARTS=shape.parts,
+        TOGETHER=shape.together and shares > 1,
         TILES_FIRST=shape.tiles_first,
         PDL=pdl,
         num_warps=4,

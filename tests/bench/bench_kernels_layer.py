@@ -26,7 +26,6 @@ from pilotfish.kernels.cuda import linear, norm, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
-from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows, stored
 from pilotfish.kernels.cuda.warm import compile_all
@@ -61,8 +60,6 @@ class Chain:
             shape = wide.choose_wide_shape(part, rows, product.segments, product.in_features)
             by_warps = choose_shape(part, rows, product.swiglu, plain, product.segments, not row_major)
             self.chosen[name] = by_warps if shape is None else shape
-            shares = wide.shares_of(part, product.segments)
-            PartialSums.of(part.data.device).reserve(part.num_tiles, shares, wide.MOST_ROWS)
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device="cuda")
@@ -111,9 +108,8 @@ def candidates(product: PackedLinear, rows: int, chosen: AnyShape, row_major: bo
     yield chosen
     part, plain = product.ranges[0], product.ranges[1] if len(product.ranges) > 1 else None
     if wide.can_take(part, rows, product.segments, product.in_features):
-        shares = wide.shares_of(part, product.segments)
         for height, tiles, first in combinations((32,) if rows <= 32 else (32, 64), (4, 8), (False, True)):
-            yield WideShape(height, shares, tiles, first)
+            yield WideShape(height, tiles, tiles_first=first)
     if not isinstance(chosen, LaunchShape):
         chosen = choose_shape(part, rows, product.swiglu, plain, product.segments, not row_major)
         yield chosen

@@ -16,7 +16,6 @@ from pilotfish.kernels.cuda import carveout, linear, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.packing import Format
-from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import compile_all
 from pilotfish.kernels.cuda.wide import WideShape
@@ -272,20 +271,23 @@ def _dot_kernel(a, b, out, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    ("kind", "swiglu", "height", "width", "segments", "parts"),
-    [("nvfp4", True, 8704, 5120, 0, 4), ("modelopt", False, 17408, 2048, 0, 2), ("nvfp4", False, 5120, 6144, 8, 8)],
+    ("kind", "swiglu", "height", "width", "segments", "together"),
+    [
+        ("nvfp4", True, 8704, 5120, 0, False),
+        ("modelopt", False, 17408, 2048, 0, True),
+        ("nvfp4", False, 5120, 6144, 8, False),
+    ],
 )
-def test_wide_products_have_the_bits_of_a_warps(kind, swiglu, height, width, segments, parts):
+def test_wide_products_have_the_bits_of_a_warps(kind, swiglu, height, width, segments, together):
     """In every one of many launches, beside which what programs leave for each other is written and read."""
     product, x = packed(kind, height, width, swiglu, segments), draw(64, width, scale=0.01)
     x[3] *= 1e4
     x[5, 1::2] = -x[5, ::2]
     (part,) = product.ranges
-    PartialSums.of(x.device).reserve(part.num_tiles, wide.shares_of(part, segments), wide.MOST_ROWS)
     for rows, tiles in ((17, 8), (32, 4), (33, 4), (64, 8)):
         own = x[:rows].contiguous()
         want = run(product, own)
-        shape = WideShape(32 if rows <= 32 else 64, parts, tiles, tiles_first=tiles == 4)
+        shape = WideShape(32 if rows <= 32 else 64, tiles, together, tiles_first=tiles == 4)
         for launch in range(20):
             got = torch.full_like(want, float("nan"))
             wide.launch(part, TiledRows.of(own), got, shape, swiglu, segments, launch > 10)

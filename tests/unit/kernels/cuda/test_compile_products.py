@@ -301,7 +301,7 @@ def test_x_in_quarters_leaves_room_for_twice_the_programs(height, width, segment
     ],
 )
 def test_a_wide_product_unpacks_into_the_warp_groups_operands(height, width, swiglu, segments, rows, most):
-    """Next to nothing is spilled, no weight stored or brought from another lane; a unit takes few instructions, one
+    """At most six words are spilled, no weight stored or brought from another lane; a unit takes few instructions, one
     barrier, and no store of single words; two units of weights are asked for before the wait for x."""
     part = empty(Format.NVFP4, height, width)
     out = some_rows(rows, height // 2 if swiglu else height, swiglu, "meta")
@@ -310,7 +310,7 @@ def test_a_wide_product_unpacks_into_the_warp_groups_operands(height, width, swi
         wide.launch(part, some_rows(rows, width, True, "meta"), out, shape, swiglu, segments, True)
     (kernel,) = kernels
     code = Code(kernel)
-    assert code.registers <= 168 and code.stack <= 32
+    assert code.registers <= 168 and code.stack <= 24
     # three programs beside 156 KB of L1
     assert (kernel.metadata.shared + 1024) * 3 <= 100 << 10
     begin, end = loop_of(code, "HGMMA")

@@ -156,13 +156,13 @@ def test_a_row_parallel_products_units_may_be_on_their_way_to_shared_memory():
 @pytest.mark.parametrize(
     ("kind", "swiglu", "columns", "segments", "rows", "shape"),
     [
-        ("nvfp4", True, 2560, 0, 17, WideShape(32, 4)),
-        ("nvfp4", True, 1536, 0, 64, WideShape(64, 1)),
-        ("nvfp4", True, 2048, 0, 33, WideShape(64, 4, tiles=4)),
-        ("modelopt", False, 2560, 0, 40, WideShape(32, 2, tiles_first=True)),  # rows of two programs
-        ("nvfp4", False, 5120, 8, 32, WideShape(32, 8)),  # in a loop and a rest
-        ("nvfp4", False, 3072, 8, 24, WideShape(32, 2)),  # a share of an odd number of units behind another
-        ("nvfp4", False, 2048, 8, 33, WideShape(64, 1)),
+        ("nvfp4", True, 2560, 0, 17, WideShape(32)),
+        ("nvfp4", True, 1536, 0, 64, WideShape(64, together=True)),  # a share of an odd number of units behind another
+        ("nvfp4", True, 2048, 0, 33, WideShape(64, tiles=4)),
+        ("modelopt", False, 2560, 0, 40, WideShape(32, tiles_first=True)),  # rows of two programs
+        ("modelopt", False, 2048, 0, 32, WideShape(32, together=True)),
+        ("nvfp4", False, 5120, 8, 32, WideShape(32)),  # in a loop and a rest
+        ("nvfp4", False, 2048, 8, 33, WideShape(64, tiles=4, tiles_first=True)),
     ],
 )
 def test_a_wide_product_has_the_bits_of_the_other_kernel(monkeypatch, kind, swiglu, columns, segments, rows, shape):
@@ -174,7 +174,6 @@ def test_a_wide_product_has_the_bits_of_the_other_kernel(monkeypatch, kind, swig
     product = PackedLinear([weights(height, columns)[kind] for _ in range(2 if swiglu else 1)], swiglu, segments)
     (part,) = product.ranges
     assert wide.can_take(part, rows, segments, columns)
-    PartialSums.of(part.data.device).reserve(part.num_tiles, wide.shares_of(part, segments), wide.MOST_ROWS)
     x = draw(rows, columns, 1e-2)
     others = torch.full_like(x, NAN)
     others[16] = x[16]
