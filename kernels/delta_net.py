@@ -14,7 +14,7 @@ import torch
 CHUNK = 64
 MOST_PENDING = 8
 """Rows of a sequence that may be pending side by side where kernels replay them."""
-SHARED_PENDING = 4
+SHARED_PENDING = 8
 """Sequences up to which windows of several rows are left pending beside others."""
 
 

@@ -86,9 +86,14 @@ def choose_shape(
         # of 65 rows and more one kernel serves all: programs are many
         programs = -(-part.num_tiles // 2) * (1 if num_rows <= 32 else 2)
         registers = REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs)
-        if tiled and not registers and num_rows <= 32 and steps > 4 and part.num_tiles % tiles == 0:
-            # all that a thread may have would leave room for two programs an SM; in quarters there is for four
-            return replace(shape, stages=1, registers=REGISTERS[1], quarters=True)
+        if tiled and num_rows <= 32 and part.num_tiles % tiles == 0:
+            if steps > LONG_STEPS:
+                # x in quarters leaves the registers to four programs an SM, or three without waiting for weights
+                stages = 2 if registers else 3
+                return replace(shape, stages=stages, registers=registers or REGISTERS[1], ring=True, quarters=True)
+            if steps > 4 and not registers:
+                # all that a thread may have would leave room for two programs an SM; in quarters there is for four
+                return replace(shape, stages=1, registers=REGISTERS[1], quarters=True)
         # so held, a thread would spill what a second unit on its way takes, in a loop
         return replace(shape, registers=registers, stages=1 if registers and steps > 4 else shape.stages)
     if row_tiles == 2 and plain is None and steps > 4 and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
@@ -131,6 +136,8 @@ def row_parallel(part: Packed, num_rows: int, segments: int, tiled: bool) -> Lau
         shape = LaunchShape(8, 1, 1, 2 if many else 4, 1)
     elif num_rows <= 16:
         shape = LaunchShape(4, 1, 2, 2, 0, split=2) if many else LaunchShape(8, 1, 2, 4, 1)
+        if many and tiled and part.format is Format.NVFP4:
+            shape = LaunchShape(8, 1, 2, 2, 0, registers=FIVE_REGISTERS, ring=True, quarters=True)
     elif many:
         shape = LaunchShape(4, 2, 4, 1, 0, split=2, registers=REGISTERS[2])
         short = part.format is Format.NVFP4 and part.num_units <= LONG_STEPS * segments

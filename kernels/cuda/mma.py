@@ -269,22 +269,26 @@ def multiply(
 def _multiply_quarters(
     units,
     rows,
+    ahead,
     totals,
     UNIT: gl.constexpr,
+    NEXT: gl.constexpr,
     SHARE: gl.constexpr,
     MT: gl.constexpr,
     NT: gl.constexpr,
     K: gl.constexpr,
 ):
     """`multiply` of NVFP4 that asks for a quarter of the step's x at a time, one ahead: half of its registers, and the
-    same sums in the same order."""
+    same sums in the same order. ahead: the first quarter; NEXT: the unit whose first one is returned beside the sums,
+    or None."""
     begin: gl.constexpr = SHARE * MT * NT
     parts = totals[begin : begin + MT * NT]
-    ahead = _quarter_of_x(rows, UNIT, 0, NT, K)
     for t in gl.static_range(4):
         xs = ahead
         if t < 3:
             ahead = _quarter_of_x(rows, UNIT, t + 1, NT, K)
+        elif NEXT is not None:
+            ahead = _quarter_of_x(rows, NEXT, 0, NT, K)
         out = ()
         for m in gl.static_range(MT):
             low = unpack_word(units[m], 0, t)
@@ -301,7 +305,7 @@ def _multiply_quarters(
                     ),
                 )
         parts = out
-    return totals[:begin] + parts + totals[begin + MT * NT :]
+    return totals[:begin] + parts + totals[begin + MT * NT :], ahead
 
 
 @gluon.jit
@@ -383,7 +387,7 @@ def units_ahead(
         gl.static_assert(not BLOCKS)
         stages = ring
         for step in gl.static_range(STAGES):
-            _copy_step(stages, step, places, _unit_of(step, UNITS, WARPS, SHARES), STAGES, MT, FORMAT, WARPS)
+            _copy_step(stages, step, places, _unit_of(step, UNITS, WARPS, SHARES), STAGES, WIDTH, MT, FORMAT, WARPS)
     else:
         stages = ()
         for step in gl.static_range(STAGES):
@@ -425,6 +429,7 @@ def _copy_step(
     places,
     UNIT: gl.constexpr,
     STAGES: gl.constexpr,
+    WIDTH: gl.constexpr,
     MT: gl.constexpr,
     FORMAT: gl.constexpr,
     WARPS: gl.constexpr,
@@ -439,11 +444,13 @@ def _copy_step(
     loads: gl.constexpr = _code_loads(FORMAT)
     for m in gl.static_range(MT):
         slot = stage * MT + m
+        # where there is the first tile's place alone, the others stand behind it
+        place = (UNIT if len(codes) > 1 else UNIT + m * WIDTH) * words
         for load in gl.static_range(loads):
             gl.inline_asm_elementwise(
                 "cp.async.cg.shared.global [$1], [$2], 16; // $0",
                 "=r,r,l",
-                [ring + (slot * loads + load) * (WARPS * 512), codes[m] + (UNIT * words + load * 128)],
+                [ring + (slot * loads + load) * (WARPS * 512), codes[m % len(codes)] + (place + load * 128)],
                 dtype=gl.int32,
                 is_pure=False,
                 pack=1,
@@ -452,7 +459,7 @@ def _copy_step(
             gl.inline_asm_elementwise(
                 "cp.async.ca.shared.global [$1], [$2], 4; // $0",
                 "=r,r,l",
-                [_ring_scales(ring, slot, STAGES, MT, WARPS), scales[m] + UNIT * words],
+                [_ring_scales(ring, slot, STAGES, MT, WARPS), scales[m % len(codes)] + place],
                 dtype=gl.int32,
                 is_pure=False,
                 pack=1,
@@ -583,6 +590,8 @@ def products(
     if WAIT:
         gdc_wait()
     xs = ()
+    if QUARTERS:
+        xs = _quarter_of_x(rows, _unit_of(0, UNITS, WARPS, SHARES), 0, NT, K)
     for s in gl.static_range(X_AHEAD):
         xs = xs + (load_x(rows, columns, _unit_of(s, UNITS, WARPS, SHARES), NT, K, TILED),)
     if X_AHEAD > 0:
@@ -602,8 +611,17 @@ def products(
                     in_order(PINNED)
                 now = _read_step(stages, STAGES - 1, s % STAGES, STAGES, MT, FORMAT, WARPS) if RING else stages[0]
                 if QUARTERS:
-                    totals = _multiply_quarters(
-                        now[0], rows, totals, _unit_of(s, UNITS, WARPS, SHARES), s % turns, MT, NT, K
+                    totals, xs = _multiply_quarters(
+                        now[0],
+                        rows,
+                        xs,
+                        totals,
+                        _unit_of(s, UNITS, WARPS, SHARES),
+                        _unit_of(s + 1, UNITS, WARPS, SHARES),
+                        s % turns,
+                        MT,
+                        NT,
+                        K,
                     )
                 else:
                     totals = multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
@@ -615,10 +633,11 @@ def products(
                         places,
                         _unit_of(s + STAGES, UNITS, WARPS, SHARES),
                         STAGES,
+                        WIDTH,
                         MT,
                         FORMAT,
                         WARPS,
-                    )
+                        )
                 else:
                     loaded = _load_step(
                         places, _unit_of(s + STAGES, UNITS, WARPS, SHARES), WIDTH, MT, FORMAT, BLOCKS, WARPS
@@ -642,8 +661,17 @@ def products(
             now = stages[0]
             stages = stages[1:]
         if QUARTERS:
-            totals = _multiply_quarters(
-                now[0], rows, totals, _unit_of(s - looped, UNITS, WARPS, SHARES), s % turns, MT, NT, K
+            totals, xs = _multiply_quarters(
+                now[0],
+                rows,
+                xs,
+                totals,
+                _unit_of(s - looped, UNITS, WARPS, SHARES),
+                _unit_of(s + 1 - looped, UNITS, WARPS, SHARES) if s + 1 < steps else None,
+                s % turns,
+                MT,
+                NT,
+                K,
             )
         else:
             totals = multiply(now[0], xs[0], totals, now[1], s % turns, MT, NT, FORMAT, BLOCKS)
@@ -656,10 +684,11 @@ def products(
                     places,
                     _unit_of(s + STAGES - looped, UNITS, WARPS, SHARES),
                     STAGES,
+                    WIDTH,
                     MT,
                     FORMAT,
                     WARPS,
-                )
+                    )
             else:
                 loaded = _load_step(
                     places, _unit_of(s + STAGES - looped, UNITS, WARPS, SHARES), WIDTH, MT, FORMAT, BLOCKS, WARPS

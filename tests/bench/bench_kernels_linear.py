@@ -220,12 +220,12 @@ def bench_together(formats: list[Format], rows: list[int], row_major: bool) -> N
 
 
 def in_ring(part: Packed, shapes: Iterable[LaunchShape]) -> Iterator[LaunchShape]:
-    """What of a shape can differ with its units in shared memory: how many, steps of x, registers. What does not fit
-    48 KB with the sums over warps, or does not come out even, is left out."""
+    """What of a shape can differ with its units in shared memory: how many, steps of x, and registers if it has no
+    bound. What does not fit 48 KB with the sums over warps, or does not come out even, is left out."""
     for shape in shapes:
         steps, turns = part.num_units // shape.split // shape.warps, shape.segments // shape.split // shape.warps or 1
-        bounds = {1: (0, 96), 2: (0, 128), 4: (168,)}[shape.row_tiles]
-        for stages, ahead, registers in combinations((1, 2, 3, 4, 5), (0, 1), bounds):
+        bounds = (shape.registers,) if shape.registers else {1: (0, 96), 2: (0, 128), 4: (168,)}[shape.row_tiles]
+        for stages, ahead, registers in combinations((1, 2, 3, 4, 5), (0,) if shape.quarters else (0, 1), bounds):
             size = max(stages, turns)
             num_bytes = UNIT_BYTES[part.format] * shape.warps * shape.tiles * stages + 512 * shape.warps * shape.tiles
             even = size % stages == 0 and size % turns == 0

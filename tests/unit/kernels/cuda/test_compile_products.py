@@ -254,14 +254,14 @@ def test_bf16_tiles_in_the_launch_of_others(format, height, width, rows, alone, 
     ("height", "width", "segments", "rows", "programs"),
     [
         (34816, 5120, 0, 32, 3),
-        (5120, 17408, 8, 16, 4),
+        (5120, 17408, 8, 16, 3),
         (5120, 17408, 8, 64, 3),
         (2048, 4096, 8, 32, 2),
         (2048, 4096, 8, 64, 1),
     ],
 )
 def test_many_rows_leave_room_for_several_programs(height, width, segments, rows, programs):
-    """Of 17 rows on three of 128 threads an SM, for which at most a word is kept elsewhere."""
+    """Of 17 rows on three of 128 threads an SM, of 16 as many of 256, for which at most a word is kept elsewhere."""
     part = empty(Format.NVFP4, height, width)
     shape = launch_shapes.choose_shape(part, rows, segments=segments, tiled=True)
     x, out = some_rows(rows, width, device="meta"), some_rows(rows, height, False, "meta")
@@ -285,7 +285,7 @@ def test_x_in_quarters_leaves_room_for_twice_the_programs(height, width, segment
         linear.launch(part, x, out, shape, False, True, beside)
     code = Code(kernels[0])
     assert shape.quarters and 65536 // (-(-code.registers // 8) * 8 * 32 * shape.warps) >= programs
-    assert code.stack <= 16 and code.count("LDL") <= 4
+    assert code.stack <= 24 and code.count("LDL") <= 6
     # of row-major rows there may be no more memory than rows
     assert not launch_shapes.choose_shape(part, 32, plain=beside, segments=segments).quarters
 
