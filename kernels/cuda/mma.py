@@ -637,7 +637,7 @@ def products(
                         MT,
                         FORMAT,
                         WARPS,
-                        )
+                    )
                 else:
                     loaded = _load_step(
                         places, _unit_of(s + STAGES, UNITS, WARPS, SHARES), WIDTH, MT, FORMAT, BLOCKS, WARPS
@@ -688,7 +688,7 @@ def products(
                     MT,
                     FORMAT,
                     WARPS,
-                    )
+                )
             else:
                 loaded = _load_step(
                     places, _unit_of(s + STAGES - looped, UNITS, WARPS, SHARES), WIDTH, MT, FORMAT, BLOCKS, WARPS

@@ -394,7 +394,9 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
             return replace(shape, pinned=steps > 2, registers=0 if warps == 4 and steps == 2 else held)
         return replace(shape, registers=held) if num_units == 4 else shape
     if num_rows > 1:
-        # more tiles share what is loaded of x
+        # more tiles share what is loaded of x; as K of 4 units came out best, of a longer one that is not known
+        if num_units == 4:
+            return replace(shape, tiles=4, stages=2, x_ahead=0, ring=True)
         return replace(shape, tiles=4, stages=1, x_ahead=0 if steps < 4 else 1, pinned=steps < 4)
     # of one row all programs run at once, and each has half of what it reads on its way; a loop has no registers for it
     x_ahead = steps // 2 if steps <= 4 else 1
