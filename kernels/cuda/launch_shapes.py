@@ -87,7 +87,8 @@ def choose_shape(
         programs = -(-part.num_tiles // 2) * (1 if num_rows <= 32 else 2)
         registers = REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs)
         if tiled and num_rows <= 32 and part.num_tiles % tiles == 0:
-            if steps > LONG_STEPS:
+            # of eight warps the ring would not fit
+            if steps > LONG_STEPS and warps <= 4:
                 # x in quarters leaves the registers to four programs an SM, or three without waiting for weights
                 stages = 2 if registers else 3
                 return replace(shape, stages=stages, registers=registers or REGISTERS[1], ring=True, quarters=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product as combinations
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from pilotfish.kernels.cuda import launch_shapes, linear, moe, wide
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertGroup, ExpertScratch, ExpertWeights, GroupedExperts
-from pilotfish.kernels.cuda.packing import Format
+from pilotfish.kernels.cuda.packing import UNIT_BYTES, Format
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.cuda.tiled_rows import TiledRows
 from tests.support.check_products import EXPERTS, empty, experts_of
@@ -270,6 +271,24 @@ def test_many_rows_leave_room_for_several_programs(height, width, segments, rows
     code = Code(kernels[0])
     assert 65536 // (-(-code.registers // 8) * 8 * 32 * shape.warps) >= programs
     assert code.stack <= 8 and code.count("LDL") <= 2
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
+def test_a_ring_fits_beside_the_sums(rows):
+    """Of any weight: in 48 KB, with a sum of each warp for a tile and 8 rows."""
+    seen = set()
+    for tiles, units, segments in combinations(
+        (1, 20, 264, 266, 320, 2176, 16000), (2, 5, 16, 40, 72, 80, 136), (0, 8)
+    ):
+        part = empty(Format.NVFP4, 16 * tiles, 128 * units)
+        if units % max(segments, 1) == 0:
+            for swiglu in {False, tiles % 2 == 0 and not segments}:
+                shape = launch_shapes.choose_shape(part, rows, swiglu, None, segments, True)
+                num_bytes = UNIT_BYTES[Format.NVFP4] * shape.warps * shape.tiles * shape.stages
+                assert not shape.ring or num_bytes + 512 * shape.warps * shape.tiles <= 48 << 10, (tiles, units, shape)
+                assert shape.stages <= units // shape.split // shape.warps, (tiles, units, shape)
+                seen.add(shape.ring)
+    assert True in seen
 
 
 @pytest.mark.parametrize(

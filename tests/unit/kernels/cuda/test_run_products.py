@@ -103,8 +103,8 @@ def test_x_a_quarter_of_a_step_at_a_time(swiglu, columns, segments, shape, rows)
     want, got = (torch.full((rows, product.out_features), NAN) for _ in range(2))
     with running():
         linear.launch(product.ranges[0], x, want, shape, swiglu, True)
-        for stages in (1, 2):
-            quartered = replace(shape, stages=stages, quarters=True)
+        for stages, ring in combinations((1, 2), (False, True)):
+            quartered = replace(shape, stages=stages, ring=ring, quarters=True)
             linear.launch(product.ranges[0], tiled, got.fill_(NAN), quartered, swiglu, True)
             assert want.isfinite().all() and same_bits(got, want)
 
