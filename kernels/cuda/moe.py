@@ -305,7 +305,7 @@ class GroupedExperts:
             RING=shape.ring,
             **constants | blocks(self.num_experts, self.top_k),
         )
-        # one row asks for nothing, and down's ring has more programs with all shared memory that there is
+        # one row asks for nothing, and down was slower where it asked, with a ring of two units
         if not down and num_rows > 1:
             leave_to_l1(kernel)
 
@@ -394,9 +394,10 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
             return replace(shape, pinned=steps > 2, registers=0 if warps == 4 and steps == 2 else held)
         return replace(shape, registers=held) if num_units == 4 else shape
     if num_rows > 1:
-        # more tiles share what is loaded of x; as K of 4 units came out best, of a longer one that is not known
+        # more tiles share what is loaded of x; of K of 4 units one is on its way to shared memory, so that all programs
+        # of four rows of the 35B-A3B are there at once, also where gate_up has left most of the memory to L1
         if num_units == 4:
-            return replace(shape, tiles=4, stages=2, x_ahead=0, ring=True)
+            return replace(shape, tiles=4, stages=1, x_ahead=0, ring=True)
         return replace(shape, tiles=4, stages=1, x_ahead=0 if steps < 4 else 1, pinned=steps < 4)
     # of one row all programs run at once, and each has half of what it reads on its way; a loop has no registers for it
     x_ahead = steps // 2 if steps <= 4 else 1
