@@ -29,7 +29,8 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """`time` is Unix time, at the end of the interval. None: nothing happened of which it could be said.
+    """`time` is Unix time, at the end of the interval, and after the one before's in any case. None: nothing happened
+    of which it could be said.
 
     `acceptance_length`: committed tokens a round and sequence, of rounds that offered drafts; `accepted` by the draft's
     place: the share of the drafts offered there. `break_even`: tokens that a round with drafts had to commit to a
@@ -74,7 +75,11 @@ class History:
         now, totals = self._clock(), self._collector.totals()
         seconds = now - self._sampled
         if seconds > 0:
-            self.points.append(_point(self._before, totals, seconds, self._wall_clock()))
+            at = round(self._wall_clock(), 3)
+            if self.points:
+                # who asks for what came after a point must miss none, though clocks are set back
+                at = max(at, round(self.points[-1].time + 0.001, 3))
+            self.points.append(_point(self._before, totals, seconds, at))
             self._sampled, self._before = now, totals
 
 
@@ -85,7 +90,7 @@ def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
     num_cached = after.num_cached - before.num_cached
     offered, accepted = _growth(before.drafted_at, after.drafted_at), _growth(before.accepted_at, after.accepted_at)
     return Point(
-        time=round(at, 3),
+        time=at,
         tokens_per_second=round((after.num_tokens - before.num_tokens) / seconds, DIGITS),
         prompt_tokens_per_second=round(num_read / seconds, DIGITS),
         acceptance_length=_share(num_rounds + sum(accepted), num_rounds),

@@ -72,7 +72,8 @@ async def _sample(history: History) -> None:
     clock = asyncio.get_running_loop()
     at = clock.time()
     while True:
-        # by the clock, so that points do not drift; one that a busy loop missed is not made up for
-        at = max(at + INTERVAL_SECONDS, clock.time())
+        # by the clock, so that points do not drift; one that a busy loop missed is not made up for, nor does the next
+        # one follow at once
+        at = max(at + INTERVAL_SECONDS, clock.time() + INTERVAL_SECONDS / 2)
         await asyncio.sleep(at - clock.time())
         history.sample()
