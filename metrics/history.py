@@ -75,10 +75,10 @@ class History:
         now, totals = self._clock(), self._collector.totals()
         seconds = now - self._sampled
         if seconds > 0:
-            at = round(self._wall_clock(), 3)
+            at = self._wall_clock()
             if self.points:
                 # who asks for what came after a point must miss none, though clocks are set back
-                at = max(at, round(self.points[-1].time + 0.001, 3))
+                at = max(at, self.points[-1].time + 0.001)
             self.points.append(_point(self._before, totals, seconds, at))
             self._sampled, self._before = now, totals
 
@@ -90,7 +90,7 @@ def _point(before: Totals, after: Totals, seconds: float, at: float) -> Point:
     num_cached = after.num_cached - before.num_cached
     offered, accepted = _growth(before.drafted_at, after.drafted_at), _growth(before.accepted_at, after.accepted_at)
     return Point(
-        time=at,
+        time=round(at, 3),
         tokens_per_second=round((after.num_tokens - before.num_tokens) / seconds, DIGITS),
         prompt_tokens_per_second=round(num_read / seconds, DIGITS),
         acceptance_length=_share(num_rounds + sum(accepted), num_rounds),

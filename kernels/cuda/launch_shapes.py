@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pilotfish.kernels.cuda.packing import Format, Packed
+from pilotfish.kernels.cuda.packing import UNIT_BYTES, Format, Packed
 
 SM_COUNT = 132  # of an H200: what shapes are chosen for
 MANY_TILES = 32 * SM_COUNT  # from here on what is on the way makes no difference
@@ -21,6 +21,8 @@ FIVE_REGISTERS = 96
 """Of a thread, with which five programs of 128 threads are on an SM."""
 # with units in shared memory: five and four of them
 RING_REGISTERS = {1: FIVE_REGISTERS, 2: 128}
+STATIC_SHARED = 48 << 10
+"""Bytes of shared memory that a program may declare."""
 FIVE_A_MULTIPROCESSOR = 10 * SM_COUNT
 """So many tiles, two a program, keep five programs an SM busy. At 16 rows five took 31.4 us for 34816x5120, four with a
 second unit on their way 34.3; of K = 2048, which are four steps, both took as long (one H200, 2026-12-01)."""
@@ -87,14 +89,13 @@ def choose_shape(
         programs = -(-part.num_tiles // 2) * (1 if num_rows <= 32 else 2)
         registers = REGISTERS[2] if num_rows > 64 else three_a_multiprocessor(programs)
         if tiled and num_rows <= 32 and part.num_tiles % tiles == 0:
-            # of eight warps the ring would not fit
-            if steps > LONG_STEPS and warps <= 4:
-                # x in quarters leaves the registers to four programs an SM, or three without waiting for weights
-                stages = 2 if registers else 3
-                return replace(shape, stages=stages, registers=registers or REGISTERS[1], ring=True, quarters=True)
+            # x in quarters leaves registers for four programs an SM, of which there would be room for two
+            quartered = replace(shape, stages=1, registers=registers or REGISTERS[1], quarters=True)
+            ringed = replace(quartered, stages=2 if registers else 3, ring=True)
+            if steps > LONG_STEPS and ring_fits(ringed, part.format):
+                return ringed
             if steps > 4 and not registers:
-                # all that a thread may have would leave room for two programs an SM; in quarters there is for four
-                return replace(shape, stages=1, registers=REGISTERS[1], quarters=True)
+                return quartered
         # so held, a thread would spill what a second unit on its way takes, in a loop
         return replace(shape, registers=registers, stages=1 if registers and steps > 4 else shape.stages)
     if row_tiles == 2 and plain is None and steps > 4 and part.num_tiles >= FIVE_A_MULTIPROCESSOR:
@@ -115,6 +116,12 @@ def choose_shape(
     stages = 3 if tiles == 1 and steps <= 4 else 2
     x_ahead = min(steps - 1, 1 if row_tiles == 1 or steps > 4 else 0)
     return replace(shape, tiles=tiles, stages=min(stages, steps), x_ahead=x_ahead)
+
+
+def ring_fits(shape: LaunchShape, format: Format) -> bool:
+    """Whether units that are on their way stand in shared memory, with a sum of each warp for a tile and 8 rows."""
+    num_bytes = UNIT_BYTES[format] * shape.stages + 512
+    return num_bytes * shape.warps * shape.tiles <= STATIC_SHARED
 
 
 def three_a_multiprocessor(programs: int) -> int:

@@ -520,7 +520,7 @@ def launch(
     assert not tiled_out or swiglu
     if shape.quarters:
         # tiles next to each other, in whole programs, and rows that there is room for
-        assert tiled and part.format is Format.NVFP4 and part.num_tiles % shape.tiles == 0, shape
+        assert tiled and part.format is Format.NVFP4 and part.num_tiles % shape.tiles == shape.x_ahead == 0, shape
     wide = part.num_units > 16 and part.format is not Format.BF16
     shared = PartialSums.of(memory.device) if shape.split > 1 else None
     bounded = plain is not None or (wide and shape.tiles == 2 and shape.row_tiles == 1)

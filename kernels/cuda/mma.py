@@ -422,6 +422,13 @@ def _ring_scales(ring, slot, STAGES: gl.constexpr, MT: gl.constexpr, WARPS: gl.c
     return ring - thread * 12 + (STAGES * MT * 2 * 16 + slot * 4) * (WARPS * 32)
 
 
+@gluon.constexpr_function
+def _unit_place(m, unit, width, num_places, kind):
+    """How far tile m's unit is from the tile's place; where there is the first tile's alone, from that: the others
+    stand behind it."""
+    return (unit if num_places > 1 else unit + m * width) * unit_words(kind)
+
+
 @gluon.jit
 def _copy_step(
     ring,
@@ -440,12 +447,10 @@ def _copy_step(
     later copy, which writes when device memory has answered.
     """
     codes, scales, _ = places
-    words: gl.constexpr = unit_words(FORMAT)
     loads: gl.constexpr = _code_loads(FORMAT)
     for m in gl.static_range(MT):
         slot = stage * MT + m
-        # where there is the first tile's place alone, the others stand behind it
-        place = (UNIT if len(codes) > 1 else UNIT + m * WIDTH) * words
+        place = _unit_place(m, UNIT, WIDTH, len(codes), FORMAT)
         for load in gl.static_range(loads):
             gl.inline_asm_elementwise(
                 "cp.async.cg.shared.global [$1], [$2], 16; // $0",
@@ -710,19 +715,14 @@ def _load_step(
 ):
     """The UNIT-th unit of each of MT tiles (`_placed`), and their block scales if there are such."""
     codes, scales, block_scales = places
-    words: gl.constexpr = unit_words(FORMAT)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     units = ()
     found = ()
     for m in gl.static_range(MT):
-        if len(codes) == 1:
-            # the first tile's, which the others stand behind
-            own = codes[0][:, None] + word + (UNIT + m * WIDTH) * words
-            units = units + (load_unit(own, scales[0] + (UNIT + m * WIDTH) * words, FORMAT),)
-        else:
-            own = codes[m][:, None] + (word + UNIT * words)
-            units = units + (load_unit(own, scales[m] + UNIT * words, FORMAT),)
+        place = _unit_place(m, UNIT, WIDTH, len(codes), FORMAT)
+        own = codes[m % len(codes)][:, None] + word + place
+        units = units + (load_unit(own, scales[m % len(codes)] + place, FORMAT),)
         if BLOCKS:
             found = found + (gl.load(block_scales[m] + UNIT)[:, None],)
     return (units, found)

@@ -127,7 +127,7 @@ def candidates(product: PackedLinear, rows: int, chosen: AnyShape, row_major: bo
         for ahead in (0, 1):
             yield replace(chosen, stages=2, x_ahead=ahead, registers=0, ring=False)
     if row_tiles > 1 and not row_major:
-        for (warps, parts), tiles, registers in combinations(ways, (1, 2, 4), (96, 128, 168)):
+        for (warps, parts), tiles, registers in combinations(ways, (1, 2, 4) if segments else (2, 4), (96, 128, 168)):
             quartered = LaunchShape(warps, tiles, row_tiles, 1, 0, segments, parts, registers, quarters=True)
             yield quartered
             yield from in_ring(part, [quartered])

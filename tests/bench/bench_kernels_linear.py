@@ -30,10 +30,10 @@ from pilotfish.engine.checkpoint.fp8 import per_channel
 from pilotfish.engine.checkpoint.nvfp4 import NvFp4Weight
 from pilotfish.kernels.cuda import linear, moe
 from pilotfish.kernels.cuda.expand import expand
-from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape
+from pilotfish.kernels.cuda.launch_shapes import LaunchShape, choose_shape, ring_fits
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, ExpertWeights, GroupedExperts, combine
-from pilotfish.kernels.cuda.packing import TILE, UNIT_BYTES, Format, Packed
+from pilotfish.kernels.cuda.packing import TILE, Format, Packed
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
 from pilotfish.kernels.cuda.warm import compile_all
 from tests.support.routed import outputs
@@ -227,10 +227,10 @@ def in_ring(part: Packed, shapes: Iterable[LaunchShape]) -> Iterator[LaunchShape
         bounds = (shape.registers,) if shape.registers else {1: (0, 96), 2: (0, 128), 4: (168,)}[shape.row_tiles]
         for stages, ahead, registers in combinations((1, 2, 3, 4, 5), (0,) if shape.quarters else (0, 1), bounds):
             size = max(stages, turns)
-            num_bytes = UNIT_BYTES[part.format] * shape.warps * shape.tiles * stages + 512 * shape.warps * shape.tiles
+            ringed = replace(shape, stages=stages, x_ahead=ahead, registers=registers, ring=True)
             even = size % stages == 0 and size % turns == 0
-            if num_bytes <= 48 << 10 and even and stages <= steps and ahead <= min(stages, steps - 1):
-                yield replace(shape, stages=stages, x_ahead=ahead, registers=registers, ring=True)
+            if ring_fits(ringed, part.format) and even and stages <= steps and ahead <= min(stages, steps - 1):
+                yield ringed
 
 
 def tuned_shapes(part: Packed, chosen: LaunchShape, keep_bits: bool) -> Iterator[LaunchShape]:
