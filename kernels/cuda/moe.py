@@ -234,6 +234,7 @@ class GroupedExperts:
         part = group.down if down else group.gate_up
         tiles = part.num_tiles // group.num_experts
         shape = choose_shape(part.format, tiles, part.num_units, num_rows)
+        assert not shape.ring, shape
         routed, lists = group is self.groups[0], num_rows > FAST_ROWS
         num_routed = 0
         if routed:
@@ -276,7 +277,6 @@ class GroupedExperts:
             "launch_pdl": pdl,
         }
         if lists:
-            assert not shape.ring, shape
             kernel = listed_kernel[(min(grid[0] * grid[1], num_programs(part.format, shape)),)](
                 *weights,
                 source.view(torch.int32),
@@ -302,10 +302,9 @@ class GroupedExperts:
             *strides,
             CHOOSES=chooses,
             ROWS=next(rows for rows in (1, 4, 8) if num_rows <= rows),
-            RING=shape.ring,
             **constants | blocks(self.num_experts, self.top_k),
         )
-        # one row asks for nothing, and down was slower where it asked, with a ring of two units
+        # one row asks for nothing; of four, down has taken as long whether it asks or not
         if not down and num_rows > 1:
             leave_to_l1(kernel)
 
@@ -394,10 +393,8 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
             return replace(shape, pinned=steps > 2, registers=0 if warps == 4 and steps == 2 else held)
         return replace(shape, registers=held) if num_units == 4 else shape
     if num_rows > 1:
-        # more tiles share what is loaded of x; of K of 4 units one is on its way to shared memory, so that all programs
-        # of four rows of the 35B-A3B are there at once, also where gate_up has left most of the memory to L1
-        if num_units == 4:
-            return replace(shape, tiles=4, stages=1, x_ahead=0, ring=True)
+        # more tiles share what is loaded of x; down's K of two steps has no use for units in shared memory, of which
+        # gate_up's division leaves little
         return replace(shape, tiles=4, stages=1, x_ahead=0 if steps < 4 else 1, pinned=steps < 4)
     # of one row all programs run at once, and each has half of what it reads on its way; a loop has no registers for it
     x_ahead = steps // 2 if steps <= 4 else 1

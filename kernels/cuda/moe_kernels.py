@@ -16,7 +16,6 @@ from pilotfish.kernels.cuda.mma import (
     in_order,
     in_shared,
     load_factor,
-    make_ring,
     over_warps,
     parts_of,
     products,
@@ -198,7 +197,6 @@ def experts_kernel(
     BLOCK_K: gl.constexpr,
     EACH: gl.constexpr,
     STAGES: gl.constexpr,
-    RING: gl.constexpr,
     X_AHEAD: gl.constexpr,
     PINNED: gl.constexpr,
     PDL: gl.constexpr,
@@ -283,10 +281,7 @@ def experts_kernel(
         if m % SPAN == 0:
             columns = columns + (gl.load(place + tile * 2),)
             counts = counts + (gl.load(place + tile * 2 + 1),)
-    ring = make_ring(STAGES, MT, FORMAT, warps) if RING else 0
-    stages = units_ahead(
-        ring, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, RING
-    )
+    stages = units_ahead(0, data, block_scale, tiles, 0, UNITS, UNITS, MT, FORMAT, BLOCKS, warps, warps, STAGES, False)
     if not one_row:
         ranks = gl.where(is_shared, gl.where(row < num_rows, TOP_K, -1), ranks)
     g = (gl.arange(0, warps * 32, gl.SliceLayout(1, layout)) % 32) // 4
@@ -315,7 +310,7 @@ def experts_kernel(
         warps,
         warps,
         STAGES,
-        RING,
+        False,
         X_AHEAD,
         False,
         PINNED,

@@ -381,8 +381,6 @@ def tune_experts(formats: list[Format], rows: list[int], keep_bits: bool, row_ma
                 if part.num_units % warps == 0 and most * stages <= 8 and most * chosen.row_tiles <= 8
                 if stages <= part.num_units // warps and ahead <= min(stages, part.num_units // warps - 1)
             ]
-            if count <= moe.FAST_ROWS and part.block_scale is None:
-                tried += [replace(shape, ring=True) for shape in tried if not shape.pinned]
 
             def launch(shape: LaunchShape, number: int) -> None:
                 moe.choose_shape = lambda form, tiles, units, rows: (
