@@ -6,7 +6,7 @@ then the shares' sums: in order, or, of a row-parallel product, whose shares are
 the tree. The shares follow from the weight's shape alone. One CTA takes 16 rows of W, or a few times 16, and its warps
 have a share each, or in turn. How many tiles a CTA has, how many units are in flight and how many rows of x share a
 weight's unpacking follow from the number of rows, and change no bit. A few tiles of BF16 beside many of another format
-(b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own. Of 17 to 64 rows wide.py
+(b and a of GatedDeltaNet) are programs of the same launch, with the bits of one of their own. From 17 rows on wide.py
 takes NVFP4 where it is faster, with the same bits.
 
 Reads the packed weights once, x from L1 or L2. The floor is those bytes over the memory's rate. R = rows, N, K.

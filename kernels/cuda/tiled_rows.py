@@ -20,8 +20,8 @@ import triton.language as tl
 from pilotfish.kernels.cuda.packing import UNIT
 
 ROWS = 8
-MOST_AT_ONCE = 32
-"""Rows that a program of a product reads: for so many there is room, however few of them are rows."""
+MOST_AT_ONCE = 64
+"""Rows that a program of a product reads at most: there is room for whole groups of so many."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Products of 17 to 64 rows with packed NVFP4 weights on the warp group's instruction: the bits of linear.py's kernel.
+"""Products of 17 rows and more with packed NVFP4 weights on the warp group's instruction: linear.py's bits.
 
 A program has 8 tiles of weights (or 4), a share of K or all of them, and 32 or 64 rows of x. Weights go from memory to
 the registers of the lane that unpacks them, half a unit at a time, as in group_mma.py. x goes through registers too: a
@@ -51,15 +51,18 @@ from pilotfish.kernels.cuda.mma import (
     unit_words_of_x,
     word_of_x,
 )
-from pilotfish.kernels.cuda.packing import UNIT, Format, Packed
+from pilotfish.kernels.cuda.packing import TILE, UNIT, Format, Packed
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, column_place, row_place, stored, written
 
-FEWEST_ROWS, MOST_ROWS = 17, 64
+FEWEST_ROWS = 17
 MANY_TILES, MOST_TILES = 2048, 8192
 """Tiles of a weight that is not row-parallel, from which on this kernel is faster: with 33 rows and more, with 17."""
 SHORT_SHARE, LONG_SHARE = 6, 12
 """Units in a share of a row-parallel weight, likewise."""
+MOST_SUMS = 1 << 26
+"""Numbers that programs leave for each other in a launch, at most: 256 MiB. Rows for which that is not enough, as 65 of
+an lm_head, are launches one behind the other."""
 REGISTERS = 168
 """Of a thread, with which three programs are on a multiprocessor."""
 _AHEAD = gl.constexpr(2)
@@ -103,7 +106,7 @@ def can_take(part: Packed, num_rows: int, segments: int, width: int) -> bool:
     units."""
     shares = shares_of(part, segments)
     return (
-        FEWEST_ROWS <= num_rows <= MOST_ROWS
+        num_rows >= FEWEST_ROWS
         and part.format is Format.NVFP4
         and part.number.shape[1] == 1
         and width % UNIT == 0
@@ -126,8 +129,9 @@ def choose_wide_shape(part: Packed, num_rows: int, segments: int, width: int) ->
             return WideShape(32, tiles_first=True) if share >= LONG_SHARE else None
         return WideShape(32, together=True) if part.num_tiles >= MOST_TILES else None
     if segments:
-        short = WideShape(64, tiles=4, tiles_first=True) if share >= SHORT_SHARE else None
-        return WideShape(64) if share >= LONG_SHARE else short
+        # of up to 64 rows programs of 8 tiles are too few
+        short = WideShape(64, tiles=4, tiles_first=True) if num_rows <= 64 else WideShape(64)
+        return WideShape(64) if share >= LONG_SHARE else short if share >= SHORT_SHARE else None
     return WideShape(64) if part.num_tiles >= MANY_TILES else None
 
 
@@ -455,7 +459,7 @@ def _store(value, out, place, first_tile, first_row, num_rows, stride, STEP: gl.
         gl.store(out + (row.to(gl.int64) * stride)[:, None] + column[None, :], value, mask=there)
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["first_group", "num_rows"])
 def _wide_kernel(
     data,
     place,
@@ -464,6 +468,7 @@ def _wide_kernel(
     out,
     partial,
     arrivals,
+    first_group,
     num_rows,
     out_stride,
     K: gl.constexpr,
@@ -480,8 +485,8 @@ def _wide_kernel(
     TILES_FIRST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows j ROWS ... of x, the p-th of K's SHARES; TOGETHER: all
-    of them.
+    """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows (first_group + j) ROWS ... of x, the p-th of K's
+    SHARES; TOGETHER: all of them.
 
     partial: fp32 [j, i, SHARES, TILES, 16 ROWS], what is left for the program that comes last of those that share K;
     arrivals: int32 [j, i], 0 before and after.
@@ -498,7 +503,7 @@ def _wide_kernel(
         share = gl.program_id(1)
         num_blocks = gl.num_programs(2)
     first_tile = block * TILES
-    first_row = gl.program_id(0) * ROWS
+    first_row = (first_group + gl.program_id(0)) * ROWS
     first_unit = share * apart
     # weights: each warp has tiles next to each other, as gate and up are
     base = data + (first_tile.to(gl.int64) * UNITS + first_unit) * UNIT_WORDS
@@ -607,42 +612,44 @@ def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: boo
     (memory, tiled), (target, stride, tiled_out) = stored(x), written(out)
     assert not tiled_out or swiglu
     assert part.num_tiles % shape.tiles == 0 and x.shape[1] == part.num_units * UNIT
-    # of tiled rows there is room for whole groups of 32
-    assert len(out) <= MOST_ROWS and (shape.rows == 32 or len(out) > 32 or not tiled), (len(out), shape)
-    blocks, row_programs = part.num_tiles // shape.tiles, -(-len(out) // shape.rows)
+    blocks, row_groups = part.num_tiles // shape.tiles, -(-len(out) // shape.rows)
     programs = 1 if shape.together else shares
-    shared = None
+    shared, most = None, row_groups
     if programs > 1:
         shared = PartialSums.of(memory.device)
-        shared.reserve(part.num_tiles, shares, row_programs * shape.rows)
-    grid = (row_programs, blocks, programs) if shape.tiles_first else (row_programs, programs, blocks)
-    kernel = _wide_kernel[grid](
-        part.data.view(torch.int32),
-        part.place,
-        part.number,
-        memory.view(torch.int32),
-        target,
-        None if shared is None else shared.memory,
-        None if shared is None else shared.arrivals,
-        len(out),
-        stride,
-        K=x.shape[1],
-        TILED=tiled,
-        TILED_OUT=tiled_out,
-        UNITS=part.num_units,
-        TILES=shape.tiles,
-        ROWS=shape.rows,
-        SPAN=2 if swiglu else 1,
-        DIVIDES=part.divides,
-        SHARES=shares,
-        TREE=segments > 0,
-        TOGETHER=shape.together and shares > 1,
-        TILES_FIRST=shape.tiles_first,
-        PDL=pdl,
-        num_warps=4,
-        # rounded as the kernel for fewer rows does
-        enable_fp_fusion=False,
-        maxnreg=REGISTERS,
-        launch_pdl=pdl,
-    )
-    leave_to_l1(kernel)
+        most = max(1, min(most, MOST_SUMS // (part.num_tiles * TILE * shares * shape.rows)))
+        shared.reserve(part.num_tiles, shares, most * shape.rows)
+    for first in range(0, row_groups, most):
+        count = min(most, row_groups - first)
+        grid = (count, blocks, programs) if shape.tiles_first else (count, programs, blocks)
+        kernel = _wide_kernel[grid](
+            part.data.view(torch.int32),
+            part.place,
+            part.number,
+            memory.view(torch.int32),
+            target,
+            None if shared is None else shared.memory,
+            None if shared is None else shared.arrivals,
+            first,
+            len(out),
+            stride,
+            K=x.shape[1],
+            TILED=tiled,
+            TILED_OUT=tiled_out,
+            UNITS=part.num_units,
+            TILES=shape.tiles,
+            ROWS=shape.rows,
+            SPAN=2 if swiglu else 1,
+            DIVIDES=part.divides,
+            SHARES=shares,
+            TREE=segments > 0,
+            TOGETHER=shape.together and shares > 1,
+            TILES_FIRST=shape.tiles_first,
+            PDL=pdl,
+            num_warps=4,
+            # rounded as the kernel for fewer rows does
+            enable_fp_fusion=False,
+            maxnreg=REGISTERS,
+            launch_pdl=pdl,
+        )
+        leave_to_l1(kernel)

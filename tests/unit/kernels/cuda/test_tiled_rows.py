@@ -29,7 +29,7 @@ def test_a_lane_s_loads_of_a_warp_are_in_one_piece(rows, width):
     x = torch.randn(rows, width)
     tiled = TiledRows.of(x)
     assert (len(tiled), tiled.shape, tiled.dtype) == (rows, x.shape, x.dtype)
-    assert tiled.memory.numel() == size(rows, width) == -(-rows // 32) * 32 * width
+    assert tiled.memory.numel() == size(rows, width) == -(-rows // 64) * 64 * width
     assert torch.equal(tiled.memory[places(rows, width)], x) and torch.equal(tiled.plain(), x)
     # nothing stands in two places, and what is no row is zero
     assert int((tiled.memory != 0).sum()) == rows * width
