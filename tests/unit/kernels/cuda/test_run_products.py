@@ -15,7 +15,7 @@ from pilotfish.kernels.cuda.expand import expand
 from pilotfish.kernels.cuda.launch_shapes import LaunchShape
 from pilotfish.kernels.cuda.linear import PackedLinear
 from pilotfish.kernels.cuda.moe import ExpertScratch, GroupedExperts, combine
-from pilotfish.kernels.cuda.packing import Format, PackedRows
+from pilotfish.kernels.cuda.packing import PackedRows
 from pilotfish.kernels.cuda.scratch import PartialSums
 from pilotfish.kernels.cuda.swiglu import silu_product
 from pilotfish.kernels.cuda.tiled_rows import AnyRows, TiledRows
@@ -406,21 +406,6 @@ def test_experts_and_bits_of_rows_alone():
 def test_experts_of_tiled_rows(rows):
     packed, (x, ids) = make_experts("nvfp4", "nvfp4", WIDTH), (part[:rows].contiguous() for part in choose(20))
     assert same_bits(run_experts(packed, TiledRows.of(x), ids), run_experts(packed, x, ids))
-
-
-def test_units_of_an_expert_may_be_on_their_way_to_shared_memory(monkeypatch):
-    packed, (x, ids) = make_experts("nvfp4", "nvfp4", WIDTH), choose(5)
-    want, choose_shape, shapes = run_experts(packed, x, ids), moe.choose_shape, []
-
-    def in_ring(format: Format, num_tiles: int, num_units: int, num_rows: int) -> LaunchShape:
-        shape = choose_shape(format, num_tiles, num_units, num_rows)
-        shapes.append(replace(shape, stages=num_units // shape.warps, x_ahead=0, ring=True))
-        return shapes[-1]
-
-    monkeypatch.setattr(moe, "choose_shape", in_ring)
-    for rows in (1, 5):
-        assert same_bits(run_experts(packed, x[:rows].contiguous(), ids[:rows].contiguous()), want[:rows])
-    assert [shape.stages for shape in shapes] == [2, 1] * 2
 
 
 def of_so_many_programs(monkeypatch: pytest.MonkeyPatch, programs: int, *operands: Any) -> torch.Tensor:
