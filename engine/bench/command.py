@@ -251,7 +251,8 @@ def _run(
     if clocks is not None:
         first |= clocks.between(*run.timed)
     first["num_compiled"] = first.get("num_compiled", 0) + run.num_compiled
-    if loop.executor.model.config.is_moe and (by_layer := count_experts(loop, prompts)):
+    counts = loop.executor.model.config.is_moe and not args.prompts_once
+    if counts and (by_layer := count_experts(loop, prompts)):
         first |= {"distinct_experts": statistics.fmean(by_layer), "distinct_experts_by_layer": by_layer}
     return run, first
 
@@ -296,7 +297,8 @@ def _row(
     if config.is_moe:
         row["distinct_experts_uniform"] = distinct_experts(config.num_experts, config.num_experts_per_tok, frame.rows)
     row["draft_vocab_size"] = args.draft_vocab_size
-    return row | _device_times(loop, case) | ({"profile": profile(loop, case)} if args.profile else {})
+    device_times = {} if args.prompts_once else _device_times(loop, case)
+    return row | device_times | ({"profile": profile(loop, case)} if args.profile else {})
 
 
 def _stored(loop: EngineLoop, case: Case, run: Run) -> float:

@@ -83,6 +83,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--profile", action="store_true", help="trace which kernels a round and a prompt spend their time in"
     )
     parser.add_argument(
+        "--prompts-once",
+        action="store_true",
+        help="times no replays and counts no experts, for which a batch's prompts are read again: for long ones",
+    )
+    parser.add_argument(
         "--clocks", action="store_true", help="the card's clock and power in the timed rounds, by nvidia-smi"
     )
     parser.add_argument(
@@ -111,11 +116,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--picture: want --conversation, which is what it shows")
     beside = [
         flag
-        for flag in ("admission", "first_requests", "profile", "clocks")
+        for flag in ("admission", "first_requests", "profile", "prompts_once", "clocks")
         if args.conversation and getattr(args, flag)
     ]
     if beside:
         parser.error(f"--{beside[0].replace('_', '-')}: is about batches, which --conversation takes the place of")
+    if args.prompts_once and args.profile:
+        parser.error("--profile: want no --prompts-once, a trace reads them again")
     if args.synthetic_acceptance_length is not None:
         try:
             for depth in filter(None, args.k):

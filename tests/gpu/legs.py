@@ -121,6 +121,12 @@ def bench_legs() -> list[Leg]:
         _bench("rounds-wide", f"{moe} --k 0,3 --batch {WIDE}"),
         _bench("rounds-wide-27B", f"{dense} --k 0,3 --batch {WIDE_DENSE}"),
         _bench("rounds-long", f"{moe} --k 0,3 --batch 1,4 --context 32768 --tokens 128"),
+        *(
+            _bench(
+                f"rounds-longest{name}", f"{moe} --k 0,3 --batch 4 --context 131072 --tokens 64 --prompts-once{dtype}"
+            )
+            for name, dtype in (("", ""), ("-fp8", " --kv-cache-dtype fp8"))
+        ),
         _bench("starts", f"{moe} --k 0,3 --batch 1,4 --first-requests --admission 8192"),
         _bench("prompt-long", f"{moe} --k 0,3 --batch 1 --context 8192 --tokens 32 --profile"),
         _bench("prefill", "-m tests.bench.bench_kernels_state --prefill"),

@@ -307,6 +307,19 @@ def test_measured_experts_stand_beside_the_uniform_expectation(folder, tmp_path,
     assert {"experts", "uniform"} <= set(capsys.readouterr().out.splitlines()[0].split())
 
 
+def test_prompts_that_are_read_once_have_no_experts_counted_and_no_replays(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "count_experts", lambda *_: pytest.fail("reads a batch's prompts"))
+    monkeypatch.setattr(command, "_device_times", lambda *_: pytest.fail("reads a batch's prompts"))
+    for row in rows_of(folder, tmp_path / "out", "--prompts-once"):
+        assert row["tokens_per_second"] > 0 and "distinct_experts" not in row
+
+
+def test_a_trace_reads_prompts_again(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["model", "--prompts-once", "--profile"])
+    assert "--profile: want no --prompts-once" in capsys.readouterr().err
+
+
 def test_the_weights_bytes_are_the_files_and_what_is_resident_is_told(folder, tmp_path, capsys):
     checkpoint = open_checkpoint(folder)
     row = rows_of(folder, tmp_path / "with", "--k", "3", "--batch", "1")[-1]

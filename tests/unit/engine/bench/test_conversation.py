@@ -85,7 +85,7 @@ def test_a_picture_is_drawn_with_and_without_cold_turns(tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("flags", [["--admission", "9"], ["--profile"], ["--first-requests"]])
+@pytest.mark.parametrize("flags", [["--admission", "9"], ["--profile"], ["--first-requests"], ["--prompts-once"]])
 def test_what_is_about_batches_has_no_conversation(flags, capsys):
     with pytest.raises(SystemExit):
         command.main(["model", "--conversation", *flags])
