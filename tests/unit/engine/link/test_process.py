@@ -135,6 +135,7 @@ def test_many_requests_at_once(folder):
 
 def test_leaving_a_stream_frees_the_sequence_within_a_round(folder):
     reports, go = [], folder / "go"
+    go.write_bytes(b"")  # the first token waits for none
 
     async def body():
         async with engine(folder, on_report=reports.append) as client:
@@ -142,9 +143,10 @@ def test_leaving_a_stream_frees_the_sequence_within_a_round(folder):
             await anext(stream)
             # the second token is being written
             await stream.aclose()
-            let_go(go)
+            # that one alone: on a busy machine the engine hears of it later, and a third token would wait for that
+            go.write_bytes(b"2")
             await until(lambda: reports[-1].stats.num_running == 0)
-            assert len(reports) <= 3
+            assert len(reports) <= 4
             # what was over-produced is reported to nobody
             assert len(reports[0].outputs) == 1 and not any(report.outputs for report in reports[1:])
 
