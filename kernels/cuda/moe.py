@@ -304,7 +304,7 @@ class GroupedExperts:
             ROWS=next(rows for rows in (1, 4, 8) if num_rows <= rows),
             **constants | blocks(self.num_experts, self.top_k),
         )
-        # one row asks for nothing; of four, down has taken as long whether it asks or not
+        # with four rows a round took as long whether down asked or not, and one row's changed nothing by asking
         if not down and num_rows > 1:
             leave_to_l1(kernel)
 
@@ -393,8 +393,7 @@ def choose_shape(format: Format, num_tiles: int, num_units: int, num_rows: int) 
             return replace(shape, pinned=steps > 2, registers=0 if warps == 4 and steps == 2 else held)
         return replace(shape, registers=held) if num_units == 4 else shape
     if num_rows > 1:
-        # more tiles share what is loaded of x; down's K of two steps has no use for units in shared memory, of which
-        # gate_up's division leaves little
+        # more tiles share what is loaded of x
         return replace(shape, tiles=4, stages=1, x_ahead=0 if steps < 4 else 1, pinned=steps < 4)
     # of one row all programs run at once, and each has half of what it reads on its way; a loop has no registers for it
     x_ahead = steps // 2 if steps <= 4 else 1

@@ -109,6 +109,7 @@ def test_legs() -> list[Leg]:
 def bench_legs() -> list[Leg]:
     rounds = f"-m pilotfish.server.cli bench {{}} {DUMMY} --clocks --synthetic-acceptance-length 3.2 --json {{{{out}}}}"
     moe, dense = rounds.format("Qwen3.6-35B-A3B"), rounds.format("Qwen3.6-27B")
+    longest = f"{moe} --k 0,3 --batch 4 --context 131072 --tokens 64 --prompts-once"
     return [
         _bench("rounds-first", f"{moe} --k 0 --batch 1 --enforce-eager --tokens 64"),
         _bench("rounds-35B", f"{moe} --k 0,3 --batch 1,2,4,8 --profile"),
@@ -121,12 +122,8 @@ def bench_legs() -> list[Leg]:
         _bench("rounds-wide", f"{moe} --k 0,3 --batch {WIDE}"),
         _bench("rounds-wide-27B", f"{dense} --k 0,3 --batch {WIDE_DENSE}"),
         _bench("rounds-long", f"{moe} --k 0,3 --batch 1,4 --context 32768 --tokens 128"),
-        *(
-            _bench(
-                f"rounds-longest{name}", f"{moe} --k 0,3 --batch 4 --context 131072 --tokens 64 --prompts-once{dtype}"
-            )
-            for name, dtype in (("", ""), ("-fp8", " --kv-cache-dtype fp8"))
-        ),
+        _bench("rounds-longest", longest),
+        _bench("rounds-longest-fp8", f"{longest} --kv-cache-dtype fp8"),
         _bench("starts", f"{moe} --k 0,3 --batch 1,4 --first-requests --admission 8192"),
         _bench("prompt-long", f"{moe} --k 0,3 --batch 1 --context 8192 --tokens 32 --profile"),
         _bench("prefill", "-m tests.bench.bench_kernels_state --prefill"),

@@ -134,21 +134,25 @@ def test_many_requests_at_once(folder):
 
 
 def test_leaving_a_stream_frees_the_sequence_within_a_round(folder):
+    """In one of three times: on a busy machine the engine may hear of it a round later."""
     reports, go = [], folder / "go"
-    go.write_bytes(b"")  # the first token waits for none
+
+    async def reports_of(client, name):
+        reports.clear()
+        go.write_bytes(b"")  # the first token waits for none
+        stream = stream_of(client, request(name, reply="x", times=1000, delay=1.0, go=str(go), max_tokens=1000))
+        await anext(stream)
+        await stream.aclose()
+        # the second token is being written: that one alone goes on
+        go.write_bytes(b"2")
+        await until(lambda: reports[-1].stats.num_running == 0)
+        # what was over-produced is reported to nobody
+        assert len(reports[0].outputs) == 1 and not any(report.outputs for report in reports[1:])
+        return len(reports)
 
     async def body():
         async with engine(folder, on_report=reports.append) as client:
-            stream = stream_of(client, request(reply="x", times=1000, delay=15.0, go=str(go), max_tokens=1000))
-            await anext(stream)
-            # the second token is being written
-            await stream.aclose()
-            # that one alone: on a busy machine the engine hears of it later, and a third token would wait for that
-            go.write_bytes(b"2")
-            await until(lambda: reports[-1].stats.num_running == 0)
-            assert len(reports) <= 4
-            # what was over-produced is reported to nobody
-            assert len(reports[0].outputs) == 1 and not any(report.outputs for report in reports[1:])
+            assert min([await reports_of(client, name) for name in "abc"]) <= 3
 
     run(body())
 

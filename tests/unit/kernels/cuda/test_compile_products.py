@@ -316,7 +316,7 @@ def test_x_in_quarters_leaves_room_for_twice_the_programs(height, width, segment
         (5120, 17408, False, 8, 32, 295),
         (5120, 17408, False, 8, 64, 308),
         (5120, 6144, False, 8, 64, 172),
-        (5120, 6144, False, 8, 128, 308),
+        (5120, 6144, False, 8, 128, 306),
         (248320, 5120, False, 0, 32, 295),
     ],
 )
