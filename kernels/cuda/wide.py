@@ -423,12 +423,12 @@ def _from_flat(parts):
 
 
 @gluon.jit
-def _own(partial, block, num_blocks, SUMS: gl.constexpr, ROWS: gl.constexpr):
-    """Where the program's SUMS stand."""
+def _own(partial, number, SIZE: gl.constexpr):
+    """Where the sums of the number-th program of those that do not share K stand."""
     within = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _FLAT)))[:, None, None] * 512
     within = within + gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _FLAT)))[None, :, None] * 4
     within = within + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _FLAT)))[None, None, :]
-    return partial + ((gl.program_id(0) * num_blocks + block).to(gl.int64) * (SUMS * 64 * ROWS) + within)
+    return partial + (number.to(gl.int64) * SIZE + within)
 
 
 @gluon.constexpr_function
@@ -459,78 +459,48 @@ def _store(value, out, place, first_tile, first_row, num_rows, stride, STEP: gl.
         gl.store(out + (row.to(gl.int64) * stride)[:, None] + column[None, :], value, mask=there)
 
 
-@gluon.jit(do_not_specialize=["first_group", "num_rows"])
-def _wide_kernel(
-    data,
-    place,
-    number,
+@gluon.jit
+def _multiply_rows(
+    weights,
     x,
     out,
-    partial,
-    arrivals,
-    first_group,
+    left,
+    place,
+    number,
+    first_tile,
+    first_row,
+    share,
+    sharing,
     num_rows,
     out_stride,
     K: gl.constexpr,
     TILED: gl.constexpr,
     TILED_OUT: gl.constexpr,
     UNITS: gl.constexpr,
-    TILES: gl.constexpr,
     ROWS: gl.constexpr,
+    MOST_ROWS: gl.constexpr,
     SPAN: gl.constexpr,
     DIVIDES: gl.constexpr,
     SHARES: gl.constexpr,
     TREE: gl.constexpr,
     TOGETHER: gl.constexpr,
-    TILES_FIRST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows (first_group + j) ROWS ... of x, the p-th of K's
-    SHARES; TOGETHER: all of them.
-
-    partial: fp32 [j, i, SHARES, TILES, 16 ROWS], what is left for the program that comes last of those that share K;
-    arrivals: int32 [j, i], 0 before and after.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    groups: gl.constexpr = TILES // 4
+    """What a program does from its first weights on, which are on their way, with ROWS rows of x."""
+    codes, scales, ahead = weights
+    partial, arrivals = left
+    groups: gl.constexpr = len(ahead[0])
     apart: gl.constexpr = UNITS // SHARES
-    block = gl.program_id(1)
-    share = gl.program_id(2)
-    num_blocks = gl.num_programs(1)
-    if not TILES_FIRST:
-        block = gl.program_id(2)
-        share = gl.program_id(1)
-        num_blocks = gl.num_programs(2)
-    first_tile = block * TILES
-    first_row = (first_group + gl.program_id(0)) * ROWS
-    first_unit = share * apart
-    # weights: each warp has tiles next to each other, as gate and up are
-    base = data + (first_tile.to(gl.int64) * UNITS + first_unit) * UNIT_WORDS
-    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _CODES)))[:, None, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, _CODES)))[None, :, None]
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _CODES)))[None, None, :]
-    codes = base + (warp * (groups * UNITS * UNIT_WORDS) + lane * 4 + word)
-    warp = gl.arange(0, 4, gl.SliceLayout(1, SCALES))[:, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, SCALES))[None, :]
-    scales = base + (warp * (groups * UNITS * UNIT_WORDS) + 256 + lane)
-    ahead = ()
-    for s in gl.static_range(_AHEAD):
-        unit = ()
-        for i in gl.static_range(groups):
-            unit = unit + (_load_group(codes, scales, s, i, UNITS, False, True),)
-        ahead = ahead + (unit,)
-    in_order()
     thread = gl.arange(0, 128, gl.SliceLayout(1, _LANES))
-    columns = (first_unit * unit_words_of_x(TILED) + thread % 4 * (4 if TILED else 8))[:, None]
+    columns = (share * apart * unit_words_of_x(TILED) + thread % 4 * (4 if TILED else 8))[:, None]
     columns = columns + gl.arange(0, 4, gl.SliceLayout(0, _LANES))[None, :]
     rows = ()
     for n in gl.static_range(1 if TILED else ROWS // 32):
-        row = first_row + n * 32 + thread // 4
+        own_row = first_row + n * 32 + thread // 4
         if not TILED:
             # past the end: the last row once more, not stored; of tiled rows what stands there
-            row = gl.minimum(row, num_rows - 1)
-        rows = rows + (x + (row_of_x(row, K, TILED)[:, None] + columns),)
+            own_row = gl.minimum(own_row, num_rows - 1)
+        rows = rows + (x + (row_of_x(own_row, K, TILED)[:, None] + columns),)
     memory = ()
     for _ in gl.static_range(2):
         first_half = gl.allocate_shared_memory(gl.int32, [ROWS, 32], _WORDS_SHARED)
@@ -543,7 +513,6 @@ def _wide_kernel(
     in_order(True)
     places = (codes, scales, rows)
     apart_sums: gl.constexpr = SHARES > 1 and not TOGETHER
-    own = partial
     if TOGETHER:
         gl.static_assert(not TREE)
         kept = ()
@@ -566,43 +535,121 @@ def _wide_kernel(
         totals = kept
     else:
         totals, places, ahead = _multiply_share(memory, places, ahead, True, True, apart, UNITS, ROWS, groups, K, TILED)
+    own = partial
+    last = True
     if apart_sums:
-        own = _own(partial, block, num_blocks, SHARES * groups, ROWS)
+        own = _own(partial, sharing, SHARES * groups * 64 * MOST_ROWS)
         _store_sums(own, totals, share, ROWS)
         # all that the program's threads have stored is there for who sees its arrival
         tl.debug_barrier()
-        counter = arrivals + (gl.program_id(0) * num_blocks + block)
-        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != SHARES - 1:
-            return
-        gl.store(counter, 0)
-    # 32 rows at a time, for fewer registers
-    for chunk in gl.static_range(ROWS // 32):
-        row = first_row + chunk * 32
-        values = ()
-        for i in gl.static_range(groups):
-            if apart_sums:
-                parts = ()
-                for s in gl.static_range(SHARES):
-                    where = own + ((s * groups + i) * (64 * ROWS) + chunk * 2048)
-                    parts = parts + (gl.load(where, cache_modifier=".cg"),)
-                total = _from_flat(in_tree(parts) if TREE else in_turn(parts))
-            else:
-                total = _rows_of(totals[i], chunk, ROWS)
-            feature = gl.arange(0, 64, gl.SliceLayout(1, sums(32, True)))
-            factor = gl.load(number + (first_tile + feature // 16 * groups + i))[:, None]
-            values = values + (scaled(total, gl.broadcast(factor, total)[0], NVFP4, DIVIDES),)
-        if SPAN == 1:
+        last = gl.atomic_add(arrivals + sharing, 1, sem="acq_rel", scope="gpu") == SHARES - 1
+    if last:
+        if apart_sums:
+            gl.store(arrivals + sharing, 0)
+        # 32 rows at a time, for fewer registers
+        for chunk in gl.static_range(ROWS // 32):
+            row = first_row + chunk * 32
+            values = ()
             for i in gl.static_range(groups):
-                _store(values[i], out, place, first_tile + i, row, num_rows, out_stride, groups, TILED_OUT)
-        elif groups == 2:
-            value = silu(values[0]) * values[1]
-            _store(value, out, place, first_tile, row, num_rows, out_stride, 2, TILED_OUT)
-        else:
-            # gate and up are different warps'
-            pair = gl.permute(gl.reshape(values[0], [2, 2, 16, 32]), [0, 2, 3, 1])
-            gate, up = gl.split(gl.convert_layout(pair, _PAIRS))
-            value = gl.reshape(silu(gate) * up, [32, 32])
-            _store(value, out, place, first_tile, row, num_rows, out_stride, 2, TILED_OUT)
+                if apart_sums:
+                    parts = ()
+                    for s in gl.static_range(SHARES):
+                        where = own + ((s * groups + i) * (64 * ROWS) + chunk * 2048)
+                        parts = parts + (gl.load(where, cache_modifier=".cg"),)
+                    total = _from_flat(in_tree(parts) if TREE else in_turn(parts))
+                else:
+                    total = _rows_of(totals[i], chunk, ROWS)
+                feature = gl.arange(0, 64, gl.SliceLayout(1, sums(32, True)))
+                factor = gl.load(number + (first_tile + feature // 16 * groups + i))[:, None]
+                values = values + (scaled(total, gl.broadcast(factor, total)[0], NVFP4, DIVIDES),)
+            if SPAN == 1:
+                for i in gl.static_range(groups):
+                    _store(values[i], out, place, first_tile + i, row, num_rows, out_stride, groups, TILED_OUT)
+            elif groups == 2:
+                value = silu(values[0]) * values[1]
+                _store(value, out, place, first_tile, row, num_rows, out_stride, 2, TILED_OUT)
+            else:
+                # gate and up are different warps'
+                pair = gl.permute(gl.reshape(values[0], [2, 2, 16, 32]), [0, 2, 3, 1])
+                gate, up = gl.split(gl.convert_layout(pair, _PAIRS))
+                value = gl.reshape(silu(gate) * up, [32, 32])
+                _store(value, out, place, first_tile, row, num_rows, out_stride, 2, TILED_OUT)
+
+
+@gluon.jit(do_not_specialize=["first_group", "num_rows"])
+def _wide_kernel(
+    data,
+    place,
+    number,
+    x,
+    out,
+    partial,
+    arrivals,
+    first_group,
+    num_rows,
+    out_stride,
+    K: gl.constexpr,
+    TILED: gl.constexpr,
+    TILED_OUT: gl.constexpr,
+    UNITS: gl.constexpr,
+    TILES: gl.constexpr,
+    ROWS: gl.constexpr,
+    REST: gl.constexpr,
+    SPAN: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    SHARES: gl.constexpr,
+    TREE: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    TILES_FIRST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows (first_group + j) ROWS ... of x, the p-th of K's
+    SHARES; TOGETHER: all of them. REST: where no more than 32 rows are left it has no more.
+
+    partial: fp32 [j, i, SHARES, TILES, 16 ROWS], what is left for the program that comes last of those that share K;
+    arrivals: int32 [j, i], 0 before and after.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    groups: gl.constexpr = TILES // 4
+    block = gl.program_id(1)
+    share = gl.program_id(2)
+    num_blocks = gl.num_programs(1)
+    if not TILES_FIRST:
+        block = gl.program_id(2)
+        share = gl.program_id(1)
+        num_blocks = gl.num_programs(2)
+    first_tile = block * TILES
+    first_row = (first_group + gl.program_id(0)) * ROWS
+    first_unit = share * (UNITS // SHARES)
+    # weights: each warp has tiles next to each other, as gate and up are
+    base = data + (first_tile.to(gl.int64) * UNITS + first_unit) * UNIT_WORDS
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _CODES)))[:, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, _CODES)))[None, :, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _CODES)))[None, None, :]
+    codes = base + (warp * (groups * UNITS * UNIT_WORDS) + lane * 4 + word)
+    warp = gl.arange(0, 4, gl.SliceLayout(1, SCALES))[:, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, SCALES))[None, :]
+    scales = base + (warp * (groups * UNITS * UNIT_WORDS) + 256 + lane)
+    ahead = ()
+    for s in gl.static_range(_AHEAD):
+        unit = ()
+        for i in gl.static_range(groups):
+            unit = unit + (_load_group(codes, scales, s, i, UNITS, False, True),)
+        ahead = ahead + (unit,)
+    in_order()
+    sharing = gl.program_id(0) * num_blocks + block
+    weights, left = (codes, scales, ahead), (partial, arrivals)
+    if REST and num_rows - first_row <= 32:
+        _multiply_rows(
+            weights, x, out, left, place, number, first_tile, first_row, share, sharing, num_rows, out_stride,
+            K, TILED, TILED_OUT, UNITS, 32, ROWS, SPAN, DIVIDES, SHARES, TREE, TOGETHER, PDL,
+        )  # fmt: skip
+    else:
+        _multiply_rows(
+            weights, x, out, left, place, number, first_tile, first_row, share, sharing, num_rows, out_stride,
+            K, TILED, TILED_OUT, UNITS, ROWS, ROWS, SPAN, DIVIDES, SHARES, TREE, TOGETHER, PDL,
+        )  # fmt: skip
 
 
 def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: bool, segments: int, pdl: bool) -> None:
@@ -639,6 +686,7 @@ def launch(part: Packed, x: AnyRows, out: AnyRows, shape: WideShape, swiglu: boo
             UNITS=part.num_units,
             TILES=shape.tiles,
             ROWS=shape.rows,
+            REST=shape.rows > 32 and row_groups > 1,
             SPAN=2 if swiglu else 1,
             DIVIDES=part.divides,
             SHARES=shares,

@@ -286,7 +286,7 @@ def test_wide_products_have_the_bits_of_a_warps(monkeypatch, kind, swiglu, heigh
     (part,) = product.ranges
     # room for the sums of 128 rows of the largest: 256 rows of it are two launches
     monkeypatch.setattr(wide, "MOST_SUMS", 17408 * 4 * 128)
-    for rows, tiles in ((17, 8), (32, 4), (33, 4), (64, 8), (65, 8), (256, 8)):
+    for rows, tiles in ((17, 8), (32, 4), (33, 4), (64, 8), (65, 8), (96, 8), (256, 8)):
         own = x[:rows].contiguous()
         want = torch.full((rows, product.out_features), float("nan"), device="cuda")
         linear.launch(part, own, want, choose_shape(part, rows, swiglu, None, segments), swiglu, False)

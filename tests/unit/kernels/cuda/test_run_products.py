@@ -163,7 +163,10 @@ def test_a_row_parallel_products_units_may_be_on_their_way_to_shared_memory():
         ("modelopt", False, 2048, 0, 32, WideShape(32, together=True)),
         ("nvfp4", False, 5120, 8, 32, WideShape(32)),  # in a loop and a rest
         ("nvfp4", False, 2048, 8, 33, WideShape(64, tiles=4, tiles_first=True)),
-        ("nvfp4", True, 2048, 0, 70, WideShape(64)),  # a launch
+        ("nvfp4", True, 2048, 0, 70, WideShape(64)),  # a launch, of 64 rows and of the rest as one of 32
+        ("nvfp4", True, 1536, 0, 80, WideShape(64, together=True)),  # the same
+        ("nvfp4", False, 2048, 8, 96, WideShape(64)),  # the same, whose sums do not meet
+        ("modelopt", False, 2048, 8, 97, WideShape(64)),  # of twice 64
         ("modelopt", False, 2048, 8, 130, WideShape(64)),  # two, of 128 rows and of the rest
     ],
 )
