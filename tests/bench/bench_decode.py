@@ -30,7 +30,9 @@ from tqdm import tqdm
 from pilotfish.engine.link.messages import SamplingParams, Submit
 from pilotfish.engine.loop import EngineLoop
 from pilotfish.engine.options import EngineOptions
+from pilotfish.engine.plan import reserved_pages
 from pilotfish.engine.start import make_core
+from pilotfish.kernels.attention import PAGE
 from pilotfish.server.text.tokenizer import Tokenizer
 
 
@@ -106,6 +108,8 @@ def options(args: argparse.Namespace, depth: int) -> EngineOptions:
         num_speculative_tokens=depth,
         max_num_seqs=args.batch,
         max_model_len=args.max_model_len,
+        # one engine of several on the device
+        kv_cache_tokens=args.batch * reserved_pages(args.max_model_len, depth) * PAGE,
         num_threads=args.threads,
         device=args.device,
     )
