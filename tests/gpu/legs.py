@@ -180,7 +180,7 @@ def tools_legs() -> list[Leg]:
         "conversations": "-m tests.soak.conversations --seconds 30 --model demo/model",
         "attacks": "-m tests.soak.attacks --seconds 2 --model demo/model",
     }
-    return [Leg("tools", name, tuple(words.split())) for name, words in tools.items()]
+    return [Leg("tools", name, tuple(words.split()), 300) for name, words in tools.items()]
 
 
 def legs_of(what: str) -> list[Leg]:
@@ -275,6 +275,16 @@ def alone() -> Iterator[bool]:
             yield True
 
 
+@contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, with which `timeout` ends a run, ends its legs too: they would go on, and hold the device's memory."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _end(text: str) -> list[str]:
     """The last lines as a terminal would show them: of a progress bar its last state."""
     lines = text.rstrip("\n").split("\n")[-SHOWN_LINES:]
@@ -347,7 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (is_alone or args.rehearse):
             print("another run of legs goes on on this machine: both would find its memory taken", file=sys.stderr)
             return 1
-        return run_all(legs, args, args.jobs or most)
+        with ended_as_by_ctrl_c():
+            return run_all(legs, args, args.jobs or most)
 
 
 def run_all(legs: Sequence[Leg], args: argparse.Namespace, jobs: int) -> int:

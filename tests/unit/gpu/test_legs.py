@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -97,6 +100,22 @@ def test_what_a_leg_that_passed_left_running_ends_with_it(tmp_path):
     code = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {child!r}])"
     code += f"; open({str(mark)!r}, 'w').write(str(child.pid))"
     assert run(leg("leaves", code), tmp_path)["status"] == "passed"
+    while is_running(mark.read_text()):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_ends_its_legs(tmp_path, number):
+    mark = tmp_path / "mark"
+    slow = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"from tests.gpu import legs; legs.LOCK = legs.Path({str(tmp_path / 'lock')!r})"
+    code += f"; legs.test_legs = lambda: [legs.Leg('test', 'slow', ('-c', {slow!r}))]"
+    code += f"; legs.main(['test', '--out', {str(tmp_path)!r}])"
+    run_of_legs = subprocess.Popen([sys.executable, "-c", code], cwd=legs.ROOT, env=legs.environment())
+    while not (mark.exists() and mark.read_text()):
+        time.sleep(0.01)
+    run_of_legs.send_signal(number)
+    assert run_of_legs.wait() != 0
     while is_running(mark.read_text()):
         time.sleep(0.01)
 
