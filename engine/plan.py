@@ -30,8 +30,8 @@ FUSED_CHUNK = 2048
 """Prompt tokens of the largest chunk on a GPU, where expanding a layer's weights costs the same for few tokens as for
 many."""
 GPU_RESERVE_BYTES = 2 << 30
-"""GPU memory beside weights, KV cache and `buffer_bytes`: graphs, libraries, prompts, sums that a product's programs
-leave each other (at most 256 MiB)."""
+"""GPU memory beside weights, KV cache and `buffer_bytes`: graphs, libraries, prompts, and what a product's
+programs leave each other."""
 SLOT_TABLE_BYTES = 128 << 10
 """A slot's tables beside what has the vocabulary's width: word bans, mostly."""
 MAX_NGRAM = 64

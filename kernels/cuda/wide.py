@@ -423,8 +423,18 @@ def _from_flat(parts):
 
 
 @gluon.jit
+def _added(where, APART: gl.constexpr, SHARES: gl.constexpr, TREE: gl.constexpr):
+    """[64, 32] of what the shares have left at `where`, each APART numbers behind the one before, in linear.py's
+    order."""
+    parts = ()
+    for s in gl.static_range(SHARES):
+        parts = parts + (gl.load(where + s * APART, cache_modifier=".cg"),)
+    return _from_flat(in_tree(parts) if TREE else in_turn(parts))
+
+
+@gluon.jit
 def _own(partial, number, SIZE: gl.constexpr):
-    """Where the sums of the number-th program of those that do not share K stand."""
+    """Where the sums of programs that share K stand, of the number-th of such groups, each of SIZE numbers."""
     within = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _FLAT)))[:, None, None] * 512
     within = within + gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _FLAT)))[None, :, None] * 4
     within = within + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _FLAT)))[None, None, :]
@@ -467,10 +477,10 @@ def _multiply_rows(
     left,
     place,
     number,
-    first_tile,
-    first_row,
+    block,
+    num_blocks,
     share,
-    sharing,
+    first_row,
     num_rows,
     out_stride,
     K: gl.constexpr,
@@ -486,10 +496,12 @@ def _multiply_rows(
     TOGETHER: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """What a program does from its first weights on, which are on their way, with ROWS rows of x."""
+    """What a program does with ROWS rows of x, of which others of the launch may have MOST_ROWS, once its first weights
+    are on their way; block: the program's tiles, of num_blocks times as many."""
     codes, scales, ahead = weights
     partial, arrivals = left
     groups: gl.constexpr = len(ahead[0])
+    first_tile = block * (groups * 4)
     apart: gl.constexpr = UNITS // SHARES
     thread = gl.arange(0, 128, gl.SliceLayout(1, _LANES))
     columns = (share * apart * unit_words_of_x(TILED) + thread % 4 * (4 if TILED else 8))[:, None]
@@ -537,6 +549,7 @@ def _multiply_rows(
         totals, places, ahead = _multiply_share(memory, places, ahead, True, True, apart, UNITS, ROWS, groups, K, TILED)
     own = partial
     last = True
+    sharing = gl.program_id(0) * num_blocks + block
     if apart_sums:
         own = _own(partial, sharing, SHARES * groups * 64 * MOST_ROWS)
         _store_sums(own, totals, share, ROWS)
@@ -552,11 +565,7 @@ def _multiply_rows(
             values = ()
             for i in gl.static_range(groups):
                 if apart_sums:
-                    parts = ()
-                    for s in gl.static_range(SHARES):
-                        where = own + ((s * groups + i) * (64 * ROWS) + chunk * 2048)
-                        parts = parts + (gl.load(where, cache_modifier=".cg"),)
-                    total = _from_flat(in_tree(parts) if TREE else in_turn(parts))
+                    total = _added(own + (i * (64 * ROWS) + chunk * 2048), groups * 64 * ROWS, SHARES, TREE)
                 else:
                     total = _rows_of(totals[i], chunk, ROWS)
                 feature = gl.arange(0, 64, gl.SliceLayout(1, sums(32, True)))
@@ -604,7 +613,7 @@ def _wide_kernel(
     PDL: gl.constexpr,
 ):
     """Program (j, i, p), or (j, p, i): tiles i TILES ..., rows (first_group + j) ROWS ... of x, the p-th of K's
-    SHARES; TOGETHER: all of them. REST: where no more than 32 rows are left it has no more.
+    SHARES; TOGETHER: all of them. REST: where no more than 32 rows are left it has no more, in the place of ROWS.
 
     partial: fp32 [j, i, SHARES, TILES, 16 ROWS], what is left for the program that comes last of those that share K;
     arrivals: int32 [j, i], 0 before and after.
@@ -638,16 +647,15 @@ def _wide_kernel(
             unit = unit + (_load_group(codes, scales, s, i, UNITS, False, True),)
         ahead = ahead + (unit,)
     in_order()
-    sharing = gl.program_id(0) * num_blocks + block
     weights, left = (codes, scales, ahead), (partial, arrivals)
     if REST and num_rows - first_row <= 32:
         _multiply_rows(
-            weights, x, out, left, place, number, first_tile, first_row, share, sharing, num_rows, out_stride,
+            weights, x, out, left, place, number, block, num_blocks, share, first_row, num_rows, out_stride,
             K, TILED, TILED_OUT, UNITS, 32, ROWS, SPAN, DIVIDES, SHARES, TREE, TOGETHER, PDL,
         )  # fmt: skip
     else:
         _multiply_rows(
-            weights, x, out, left, place, number, first_tile, first_row, share, sharing, num_rows, out_stride,
+            weights, x, out, left, place, number, block, num_blocks, share, first_row, num_rows, out_stride,
             K, TILED, TILED_OUT, UNITS, ROWS, ROWS, SPAN, DIVIDES, SHARES, TREE, TOGETHER, PDL,
         )  # fmt: skip
 

@@ -108,7 +108,7 @@ def options(args: argparse.Namespace, depth: int) -> EngineOptions:
         num_speculative_tokens=depth,
         max_num_seqs=args.batch,
         max_model_len=args.max_model_len,
-        # one engine of several on the device
+        # by default an engine would take what memory the device has, and there are several
         kv_cache_tokens=args.batch * reserved_pages(args.max_model_len, depth) * PAGE,
         num_threads=args.threads,
         device=args.device,

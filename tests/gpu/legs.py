@@ -51,6 +51,8 @@ AUDITED_DEPTHS = ("1,7", "3,6", "2,8", "4,5")
 """The k of each of the demo model's audits, which take about as long: rounds are fewer at a larger k, and each list has
 one k at which hits of the prefix cache are compared."""
 LOCK = Path(gettempdir()) / "pilotfish-gpu-legs.lock"
+TOOL_SECONDS = 300
+"""Of a tool's leg: two CPU cores took 148 s at most, an H200 175 beside tests."""
 FREED_SECONDS = 30.0
 """A process that was killed holds the device's memory for a while."""
 running: set[subprocess.Popen[bytes]] = set()
@@ -180,7 +182,7 @@ def tools_legs() -> list[Leg]:
         "conversations": "-m tests.soak.conversations --seconds 30 --model demo/model",
         "attacks": "-m tests.soak.attacks --seconds 2 --model demo/model",
     }
-    return [Leg("tools", name, tuple(words.split()), 300) for name, words in tools.items()]
+    return [Leg("tools", name, tuple(words.split()), TOOL_SECONDS) for name, words in tools.items()]
 
 
 def legs_of(what: str) -> list[Leg]:

@@ -319,15 +319,15 @@ def test_x_in_quarters_leaves_room_for_twice_the_programs(height, width, segment
         (5120, 17408, False, 8, 64, 308),
         (5120, 17408, False, 8, 96, 310),
         (5120, 6144, False, 8, 64, 172),
-        (5120, 6144, False, 8, 128, 306),
+        (5120, 6144, False, 8, 128, 308),
         (248320, 5120, False, 0, 32, 295),
         (248320, 5120, False, 0, 96, 310),
     ],
 )
 def test_a_wide_product_unpacks_into_the_warp_groups_operands(height, width, swiglu, segments, rows, most):
-    """Few words are spilled, no weight stored or brought from another lane; a unit takes few instructions, one barrier,
-    and no store of single words; two units of weights are asked for before the wait for x. Past 64 rows a program has
-    64 of them or 32, and a loop for each."""
+    """At most six words are spilled, past 64 rows eight, no weight stored or brought from another lane; a unit takes
+    few instructions, one barrier, and no store of single words; two units of weights are asked for before the wait for
+    x. Past 64 rows a program has 64 of them or 32, and a loop for each."""
     part = empty(Format.NVFP4, height, width)
     out = some_rows(rows, height // 2 if swiglu else height, swiglu, "meta")
     shape = wide.choose_wide_shape(part, rows, segments, width)
@@ -348,7 +348,7 @@ def test_a_wide_product_unpacks_into_the_warp_groups_operands(height, width, swi
 
 
 def loops_with(code: Code, op: str) -> Iterator[list[str]]:
-    """The instructions of each loop that has such a one and in which no other loop is."""
+    """The instructions of each loop that has such a one, but for those around another."""
     lines = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+((?:@!?U?P\w+\s+)?[A-Z0-9_.]+[^;]*);", code.text, re.M)
     places = {int(place, 16): number for number, (place, _) in enumerate(lines)}
     end_of_last = 0
