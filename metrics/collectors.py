@@ -7,6 +7,7 @@ are not in them, and a run cut by a stop string arrives cut, so nothing over-pro
 from __future__ import annotations
 
 import time
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -203,8 +204,7 @@ class Collector:
         for phase, seconds in stats.phases.items():
             if phase in self._phases:
                 self._phases[phase].observe(seconds)
-        for output in report.outputs:
-            self._on_output(output)
+        self._on_outputs(report.outputs)
         if self._break_even:
             self._on_round([output for output in report.outputs if output.round])
 
@@ -229,13 +229,13 @@ class Collector:
         series["prefix_cache_bytes"].set(cache.num_bytes)
         series["prefix_cache_capacity_bytes"].set(cache.capacity_bytes)
 
-    def _on_output(self, output: RequestOutput) -> None:
-        if output.token_ids:
-            self._series["generation_tokens"].inc(len(output.token_ids))
-        if output.error_code == "nan":
-            self._series["nan_requests"].inc()
-        if output.round:
-            self._rounds.observe(output)
+    def _on_outputs(self, outputs: list[RequestOutput]) -> None:
+        self._series["generation_tokens"].inc(sum(len(output.token_ids) for output in outputs))
+        self._series["nan_requests"].inc(sum(output.error_code == "nan" for output in outputs))
+        # many sequences of a round fare alike: what they have in common is counted once
+        rounds = Counter((len(each.token_ids), each.num_drafted, each.num_accepted) for each in outputs if each.round)
+        for (num_tokens, num_drafted, num_accepted), times in rounds.items():
+            self._rounds.observe(num_tokens, num_drafted, num_accepted, times)
 
     def on_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -310,18 +310,19 @@ class _RoundSeries:
         """Drafts offered and accepted so far, by position."""
         return [drafted.value for drafted, _ in self._positions], [accepted.value for _, accepted in self._positions]
 
-    def observe(self, output: RequestOutput) -> None:
-        """Accepted drafts are always a prefix, so the counts by position follow from the two numbers."""
-        if output.token_ids:
-            self._committed.observe(len(output.token_ids))
-        if output.num_drafted == 0:
+    def observe(self, num_tokens: int, num_drafted: int, num_accepted: int, times: int) -> None:
+        """So many sequences of a round. Accepted drafts are always a prefix, so the counts by position follow from the
+        two numbers."""
+        if num_tokens:
+            self._committed.observe(num_tokens, times)
+        if num_drafted == 0:
             return
-        self._drafts.inc()
-        self._drafted.inc(output.num_drafted)
-        self._accepted.inc(output.num_accepted)
-        self.prepare(output.num_drafted)
-        for position in range(output.num_drafted):
+        self._drafts.inc(times)
+        self._drafted.inc(num_drafted * times)
+        self._accepted.inc(num_accepted * times)
+        self.prepare(num_drafted)
+        for position in range(num_drafted):
             drafted, accepted = self._positions[position]
-            drafted.inc()
-            if position < output.num_accepted:
-                accepted.inc()
+            drafted.inc(times)
+            if position < num_accepted:
+                accepted.inc(times)

@@ -169,7 +169,7 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    def prepare(body: bytearray, context: Context) -> Generator[None, None, tuple[GenerationPlan, AnswerFormat]]:
+    def prepare(body: bytes, context: Context) -> Generator[None, None, tuple[GenerationPlan, AnswerFormat]]:
         wanted, context = _decode(request, body, CompletionRequest, context)
         plan = yield from completion_steps(wanted, context)
         return plan, CompletionFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
@@ -178,7 +178,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    def prepare(body: bytearray, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
+    def prepare(body: bytes, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
         wanted, context = _decode(request, body, ChatRequest, context)
         plan = plan_chat(wanted, context)
         return plan, ChatFormat(plan, context.files.tokenizer, _fingerprint(context.ready))
@@ -192,7 +192,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     def keep(item: responses_answer.Item) -> None:
         items.keep(label, item.id, item)
 
-    def prepare(body: bytearray, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
+    def prepare(body: bytes, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
         wanted, context = _decode(request, body, ResponsesRequest, _recalling(request, context, label))
         with renamed(responses_request.RENAMED):
             chat = responses_request.chat_request(wanted, context)
@@ -206,7 +206,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 async def count_input(request: web.Request) -> web.Response:
     """OpenAI's count of what a Responses request would have as its prompt."""
 
-    def prepare(body: bytearray, context: Context) -> responses_answer.InputTokens:
+    def prepare(body: bytes, context: Context) -> responses_answer.InputTokens:
         wanted, context = _decode(request, body, ResponsesRequest, _recalling(request, context, label))
         with renamed(responses_request.RENAMED):
             count = count_prompt(responses_request.chat_request(wanted, context), context)
@@ -223,7 +223,7 @@ def _recalling(request: web.Request, context: Context, label: str) -> Context:
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    def prepare(body: bytearray, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
+    def prepare(body: bytes, context: Context) -> tuple[GenerationPlan, AnswerFormat]:
         wanted, context = _decode(request, body, MessagesRequest, context)
         with renamed(messages_request.RENAMED):
             plan = plan_chat(_chat_of(request, wanted, context), context, "msg_")
@@ -233,7 +233,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    def prepare(body: bytearray, context: Context) -> TokenCount:
+    def prepare(body: bytes, context: Context) -> TokenCount:
         wanted, context = _decode(request, body, CountTokensRequest, context)
         with renamed(messages_request.RENAMED):
             return TokenCount(count_prompt(_chat_of(request, wanted, context), context))
@@ -248,7 +248,7 @@ def _chat_of(request: web.Request, wanted: CountTokensRequest, context: Context)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    def prepare(body: bytearray, context: Context) -> Tokens:
+    def prepare(body: bytes, context: Context) -> Tokens:
         wanted, context = _decode(request, body, TokenizeRequest, context)
         ids = tokens_of(wanted, context.files, context.ready, context.notes)
         text_of = context.files.tokenizer.token_text
@@ -259,7 +259,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    def prepare(body: bytearray, context: Context) -> Text:
+    def prepare(body: bytes, context: Context) -> Text:
         wanted, context = _decode(request, body, DetokenizeRequest, context)
         check_ids(wanted.tokens, context.ready)
         return Text(context.files.tokenizer.decode(wanted.tokens, skip_special_tokens=False))
@@ -270,18 +270,18 @@ async def detokenize(request: web.Request) -> web.Response:
 @overload
 async def _prepared(
     request: web.Request,
-    prepare: Callable[[bytearray, Context], Generator[None, None, Prepared]],
+    prepare: Callable[[bytes, Context], Generator[None, None, Prepared]],
     generates: bool = False,
 ) -> Prepared: ...
 
 
 @overload
 async def _prepared(
-    request: web.Request, prepare: Callable[[bytearray, Context], Prepared], generates: bool = False
+    request: web.Request, prepare: Callable[[bytes, Context], Prepared], generates: bool = False
 ) -> Prepared: ...
 
 
-async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context], Any], generates: bool = False) -> Any:
+async def _prepared(request: web.Request, prepare: Callable[[bytes, Context], Any], generates: bool = False) -> Any:
     """What `prepare` makes of the body: a small one here, others off the event loop, where keys take turns.
 
     The request is counted before anything of it is read, so that one that is refused counts too. One that `generates`
@@ -292,32 +292,38 @@ async def _prepared(request: web.Request, prepare: Callable[[bytearray, Context]
     if generates:
         service.check_place(label)
     with service.bodies.hold(label, on_end=service.lane.tidy_soon) as held:
-        body = await read_body(request, held)
+        parts = await read_body(request, held)
         await service.turns.begin(request, label)
         context = service.context(arrived, label)
         request[NOTES] = context.notes
         if not generates:
-            return await _worked_out(service, label, prepare, body, context)
+            return await _worked_out(service, label, prepare, parts, context)
         # others may have come while it was read and waited; it holds none meanwhile
         service.check_place(label)
         with service.limiter.hold_place(label):
-            return await _worked_out(service, label, prepare, body, context)
+            return await _worked_out(service, label, prepare, parts, context)
 
 
 async def _worked_out(
-    service: Service, label: str, prepare: Callable[[bytearray, Context], Any], body: bytearray, context: Context
+    service: Service, label: str, prepare: Callable[[bytes, Context], Any], parts: list[bytearray], context: Context
 ) -> Any:
-    if len(body) <= SMALL_BODY:
-        prepared = prepare(body, context)
+    num_bytes = sum(map(len, parts))
+    if num_bytes <= SMALL_BODY:
+        prepared = prepare(_joined(parts), context)
         return run_steps(prepared) if isinstance(prepared, Generator) else prepared
-    turn = label if len(body) <= LARGE_BODY else f"{label}, large"
-    prepared = await service.lane.run(turn, prepare, body, context)
+    turn = label if num_bytes <= LARGE_BODY else f"{label}, large"
+    prepared = await service.lane.run(turn, lambda: prepare(_joined(parts), context))
     return await service.lane.run_steps(turn, prepared) if isinstance(prepared, Generator) else prepared
 
 
-def _decode(
-    request: web.Request, body: bytearray, kind: type[AnyRequest], context: Context
-) -> tuple[AnyRequest, Context]:
+def _joined(parts: list[bytearray]) -> bytes:
+    """Takes the parts, so that a body is not held twice."""
+    body = b"".join(parts)
+    parts.clear()
+    return body
+
+
+def _decode(request: web.Request, body: bytes, kind: type[AnyRequest], context: Context) -> tuple[AnyRequest, Context]:
     """The body, and what it is planned against: the model that it names. Raises ApiError."""
     # a prompt of ids may be as long as the context
     most_values = max(MAX_VALUES, 2 * context.ready.max_model_len)

@@ -47,6 +47,8 @@ NOT_YET = {
 
 MAX_VALUES = 300_000
 """Values in a body; decoding as many takes about 10 ms."""
+COUNTED_BYTES = 1 << 20
+"""They are counted in so many bytes at a time."""
 CONTAINER = 4
 """A list or object costs as much as so many numbers."""
 MAX_CHOICES = 128
@@ -215,7 +217,7 @@ _PATH = re.compile(r"^(?P<what>.*?) - at `(?:key in )?\$(?P<path>.*)`$", re.DOTA
 
 
 def decode_request(
-    body: bytes | bytearray,
+    body: bytes,
     kind: type[AnyRequest],
     notes: FieldNotes | None = None,
     *,
@@ -246,7 +248,7 @@ def decode_request(
     return request
 
 
-def _decode(body: bytes | bytearray) -> Any:
+def _decode(body: bytes) -> Any:
     """JSON without a byte order mark, halves of characters that somebody cut replaced by U+FFFD. Raises BadRequest."""
     if body.startswith(codecs.BOM_UTF8):
         body = body[len(codecs.BOM_UTF8) :]
@@ -269,7 +271,7 @@ def _as_integer(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-def check_num_values(text: bytes | bytearray, most: int = MAX_VALUES) -> None:
+def check_num_values(text: bytes, most: int = MAX_VALUES) -> None:
     """Raises BadRequest for JSON of more than `most` values: decoding them holds the interpreter's lock.
 
     A name of an object's field is a value too, a list or object as many as CONTAINER.
@@ -288,12 +290,17 @@ def check_num_values(text: bytes | bytearray, most: int = MAX_VALUES) -> None:
         raise BadRequest(wanted, code="too_many_values")
 
 
-def _weight(text: bytes | bytearray, start: int, end: int) -> int:
-    containers = text.count(b"[", start, end) + text.count(b"{", start, end)
-    return text.count(b",", start, end) + text.count(b":", start, end) + CONTAINER * containers
+def _weight(text: bytes, start: int, end: int) -> int:
+    weight = 0
+    # a call that counts holds the interpreter's lock, 8 ms for 30 MB
+    for begin in range(start, end, COUNTED_BYTES):
+        part = begin, min(begin + COUNTED_BYTES, end)
+        containers = text.count(b"[", *part) + text.count(b"{", *part)
+        weight += text.count(b",", *part) + text.count(b":", *part) + CONTAINER * containers
+    return weight
 
 
-def _string_end(text: bytes | bytearray, place: int) -> int:
+def _string_end(text: bytes, place: int) -> int:
     """The place after the quote that ends the string: one with an even number of backslashes before it."""
     while (end := text.find(b'"', place)) >= 0:
         slashes = end

@@ -247,7 +247,7 @@ def _run(
         # once for what libraries set up at their first call
         run_batch(loop, prompts[:1], WARM_UP_TOKENS, args.seed)
     with clocks or nullcontext():
-        run = run_batch(loop, prompts, args.tokens, args.seed)
+        run = run_batch(loop, prompts, args.tokens, args.seed, pauses=not args.prompts_once)
     if clocks is not None:
         first |= clocks.between(*run.timed)
     first["num_compiled"] = first.get("num_compiled", 0) + run.num_compiled

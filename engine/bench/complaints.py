@@ -11,8 +11,9 @@ SLOWER = 0.1
 
 def complaints(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Tells of rounds without a graph where there are graphs, kernels compiled while requests waited, first requests
-    that were slower than allowed, and turns of a conversation that read another number of tokens than the boundaries
-    require: the row, what came and what is wanted. Rows of admissions have none of them."""
+    that were slower than allowed, batches of which no round was timed, and turns of a conversation that read another
+    number of tokens than the boundaries require: the row, what came and what is wanted. Rows of admissions have none of
+    them."""
     found = []
     for row in rows:
         if "batch" in row:
@@ -39,6 +40,8 @@ def _complaints(row: dict[str, Any]) -> Iterator[str]:
         yield f"{row['graph_misses']} rounds had no graph (want 0 of them)"
     if row["num_compiled"]:
         yield f"{row['num_compiled']} kernels compiled while requests waited (want 0)"
+    if row["round_ms"] is None:
+        yield "no round of all sequences was timed, the first of them ended before (want more --tokens)"
     if row.get("first_request_ms") is None:
         return
     slower = row["first_request_ms"] / row["second_request_ms"] - 1

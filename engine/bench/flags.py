@@ -85,7 +85,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--prompts-once",
         action="store_true",
-        help="times no replays and counts no experts, for which a batch's prompts are read again: for long ones",
+        help="for long ones: no pause while one is read, which would let rounds of some sequences alone run, and no "
+        "replays and no count of experts, for which the prompts are read again",
     )
     parser.add_argument(
         "--clocks", action="store_true", help="the card's clock and power in the timed rounds, by nvidia-smi"

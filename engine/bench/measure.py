@@ -72,9 +72,11 @@ class Run:
         return sum(self.tokens) / sum(self.round_seconds) if self.round_seconds else None
 
 
-def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed: int) -> Run:
-    """Decodes `num_tokens` of each prompt, greedily, to the limit."""
+def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed: int, *, pauses: bool = True) -> Run:
+    """Decodes `num_tokens` of each prompt, greedily, to the limit. Without `pauses` a prompt's chunk is read at once,
+    and one round of the sequences that have begun follows it, not as many as it takes time for."""
     run = Run(len(prompts), loop.depth)
+    loop.pauses_after = None if pauses else loop.UNBROKEN
     missed = loop.executor.num_missed
     named = {f"b{number}": prompt for number, prompt in enumerate(prompts)}
     run.texts = {name: [] for name in named}
@@ -96,6 +98,7 @@ def run_batch(loop: EngineLoop, prompts: list[list[int]], num_tokens: int, seed:
                 run.tokens.append(sum(len(output.token_ids) for output in outputs))
                 run.host_seconds.append(report.stats.phases.get("launch", 0.0))
         last = now
+    loop.pauses_after = None
     run.seconds = last - began
     run.graph_misses = loop.executor.num_missed - missed
     return run

@@ -45,6 +45,10 @@ Part = Said | Call | CallOpened | CallArguments
 
 def merge(parts: Iterable[Part]) -> list[Part]:
     """Neighbours of one kind as one."""
+    parts = list(parts)
+    if len(parts) < 2:
+        # a piece of a stream that is read in time
+        return parts
     merged: list[Part] = []
     for _, group in itertools.groupby(parts, _merge_key):
         first, *others = group

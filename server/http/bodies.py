@@ -28,16 +28,16 @@ RETRY_SECONDS = 1
 
 
 class HeldBytes:
-    """What one request holds of the budget."""
+    """What one request holds of the budget: `counted` of the `num_read` bytes that have come."""
 
     def __init__(self, bodies: Bodies, label: str) -> None:
         self._bodies, self._label = bodies, label
-        self._read = self.counted = 0
+        self.num_read = self.counted = 0
 
     def add(self, num_bytes: int) -> None:
         """Raises Overloaded or TooManyRequests where they are too many."""
-        self._read += num_bytes
-        more = max(0, self._read - FREE_BYTES) - self.counted
+        self.num_read += num_bytes
+        more = max(0, self.num_read - FREE_BYTES) - self.counted
         self._bodies.take(self._label, more)
         self.counted += more
 
@@ -73,8 +73,9 @@ class Bodies:
             del self._held[label]
 
 
-async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
-    """The body of a JSON request, counted as it comes.
+async def read_body(request: web.Request, held: HeldBytes) -> list[bytearray]:
+    """The body of a JSON request, counted as it comes, in parts: to grow one of 30 MB to its size, or to join its
+    parts, would hold the event loop for a tenth of a second.
 
     Raises BadRequest for another content type, 415 for another encoding than gzip and deflate, 413 before a byte is
     read where its length is known, 408 for one that comes too slowly.
@@ -90,23 +91,25 @@ async def read_body(request: web.Request, held: HeldBytes) -> bytearray:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # the answer itself has not begun
         request.writer.output_size = 0
-    began, body = asyncio.get_running_loop().time(), bytearray()
+    began, parts = asyncio.get_running_loop().time(), [bytearray()]
     try:
         while True:
-            async with asyncio.timeout_at(began + BODY_SECONDS + len(body) / BODY_BYTES_PER_SECOND):
+            async with asyncio.timeout_at(began + BODY_SECONDS + held.num_read / BODY_BYTES_PER_SECOND):
                 chunk = await request.content.readany()
             if not chunk:
                 decoder.end()
-                return body
+                return parts
             for piece in decoder.pieces(chunk):
                 held.add(len(piece))
-                body += piece
-                if len(body) > MAX_BODY_BYTES:
+                if len(parts[-1]) >= PIECE_BYTES:
+                    parts.append(bytearray())
+                parts[-1] += piece
+                if held.num_read > MAX_BODY_BYTES:
                     raise from_status(413, f"Want at most {MAX_BODY_BYTES} bytes.")
                 if len(piece) == PIECE_BYTES:
                     await asyncio.sleep(0)
     except TimeoutError:
-        raise _too_slow(len(body)) from None
+        raise _too_slow(held.num_read) from None
     except web.RequestPayloadError as error:
         raise BadRequest(f"The body cannot be read: {error}", code="invalid_body") from error
 

@@ -316,7 +316,8 @@ def show(columns: dict[str, dict[str, Any]]) -> None:
 
 def in_own_process(checkout: Path, args: argparse.Namespace, model: Path) -> dict[str, Any]:
     """This file, over the package of a checkout."""
-    paths = [str(checkout / "typings"), str(ROOT)]
+    # after the checkout's, whatever packages are found by
+    paths = [str(checkout / "typings"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, str(Path(__file__).resolve()), "--once", "--model", str(model)]
     command += ["--device", args.device, "--requests", str(args.requests)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}

@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,18 +75,23 @@ class Streamed:
         return self.after[name] - self.before[name]
 
 
-async def stream(session: aiohttp.ClientSession, url: str, tokens: int) -> list[tuple[float, int]]:
-    """When each piece of text came, and its characters."""
+async def stream(session: aiohttp.ClientSession, url: str, tokens: int) -> list[tuple[float, bytes]]:
+    """What came, and when. It is understood afterwards: to do so in between would delay the other streams."""
     body = {"prompt": "x", "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True}
-    pieces = []
     async with session.post(url + "/v1/completions", json=body) as response:
         response.raise_for_status()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                now = time.monotonic()
-                for choice in json.loads(line[6:])["choices"]:
-                    pieces.append((now, len(choice["text"])))
-    return pieces
+        return [(time.monotonic(), data) async for data in response.content.iter_any()]
+
+
+def pieces_of(arrived: list[tuple[float, bytes]]) -> Iterator[tuple[float, int]]:
+    """Of each text of the events in what arrived, when its last byte was there and its characters."""
+    rest = b""
+    for when, data in arrived:
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: {"):
+                for choice in json.loads(event.removeprefix(b"data: "))["choices"]:
+                    yield when, len(choice["text"])
 
 
 async def measure(server: Server, streams: int, tokens: int) -> Streamed:
@@ -94,8 +99,9 @@ async def measure(server: Server, streams: int, tokens: int) -> Streamed:
         before, (http, _), (engine, _) = (
             await read_metrics(session, server.url), read_process(server.http), read_process(server.engine),
         )  # fmt: skip
-        pieces = await asyncio.gather(*(stream(session, server.url, tokens) for _ in range(streams)))
+        arrived = await asyncio.gather(*(stream(session, server.url, tokens) for _ in range(streams)))
         http_cpu, engine_cpu = read_process(server.http)[0] - http, read_process(server.engine)[0] - engine
+        pieces = [list(pieces_of(stream)) for stream in arrived]
         return Streamed(pieces, http_cpu, engine_cpu, before, await read_metrics(session, server.url))
 
 

@@ -37,8 +37,8 @@ def folder(tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp("bench") / "moe", "moe")
 
 
-def rows_of(folder, out, *more):
-    assert command.main([str(folder), *ARGS, "--json", str(out), *more]) == 0
+def rows_of(folder, out, *more, status=0):
+    assert command.main([str(folder), *ARGS, "--json", str(out), *more]) == status
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -255,12 +255,13 @@ def test_experts_are_counted_while_all_sequences_live():
     loop.scheduler.check()
 
 
-def test_requests_too_short_to_run_together_give_no_figures_of_rounds(folder, tmp_path, capsys):
+def test_requests_too_short_to_run_together_give_no_figures_of_rounds_and_fail(folder, tmp_path, capsys):
     flags = ["--k", "0", "--batch", "4", "--context", "300", "--prefill-chunk", "64", "--tokens", "16"]
-    (row,) = rows_of(folder, tmp_path / "out", *flags)
+    (row,) = rows_of(folder, tmp_path / "out", *flags, status=1)
     assert row["round_ms"] is row["tokens_per_second"] is row["share_of_roof"] is None
     assert row["distinct_experts"] > 0 and row["first_token_ms"] > 0 and row["acceptance_length"] == 1
-    assert "nan" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "nan" not in said.out and "want more --tokens" in said.err
 
 
 @pytest.mark.parametrize(("depth", "ends", "missed"), [(0, (1, 8), 12), (3, (1, 8), 6), (0, (1, 2, 4, 8), 8)])
@@ -312,6 +313,23 @@ def test_prompts_that_are_read_once_have_no_experts_counted_and_no_replays(folde
     monkeypatch.setattr(command, "_device_times", lambda *_: pytest.fail("reads a batch's prompts"))
     for row in rows_of(folder, tmp_path / "out", "--prompts-once"):
         assert row["tokens_per_second"] > 0 and "distinct_experts" not in row
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_prompt_that_is_read_once_is_read_without_pauses(pauses, monkeypatch):
+    loop = EngineLoop(make_engine("moe", depth=0, max_num_seqs=4, num_pages=20))
+    steps_at_a_time, asked = loop.executor.steps_at_a_time, []
+
+    def counted(*about):
+        asked.append(about)
+        return steps_at_a_time(*about)
+
+    monkeypatch.setattr(loop.executor, "steps_at_a_time", counted)
+    prompts = random_prompts(2, 300, 320)
+    # a round's time is known
+    run_batch(loop, prompts[:1], 40, 0)
+    run_batch(loop, prompts, 40, 0, pauses=pauses)
+    assert bool(asked) == pauses and loop.pauses_after is None
 
 
 def test_a_trace_reads_prompts_again(capsys):
@@ -448,9 +466,9 @@ def test_first_requests_are_timed_before_any_other(folder, tmp_path, monkeypatch
 
 
 def _recorded(run_batch, asked):
-    def run(loop, prompts, num_tokens, seed):
+    def run(loop, prompts, num_tokens, seed, **how):
         asked.append((len(prompts), num_tokens))
-        return run_batch(loop, prompts, num_tokens, seed)
+        return run_batch(loop, prompts, num_tokens, seed, **how)
 
     return run
 
@@ -479,13 +497,20 @@ def test_a_slow_first_request_is_named_and_fails(folder, capsys, monkeypatch, fi
         ({"num_graphs": 0, "graph_misses": 40}, []),
         ({"graph_misses": 6}, ["k = 3, batch 8, context 64: 6 rounds had no graph (want 0 of them)"]),
         ({"num_compiled": 7}, ["k = 3, batch 8, context 64: 7 kernels compiled while requests waited (want 0)"]),
+        (
+            {"round_ms": None},
+            [
+                "k = 3, batch 8, context 64: no round of all sequences was timed, the first of them ended before "
+                "(want more --tokens)"
+            ],
+        ),
     ],
 )
 def test_a_round_without_a_graph_and_a_kernel_that_is_waited_for_fail(fields, said, monkeypatch, capsys):
     row = {
         "kind": "round", "k": 3, "batch": 8, "context": 64, "num_graphs": 20, "graph_hits": 30, "graph_misses": 0,
-        "num_compiled": 0, "resident_bytes": 1, "packed_bytes": 1, "prefill_scratch_bytes": 0, "graph_bytes": 0,
-        "start_seconds": {}, "synthetic": False,
+        "num_compiled": 0, "round_ms": 1.0, "resident_bytes": 1, "packed_bytes": 1, "prefill_scratch_bytes": 0,
+        "graph_bytes": 0, "start_seconds": {}, "synthetic": False,
     }  # fmt: skip
     admission_row = {"kind": "admission", "k": 3, **{name: row[name] for name in ("num_graphs", "synthetic")}}
     assert complaints([row | fields, admission_row]) == said

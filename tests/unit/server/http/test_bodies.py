@@ -66,7 +66,7 @@ def answers(*requests, budget=None):
     async def handler(request):
         try:
             with budget.hold("none") as held:
-                return web.Response(text=str(len(await read_body(request, held))))
+                return web.Response(text=str(sum(map(len, await read_body(request, held)))))
         except ApiError as error:
             return web.Response(status=error.status, text=error.message)
 
