@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,7 @@ from pilotfish.server.plan import GenerationPlan, StopRules
 from pilotfish.server.text.detokenize import Detokenizer
 from pilotfish.server.text.stops import StopMatcher
 from pilotfish.server.text.tokenizer import Tokenizer
+from pilotfish.server.waker import Waker
 
 LOOP = "loop"
 """The stop reason of a text that repeats itself."""
@@ -381,7 +383,13 @@ class Generation:
     whatever still runs."""
 
     def __init__(
-        self, plan: GenerationPlan, client: EngineClient, tokenizer: Tokenizer, metrics: Collector, key: str = NO_KEY
+        self,
+        plan: GenerationPlan,
+        client: EngineClient,
+        waker: Waker,
+        tokenizer: Tokenizer,
+        metrics: Collector,
+        key: str = NO_KEY,
     ) -> None:
         self._client = client
         self._news = asyncio.Event()
@@ -389,8 +397,9 @@ class Generation:
             Choice(index, submit, tokenizer, plan.stops, plan.arrived, metrics)
             for index, submit in enumerate(_submissions(plan, key))
         ]
+        wake = partial(waker.add, self._news.set)
         for choice in self.choices:
-            choice.wake = self._news.set
+            choice.wake = wake
 
     def __enter__(self) -> Generation:
         return self

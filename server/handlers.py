@@ -51,6 +51,7 @@ from pilotfish.server.responses.answer import ResponsesFormat
 from pilotfish.server.responses.memory import ItemMemory
 from pilotfish.server.responses.request import ResponsesRequest
 from pilotfish.server.text.prompts import check_ids
+from pilotfish.server.waker import Waker
 
 KEY: ContextVar[str] = ContextVar("key", default=NO_KEY)
 """The label of the request's API key, left here by the authentication."""
@@ -91,6 +92,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     bodies: Bodies = msgspec.field(default_factory=lambda: Bodies(shared=False))
     turns: Turns = msgspec.field(default_factory=Turns)
     lane: WorkLane = msgspec.field(default_factory=WorkLane)
+    waker: Waker = msgspec.field(default_factory=Waker)
 
     def engine(self) -> Ready:
         """Raises Unavailable unless the engine can take requests."""
@@ -350,7 +352,7 @@ async def _answer(request: web.Request, plan: GenerationPlan, shape: AnswerForma
     service = request.app[SERVICE]
     num_sequences = len(plan.prompts) * plan.n
     service.check_room(service.engine(), num_sequences)
-    generation = Generation(plan, service.client, service.files.tokenizer, service.metrics, KEY.get())
+    generation = Generation(plan, service.client, service.waker, service.files.tokenizer, service.metrics, KEY.get())
     note_choices(plan, generation.choices)
     try:
         with service.limiter.admit(KEY.get(), num_sequences, generation.when_gone), generation:

@@ -20,6 +20,7 @@ from pilotfish.server.errors import BadRequest, EngineFailed, Overloaded, Unavai
 from pilotfish.server.generation import Choice, Generation
 from pilotfish.server.plan import Context, StopRules, plan_completion
 from pilotfish.server.text.tokenizer import Tokenizer
+from pilotfish.server.waker import Waker
 
 # making series costs more than everything these tests do with them
 COLLECTOR = Collector(CollectorRegistry())
@@ -319,7 +320,10 @@ def test_others_have_their_turn_while_many_long_prompts_are_submitted(files, len
         ticking = asyncio.create_task(other())
         await asyncio.sleep(0)
         turns.clear()
-        with contextlib.suppress(asyncio.CancelledError), Generation(plan, client, files.tokenizer, COLLECTOR) as one:
+        with (
+            contextlib.suppress(asyncio.CancelledError),
+            Generation(plan, client, Waker(), files.tokenizer, COLLECTOR) as one,
+        ):
             if leaves:
                 asyncio.current_task().cancel()
             await one.begin()
