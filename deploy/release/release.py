@@ -30,6 +30,8 @@ from pilotfish.deploy.sweep.target import last_words
 
 KEY = "PILOTFISH_API_KEY"
 LOOK_SECONDS = 0.25
+ENDING_SECONDS = 1.0
+"""From when a process no longer answers until it is known to have ended, at most."""
 QUIET_LOOKS = 3
 """A server is idle when so many looks in a row find it so: a request may be on its way."""
 UNREACHABLE = (OSError, http.client.HTTPException)
@@ -268,8 +270,7 @@ class Release:
         while True:
             self._must_be_up(slot)
             if (reason := probe.readiness(slot.url)) is not None:
-                self._must_be_up(slot)
-                raise GateFailed(reason)
+                raise self._why_silent(slot, reason)
             if restarts := self._num_restarts(slot):
                 raise GateFailed(f"its engine failed and was started again, {restarts:g} times")
             if time.monotonic() >= until:
@@ -280,12 +281,24 @@ class Release:
         try:
             return probe.gauges(slot.url).get(probe.RESTARTS, 0)
         except UNREACHABLE as error:
-            self._must_be_up(slot)
-            raise GateFailed(f"/metrics: {error}") from error
+            raise self._why_silent(slot, f"/metrics: {error}") from error
+
+    def _why_silent(self, slot: Slot, reason: str) -> GateFailed:
+        """Why it no longer answers: that it ended, or else `reason`. A process's connections are closed before its end
+        is known."""
+        until = time.monotonic() + ENDING_SECONDS
+        while self._manager.is_up(slot):
+            if time.monotonic() > until:
+                return GateFailed(reason)
+            time.sleep(LOOK_SECONDS)
+        return self._that_it_ended(slot)
+
+    def _that_it_ended(self, slot: Slot) -> GateFailed:
+        return GateFailed(f"it ended: {self._manager.last_words(slot)}")
 
     def _must_be_up(self, slot: Slot) -> None:
         if not self._manager.is_up(slot):
-            raise GateFailed(f"it ended: {self._manager.last_words(slot)}")
+            raise self._that_it_ended(slot)
 
     def _run_gates(self, slot: Slot) -> None:
         """Those of the command, each by its own name. A server that ended meanwhile is the reason for the others."""
