@@ -1,7 +1,7 @@
 """Streams with news are woken a few at a time, and the event loop looks for what the engine has written in between.
 
 Writing to 64 streams takes longer than a round may. Woken all at once, the last of them would write what was new before
-the first did; woken in groups, each writes what is there when its turn comes, and waits half as long for its next.
+the first did; woken in groups, each writes what is there when its turn comes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 
 AT_ONCE = 16
-"""Fewer cost more looks at the sockets than they gain."""
+"""Of 8, 16, 32 and all the best at 64 streams, if by little (docs/benchmarks.md)."""
 
 
 class Waker:
