@@ -25,15 +25,51 @@ MAX_WIDTH = 9
 
 
 @gluon.jit
-def _fold(best, mass, total, other_best, other_mass, other_total):
-    """As attention_kernels._fold."""
+def _fold(best, mass, totals, other_best, other_mass, other_totals):
+    """As attention_kernels._fold, of the sums of `_no_sums`."""
     new = gl.maximum(best, other_best)
     # of two parts that a row does not see: 2^(-inf), not 2^(-inf - -inf)
     base = gl.where(new == float("-inf"), 0.0, new)
     shrink, grow = gl.exp2(best - base), gl.exp2(other_best - base)
     mass = gl.fma(mass, shrink, other_mass * grow)
-    total = gl.fma(total, shrink[:, None], other_total * grow[:, None])
-    return new, mass, total
+    folded = ()
+    for part in gl.static_range(len(totals)):
+        folded = folded + (gl.fma(totals[part], shrink[:, None], other_totals[part] * grow[:, None]),)
+    return new, mass, folded
+
+
+@gluon.jit
+def _unpacked(words, ORDER: gl.constexpr):
+    """Of words of two FP8 numbers, int16, of which a lane has two neighbours in one register, the four numbers as two
+    neighbours in each of two tensors, fp16, which holds them all. ORDER: of the register's bytes."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 four; .reg .b16 two, others; prmt.b32 four, $2, 0, " + ORDER + "; mov.b32 {two, others}, four;"
+        "cvt.rn.f16x2.e4m3x2 $0, two; cvt.rn.f16x2.e4m3x2 $1, others;}",
+        "=r,=r,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _keys_of(kept, RIGHT: gl.constexpr, FP8: gl.constexpr):
+    """Keys of a unit as a product's right side, [D, UNIT]; of FP8 pages their columns stand as `_dealt` has them."""
+    key = kept.permute((1, 0)).load(RIGHT)
+    if FP8:
+        WORDS: gl.constexpr = key.shape[0]
+        UNIT: gl.constexpr = key.shape[1]
+        two, others = _unpacked(key, "0x3210")
+        both = gl.join(gl.reshape(two, [WORDS // 8, 8, UNIT]), gl.reshape(others, [WORDS // 8, 8, UNIT]))
+        both = gl.reshape(gl.permute(both, (0, 3, 1, 2)), [2 * WORDS, UNIT])
+        key = gl.convert_layout(both, RIGHT, assert_trivial=True)
+    return key
+
+
+@gluon.jit
+def _dealt(query):
+    """Queries for FP8 keys, of which a lane loads four columns at a time. A product wants of 16 columns two of each of
+    four lanes, then two more of each: columns 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, ..."""
+    ROWS: gl.constexpr = query.shape[0]
+    D: gl.constexpr = query.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(query, [ROWS, D // 16, 4, 2, 2]), (0, 1, 3, 2, 4)), [ROWS, D])
 
 
 @gluon.jit
@@ -110,11 +146,34 @@ def _put_queries(
     factor,
     columns,
     HALF: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     """Blocks FIRST .. LAST - 1 of the tile's queries, side by side, to shared memory."""
     for block in gl.static_range(FIRST, LAST):
         query = _turned(queries[block], weights, angles[block], eps, columns, HALF)
-        blocks.index(block).store((query * factor).to(blocks.dtype))
+        query = (query * factor).to(blocks.dtype)
+        blocks.index(block).store(_dealt(query) if FP8 else query)
+
+
+@gluon.jit
+def _no_sums(TILE: gl.constexpr, D: gl.constexpr, FP8: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums of no unit: of each column, or of the even ones and of the odd ones."""
+    zeros = gl.zeros([TILE, D // 2 if FP8 else D], gl.float32, LAYOUT)
+    return (zeros, zeros) if FP8 else (zeros,)
+
+
+@gluon.jit
+def _store_sums(partial, totals, line, there):
+    """Sums to their lines, columns side by side."""
+    total = totals[0]
+    if len(totals) == 2:
+        both = gl.join(totals[0], totals[1])
+        total = gl.reshape(both, [both.shape[0], 2 * both.shape[1]])
+    LAYOUT: gl.constexpr = total.type.layout
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    target = partial + gl.convert_layout(line, OF_ROW)[:, None] * total.shape[1]
+    column = gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))
+    gl.store(target + column[None, :], total, gl.convert_layout(there, OF_ROW)[:, None])
 
 
 @gluon.jit
@@ -131,8 +190,10 @@ def _copy(target, source, begin, end, LAYOUT: gl.constexpr):
 def _copy_unit(
     keys,
     values,
+    later_page,
     k_cache,
     v_cache,
+    pages,
     page,
     unit,
     stop,
@@ -141,14 +202,19 @@ def _copy_unit(
     head,
     KV: gl.constexpr,
     PAGE: gl.constexpr,
-    K_COPY: gl.constexpr,
-    V_COPY: gl.constexpr,
+    AHEAD: gl.constexpr,
+    COPY: gl.constexpr,
+    LINE: gl.constexpr,
 ):
-    """Two groups: keys and values of positions unit .. that stand in begin .. end - 1, in a page."""
+    """Two groups: keys and values of positions unit .. that stand in begin .. end - 1, in a page. With the first comes
+    the page of the unit AHEAD positions further."""
     if unit < stop:
+        later = unit + AHEAD
+        place = gl.arange(0, 1, LINE) + later // PAGE
+        async_copy.async_copy_global_to_shared(later_page, pages + place, place * PAGE < stop)
         cell = ((page.to(gl.int64) * KV + head) * PAGE + unit % PAGE) * keys.shape[1]
-        _copy(keys, k_cache + cell, begin - unit, end - unit, K_COPY)
-        _copy(values, v_cache + cell, begin - unit, end - unit, V_COPY)
+        _copy(keys, k_cache + cell, begin - unit, end - unit, COPY)
+        _copy(values, v_cache + cell, begin - unit, end - unit, COPY)
     else:
         async_copy.commit_group()
         async_copy.commit_group()
@@ -195,41 +261,42 @@ def _take_items(
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = gl.float16 if FP8 else gl.bfloat16
     KEPT: gl.constexpr = k_cache.dtype.element_ty
+    # of FP8 pages two columns are one word: what moves and turns rows on their way to a product does so by 16 bits
+    WORD: gl.constexpr = gl.int16 if FP8 else KEPT
+    WORDS: gl.constexpr = D // 2 if FP8 else D
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    WIDE: gl.constexpr = 4 if FP8 else 2
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, WIDE)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, WIDE)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     # a warp has whole rows where rows are normed
     ROWS: gl.constexpr = gl.BlockedLayout([1, max(D // 32, 1)], [1, 32], [WARPS, 1], [1, 0])
-    # 16 bytes a lane; of FP8 values 8, which unpacking wants
-    K_WIDE: gl.constexpr = 16 if FP8 else 8
-    K_COPY: gl.constexpr = gl.BlockedLayout(
-        [1, K_WIDE], [32 // min(D // K_WIDE, 32), min(D // K_WIDE, 32)], [WARPS, 1], [1, 0]
-    )
-    V_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // min(D // 8, 32), min(D // 8, 32)], [WARPS, 1], [1, 0])
+    # 16 bytes a lane
+    ACROSS: gl.constexpr = min(WORDS // 8, 32)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     # rows of less than 128 bytes share a phase
-    BYTES: gl.constexpr = D if FP8 else 2 * D
-    PER: gl.constexpr = max(128 // BYTES, 1)
-    K_SHARED: gl.constexpr = gl.SwizzledSharedLayout(K_WIDE, PER, 8 // PER, [1, 0])
-    V_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, PER, (16 if FP8 else 8) // PER, [1, 0])
+    PER: gl.constexpr = max(64 // WORDS, 1)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, PER, 8 // PER, [1, 0])
+    BY_NUMBER: gl.constexpr = gl.SwizzledSharedLayout(8 * D // WORDS, PER, 8 // PER, [1, 0])
     Q_PER: gl.constexpr = max(64 // D, 1)
-    Q_SHARED: gl.constexpr = gl.SwizzledSharedLayout(2 * WIDE * 2, Q_PER, (4 if FP8 else 8) // Q_PER, [1, 0])
-    P_SHARED: gl.constexpr = gl.SwizzledSharedLayout(2 * WIDE * 2, 1, 4 if FP8 else 8, [1, 0])
+    Q_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, Q_PER, 8 // Q_PER, [1, 0])
+    P_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
 
     q_shared = gl.allocate_shared_memory(DTYPE, [TILE, D], Q_SHARED)
     p_shared = gl.allocate_shared_memory(DTYPE, [TILE, UNIT], P_SHARED)
     q_blocks = q_shared._reinterpret(DTYPE, [TILE // WARPS, WARPS, D], Q_SHARED)
-    keys = gl.allocate_shared_memory(KEPT, [BUFFERS, UNIT, D], K_SHARED)
-    values = gl.allocate_shared_memory(KEPT, [BUFFERS, UNIT, D], V_SHARED)
-    key_blocks = keys._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], K_SHARED)
-    value_blocks = values._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], V_SHARED)
+    keys = gl.allocate_shared_memory(WORD, [BUFFERS, UNIT, WORDS], SHARED)
+    values = gl.allocate_shared_memory(WORD, [BUFFERS, UNIT, WORDS], SHARED)
+    k_words = k_cache.to(gl.pointer_type(WORD), bitcast=True)
+    v_words = v_cache.to(gl.pointer_type(WORD), bitcast=True)
+    # of a buffer's next unit: loaded to a register they would be waited for where a turn of the loop ends
+    later_pages = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    key_blocks = keys._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], BY_NUMBER)
+    value_blocks = values._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], BY_NUMBER)
     tiles = (W * GROUP + (TILE - 1)) // TILE
     lane = gl.arange(0, 32, LINE)
     m_of = gl.arange(0, TILE, OF_ROW)
     n_of = gl.arange(0, UNIT, gl.SliceLayout(0, MMA))
-    d_of = gl.arange(0, D, gl.SliceLayout(0, MMA))
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, ROWS))
     columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))[None, :]
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -249,7 +316,7 @@ def _take_items(
         stop = gl.minimum(first + span, end)
         pages = tables + slot.to(gl.int64) * max_pages
         unit_pages = ()
-        for ahead in gl.static_range(BUFFERS + 1):
+        for ahead in gl.static_range(BUFFERS):
             begin = first + ahead * UNIT
             unit_pages = unit_pages + (gl.load(pages + begin // PAGE, begin < stop, other=0, cache_modifier=".cg"),)
         # of the window's own rows, two at most
@@ -257,10 +324,9 @@ def _take_items(
         next_page = gl.load(pages + (end - 1) // PAGE, stop > start, other=0, cache_modifier=".cg")
         for ahead in gl.static_range(BUFFERS):
             _copy_unit(
-                keys.index(ahead), values.index(ahead), k_cache, v_cache, unit_pages[ahead], first + ahead * UNIT, stop,
-                lag, start, head, KV, PAGE, K_COPY, V_COPY,
+                keys.index(ahead), values.index(ahead), later_pages.index(ahead), k_words, v_words, pages,
+                unit_pages[ahead], first + ahead * UNIT, stop, lag, start, head, KV, PAGE, BUFFERS * UNIT, COPY, LINE,
             )  # fmt: skip
-        coming = unit_pages[BUFFERS]
 
         # all that rows are normed and turned with, and then all that is wanted of the projection, before any of it is
         # looked at
@@ -298,10 +364,12 @@ def _take_items(
             own_pairs = own_pairs + (_pairs(projected, row, warp * 0 + (H + head), made, columns, COLUMNS, HALF),)
             source = projected + (row.to(gl.int64) * COLUMNS + ((H + KV) + head) * D)[:, None]
             own_values = own_values + (gl.load(source + columns, made[:, None], other=0.0),)
-        _put_queries(q_blocks, 0, 1, queries, query_weights, query_angles, eps, q_factor, columns, HALF)
+        _put_queries(q_blocks, 0, 1, queries, query_weights, query_angles, eps, q_factor, columns, HALF, FP8)
         # a window of one row has no more than the first block, of most models
         if num_flat > WARPS:
-            _put_queries(q_blocks, 1, TILE // WARPS, queries, query_weights, query_angles, eps, q_factor, columns, HALF)
+            _put_queries(
+                q_blocks, 1, TILE // WARPS, queries, query_weights, query_angles, eps, q_factor, columns, HALF, FP8
+            )  # fmt: skip
         else:
             for block in gl.static_range(1, TILE // WARPS):
                 q_blocks.index(block).store(gl.zeros([WARPS, D], DTYPE, ROWS))
@@ -331,7 +399,7 @@ def _take_items(
         sees = start + gl.minimum((tile * TILE + m_of) // GROUP, W - 1)
         best = gl.full([TILE], float("-inf"), gl.float32, OF_ROW)
         mass = gl.zeros([TILE], gl.float32, OF_ROW)
-        total = gl.zeros([TILE, D], gl.float32, MMA)
+        totals = _no_sums(TILE, D, FP8, MMA)
         buffer = 0
         chunk_line = chunks_begun + rest % KV * tiles + tile
         begun_before = (first + (CHUNK - 1)) // CHUNK * CHUNK
@@ -347,9 +415,9 @@ def _take_items(
                         since, until = gl.maximum(begin, start), gl.minimum(begin + WARPS, stop)
                         _exchange(key_blocks.index(at), new_keys[block], whole, since, until, ROWS)
                         _exchange(value_blocks.index(at), new_values[block], whole, since, until, ROWS)
+            later_page = gl.sum(later_pages.index(buffer).load(LINE), 0)
             query_of = q_shared.load(LEFT)
-            key_of = keys.index(buffer).permute((1, 0)).load(RIGHT).to(DTYPE)
-            scores = mma_v2(query_of, key_of, gl.zeros([TILE, UNIT], gl.float32, MMA))
+            scores = mma_v2(query_of, _keys_of(keys.index(buffer), RIGHT, FP8), gl.zeros([TILE, UNIT], gl.float32, MMA))
             if FP8:
                 scores = scores * k_scale
             column = (unit + n_of)[None, :]
@@ -359,28 +427,29 @@ def _take_items(
             p = gl.exp2(scores - base[:, None])
             p_shared.store(p.to(DTYPE))
             async_copy.wait_group(2 * BUFFERS - 2)
-            value_of = values.index(buffer).load(RIGHT).to(DTYPE)
-            sums = mma_v2(p_shared.load(LEFT), value_of, gl.zeros([TILE, D], gl.float32, MMA))
-            best, mass, total = _fold(best, mass, total, highest, gl.sum(p, 1), sums)
+            value_of = values.index(buffer).load(RIGHT)
+            value_of = _unpacked(value_of, "0x3120") if FP8 else (value_of,)
+            p_of = p_shared.load(LEFT)
+            sums = ()
+            for part in gl.static_range(len(value_of)):
+                sums = sums + (mma_v2(p_of, value_of[part], gl.zeros([TILE, WORDS], gl.float32, MMA)),)
+            best, mass, totals = _fold(best, mass, totals, highest, gl.sum(p, 1), sums)
             _copy_unit(
-                keys.index(buffer), values.index(buffer), k_cache, v_cache, coming, unit + BUFFERS * UNIT, stop, lag,
-                start, head, KV, PAGE, K_COPY, V_COPY,
+                keys.index(buffer), values.index(buffer), later_pages.index(buffer), k_words, v_words, pages,
+                later_page, unit + BUFFERS * UNIT, stop, lag, start, head, KV, PAGE, BUFFERS * UNIT, COPY, LINE,
             )  # fmt: skip
-            # asked for a unit before it is wanted
-            after = unit + (BUFFERS + 1) * UNIT
-            coming = gl.load(pages + after // PAGE, after < stop, other=0, cache_modifier=".cg")
             buffer = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
             alone = unit < begun_before
             if alone | ((unit + UNIT) % CHUNK == 0) | (unit + UNIT >= stop):
                 kept = num_chunks + item * (CHUNK // UNIT - 1) + unit % CHUNK // UNIT - 1
                 kept = gl.where(alone, kept, chunk_line + unit // CHUNK * (KV * tiles))
                 line = kept.to(gl.int64) * ROOM + m_of
-                gl.store(partial + line[:, None] * D + d_of[None, :], total, there[:, None])
+                _store_sums(partial, totals, line, there)
                 gl.store(stats + line * 2, best, there)
                 gl.store(stats + line * 2 + 1, mass, there)
                 best = gl.full([TILE], float("-inf"), gl.float32, OF_ROW)
                 mass = gl.zeros([TILE], gl.float32, OF_ROW)
-                total = gl.zeros([TILE, D], gl.float32, MMA)
+                totals = _no_sums(TILE, D, FP8, MMA)
 
 
 @gluon.jit(do_not_specialize=["B", "W", "max_pages", "lag"])
