@@ -209,6 +209,7 @@ def _copy_unit(
     """Two groups: keys and values of positions unit .. that stand in begin .. end - 1, in a page. With the first comes
     the page of the unit AHEAD positions further."""
     if unit < stop:
+        # through L1, as 4 bytes must: tables are written between rounds, whose first kernels are no dependents
         later = unit + AHEAD
         place = gl.arange(0, 1, LINE) + later // PAGE
         async_copy.async_copy_global_to_shared(later_page, pages + place, place * PAGE < stop)
@@ -293,6 +294,7 @@ def _take_items(
     later_pages = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     key_blocks = keys._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], BY_NUMBER)
     value_blocks = values._reinterpret(KEPT, [BUFFERS * UNIT // (2 * WARPS), 2 * WARPS, D], BY_NUMBER)
+    nothing = _no_sums(TILE, D, FP8, MMA)
     tiles = (W * GROUP + (TILE - 1)) // TILE
     lane = gl.arange(0, 32, LINE)
     m_of = gl.arange(0, TILE, OF_ROW)
@@ -399,7 +401,7 @@ def _take_items(
         sees = start + gl.minimum((tile * TILE + m_of) // GROUP, W - 1)
         best = gl.full([TILE], float("-inf"), gl.float32, OF_ROW)
         mass = gl.zeros([TILE], gl.float32, OF_ROW)
-        totals = _no_sums(TILE, D, FP8, MMA)
+        totals = nothing
         buffer = 0
         chunk_line = chunks_begun + rest % KV * tiles + tile
         begun_before = (first + (CHUNK - 1)) // CHUNK * CHUNK
@@ -432,7 +434,7 @@ def _take_items(
             p_of = p_shared.load(LEFT)
             sums = ()
             for part in gl.static_range(len(value_of)):
-                sums = sums + (mma_v2(p_of, value_of[part], gl.zeros([TILE, WORDS], gl.float32, MMA)),)
+                sums = sums + (mma_v2(p_of, value_of[part], nothing[part]),)
             best, mass, totals = _fold(best, mass, totals, highest, gl.sum(p, 1), sums)
             _copy_unit(
                 keys.index(buffer), values.index(buffer), later_pages.index(buffer), k_words, v_words, pages,
@@ -449,7 +451,7 @@ def _take_items(
                 gl.store(stats + line * 2 + 1, mass, there)
                 best = gl.full([TILE], float("-inf"), gl.float32, OF_ROW)
                 mass = gl.zeros([TILE], gl.float32, OF_ROW)
-                totals = _no_sums(TILE, D, FP8, MMA)
+                totals = nothing
 
 
 @gluon.jit(do_not_specialize=["B", "W", "max_pages", "lag"])

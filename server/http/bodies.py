@@ -74,8 +74,8 @@ class Bodies:
 
 
 async def read_body(request: web.Request, held: HeldBytes) -> list[bytearray]:
-    """The body of a JSON request, counted as it comes, in parts: a buffer that grows to 30 MB was seen to
-    hold the event loop for a tenth of a second.
+    """The body of a JSON request, counted as it comes, in parts: a buffer that grew to 30 MB held the event
+    loop for a tenth of a second.
 
     Raises BadRequest for another content type, 415 for another encoding than gzip and deflate, 413 before a byte is
     read where its length is known, 408 for one that comes too slowly.

@@ -6,6 +6,11 @@ from functools import partial
 from pilotfish.server.waker import AT_ONCE, Waker
 
 
+async def turns(count):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def test_all_are_woken_once_in_their_order_however_often_they_are_added():
     async def story():
         waker, woken = Waker(), []
@@ -13,7 +18,7 @@ def test_all_are_woken_once_in_their_order_however_often_they_are_added():
         for wake in wakes + wakes:
             waker.add(wake)
         assert not woken
-        await asyncio.sleep(0.01)
+        await turns(4)
         return woken
 
     assert asyncio.run(story()) == list(range(3 * AT_ONCE + 1))
@@ -25,7 +30,7 @@ def test_others_have_their_turn_between_two_groups():
         for number in range(2 * AT_ONCE):
             waker.add(partial(woken.append, number))
         for _ in range(2):
-            await asyncio.sleep(0)
+            await turns(1)
             woken.append("others")
         return woken
 
@@ -44,7 +49,7 @@ def test_one_that_has_news_again_while_it_is_woken_is_woken_again_behind_the_oth
 
         waker.add(again)
         waker.add(partial(woken.append, "other"))
-        await asyncio.sleep(0.01)
+        await turns(2)
         return woken
 
     assert asyncio.run(story()) == ["again", "other", "again"]
